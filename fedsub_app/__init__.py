@@ -1,0 +1,1 @@
+"""fedsub: run, compare and deploy subnetwork federated learning with Flower."""
