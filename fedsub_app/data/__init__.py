@@ -1,0 +1,32 @@
+"""Data sets and their partition over clients.
+
+``load_dataset`` turns a name into tensors, ``make_partition`` shares the training samples out to clients; both are
+computed once per process and their results are shared, so treat every tensor as read-only.
+
+A name is one of (see :func:`dataset_names`):
+
+* ``synthetic``, ``synthetic-cyclic`` (each also ``-3k``): generated; ``digits``: installed with scikit-learn;
+* ``mnist``, ``fashion-mnist``, ``emnist``, ``emnist-<split>``, ``cifar10``, ``cifar100``: torchvision's;
+* the 2-D MedMNIST names: medmnist's;
+* ``<name>`` for your own ``<name>.npz`` (train_images, train_labels, test_images, test_labels; uint8 NHW or NHWC),
+  image folder ``<name>/{train,test}/<class>/*`` or the same folder as ``<name>.tar``, ``.tar.gz``, ``.tar.xz``;
+* ``a+b+c``: several of these image sets as one, their labels one after the other.
+
+Files are looked for in ``data-dir`` and its direct subfolders; it may be read-only unless something must be downloaded.
+What has to be unpacked or decoded is kept in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``).
+"""
+
+from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
+from fedsub_app.data.partition import Partition, PartitionSettings, make_partition, partition_summary
+from fedsub_app.data.sources import dataset_names
+
+__all__ = [
+    "DataSettings",
+    "Dataset",
+    "Partition",
+    "PartitionSettings",
+    "dataset_names",
+    "load_dataset",
+    "make_partition",
+    "partition_summary",
+]

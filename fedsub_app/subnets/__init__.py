@@ -1,0 +1,1 @@
+"""The methods' mathematics: pure functions on named tensors; nothing here knows Flower, files or the network."""

@@ -1,0 +1,197 @@
+"""Client side of every method: one client, one task. What is not overridden is FedAvg.
+
+A method overrides :meth:`Client.train` where it sends or receives something else than a model, :meth:`Client.step` where
+a mini-batch is trained differently, :meth:`Client.correct_gradients` where only the gradient changes, and
+:meth:`Client.personal` where a client has a model of its own.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedsub_app import costs
+from fedsub_app.config import Settings
+from fedsub_app.data import Dataset, Partition, load_dataset, make_partition
+from fedsub_app.errors import UserError
+from fedsub_app.models import build_model, load_tensors, unit_groups
+from fedsub_app.models import tensors as tensors_of
+from fedsub_app.models.units import UnitGroup
+from fedsub_app.protocol import Json, Tensors, Update
+from fedsub_app.seeds import generator
+from fedsub_app.training import batches, evaluate, fit, make_optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Workplace:
+    """What all clients of one process share: data on the device, partition, one model object."""
+
+    settings: Settings
+    dataset: Dataset
+    partition: Partition
+    model: nn.Module
+    device: torch.device
+    train_x: torch.Tensor
+    train_y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.dataset.train_x.shape[1:])
+
+    @cached_property
+    def units(self) -> tuple[UnitGroup, ...]:
+        """Hidden units of the network."""
+        return unit_groups(self.model)
+
+    @property
+    def tensors(self) -> Tensors:
+        """The network's tensors by name, live."""
+        return tensors_of(self.model)
+
+    @cached_property
+    def flops_per_sample(self) -> int:
+        """FLOPs of one forward and backward pass of the dense network."""
+        return costs.training_flops(self.model, self.in_shape, 1)
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve the setting ``device``."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda': this machine has no CUDA device; allowed here are auto, cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@lru_cache(maxsize=2)
+def workplace(settings: Settings) -> Workplace:
+    """Load data, partition and model once per process and settings."""
+    dataset = load_dataset(settings.data)
+    partition = make_partition(settings.data, settings.partitioning)
+    device = pick_device(settings.device)
+    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    layout = torch.channels_last if dataset.train_x.dim() == 4 else torch.contiguous_format
+    placed = [
+        part.to(device, memory_format=layout) if part.dim() == 4 else part.to(device)
+        for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
+    ]
+    model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+    return Workplace(settings, dataset, partition, model, device, *placed)
+
+
+class Client:
+    """One client during one task.
+
+    Attributes
+    ----------
+    x, y : the client's training samples (float32 [n, ...]) and labels (int64 [n]), on the device.
+    state : the client's durable tensors as of the last round; what a method assigns here is saved after training.
+    model, units : the process's network, to be loaded before use, and its hidden units.
+    round, id : round number from 1, client id from 0.
+    flops, subnet_flops : FLOPs spent on training, dense and of the sub-network alone.
+    """
+
+    def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
+        self.place = place
+        self.settings = place.settings
+        self.options = place.settings.options
+        self.id = client
+        self.round = server_round
+        self.state = state
+        self.model = place.model
+        self.units = place.units
+        self.flops = 0.0
+        self.subnet_flops = 0.0
+        self.metrics: dict[str, float] = {}
+
+    @cached_property
+    def x(self) -> torch.Tensor:
+        """Training samples."""
+        return self.place.train_x[self.place.partition.train[self.id].to(self.place.device)]
+
+    @cached_property
+    def y(self) -> torch.Tensor:
+        """Training labels."""
+        return self.place.train_y[self.place.partition.train[self.id].to(self.place.device)]
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return the generator of this client, round and purpose."""
+        return generator(self.settings.seed, self.round, self.id, purpose)
+
+    # --- what a method overrides ------------------------------------------------------------------------------------
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Train what the server sent and return what it gets back: the whole model."""
+        self.load(sent)
+        self.fit()
+        return self.trained()
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """One optimizer step on a mini-batch; returns the detached loss before it."""
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.correct_gradients()
+        self.optimizer.step()
+        return loss.detach()
+
+    def correct_gradients(self) -> None:
+        """Change the gradients between backward pass and step."""
+
+    def personal(self, sent: Tensors) -> Tensors:
+        """Return the client's own model; for a method without one, the global model it was sent."""
+        return sent
+
+    # --- what methods use -------------------------------------------------------------------------------------------
+
+    def load(self, sent: Mapping[str, torch.Tensor]) -> None:
+        """Copy named tensors into the model, in training mode, with a fresh optimizer."""
+        load_tensors(self.model, sent)
+        self.model.train()
+        self.optimizer = make_optimizer(self.settings, self.model.parameters())
+
+    def trained(self) -> Tensors:
+        """Return a copy of the model's tensors (the next client reuses the model)."""
+        return {name: tensor.detach().clone() for name, tensor in self.place.tensors.items()}
+
+    def fit(self, passes: int = 1) -> None:
+        """Train ``local-epochs`` with :meth:`step`; ``passes``: forward and backward passes in one step, for costs."""
+        normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
+        order = batches(
+            len(self.y), self.settings.batch_size, self.settings.local_epochs, self.generator("batches"), normalised
+        )
+        loss, seen = fit(self.step, self.x, self.y, order)
+        self.metrics["train-loss"] = loss
+        self.flops += passes * seen * self.place.flops_per_sample
+        self.subnet_flops = self.flops
+
+    # --- called by the ClientApp ------------------------------------------------------------------------------------
+
+    def run_training(self, sent: Tensors, config: Json) -> Update:
+        """Train and return the update with its costs."""
+        start = time.perf_counter()
+        answer = self.train(sent, config)
+        self.metrics |= {"flops": float(self.flops), "subnet-flops": float(self.subnet_flops)}
+        self.metrics["compute-seconds"] = time.perf_counter() - start
+        return Update(self.id, answer, self.metrics, len(self.y))
+
+    def run_evaluation(self, sent: Tensors, wanted: list[str]) -> Update:
+        """Return the accuracies named in ``wanted`` on the client's own test set."""
+        place = self.place
+        index = place.partition.test[self.id].to(place.device)
+        if not len(index):
+            raise UserError(f"client {self.id} has no test samples")
+        from_train = place.partition.test_pool == "train"
+        x = (place.train_x if from_train else place.test_x)[index]
+        y = (place.train_y if from_train else place.test_y)[index]
+        models = {"global-local": lambda: sent, "personal": lambda: self.personal(sent)}
+        metrics = {}
+        for name in wanted:
+            load_tensors(self.model, models[name]())
+            metrics[f"{name}-accuracy"], metrics[f"{name}-loss"] = evaluate(self.model, x, y)
+        return Update(self.id, {}, metrics, len(y))

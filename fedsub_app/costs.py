@@ -1,0 +1,89 @@
+"""What a round costs: FLOPs by counting operations, bytes by the papers' formula.
+
+FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations and
+pooling are free. Papers that count one MAC as one FLOP (IST) state half of these numbers.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedsub_app.models.units import UnitGroup
+
+
+def _flops_by_module(model: nn.Module, in_shape: tuple[int, ...], training: bool) -> dict[str, int]:
+    """FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
+
+    Run on the "meta" device, where shapes are real and numbers are not: no time, and the model's statistics stay as they
+    are. Two inputs, because BatchNorm on batch statistics refuses one.
+    """
+    ghost = copy.deepcopy(model).to("meta").train(training)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+        out = ghost(torch.empty(2, *in_shape, device="meta"))
+        if training:
+            out.sum().backward()
+    root = type(ghost).__name__
+    return {
+        name.removeprefix(root).removeprefix("."): sum(operations.values())
+        for name, operations in counter.get_flop_counts().items()
+        if name != "Global"
+    }
+
+
+def forward_flops(model: nn.Module, in_shape: tuple[int, ...], batch_size: int) -> int:
+    """Return the FLOPs of one forward pass of ``batch_size`` inputs of shape ``in_shape``."""
+    return _flops_by_module(model, in_shape, training=False)[""] * batch_size // 2
+
+
+def training_flops(model: nn.Module, in_shape: tuple[int, ...], batch_size: int) -> int:
+    """Return the FLOPs of one forward and backward pass of ``batch_size`` inputs of shape ``in_shape``.
+
+    The backward pass counts the gradients of weights and activations, but not that of the network's input, which nobody
+    needs: the total is a little below three times the forward pass. The optimizer's step is not counted.
+    """
+    return _flops_by_module(model, in_shape, training=True)[""] * batch_size // 2
+
+
+def subnet_flops(
+    model: nn.Module,
+    in_shape: tuple[int, ...],
+    batch_size: int,
+    groups: Sequence[UnitGroup],
+    unit_masks: Mapping[str, Tensor],
+    training: bool = True,
+) -> int:
+    """Return the FLOPs of the network that holds only the units that are on, as if it were physically that small.
+
+    Each convolution or linear layer scales with ``kept_out * kept_in / (out * in)``. Executed with masks on the full
+    network (as FedPeWS does) the cost is that of the full network: :func:`training_flops`.
+
+    Parameters
+    ----------
+    model, in_shape, batch_size : as for :func:`training_flops`.
+    groups : the model's unit groups.
+    unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
+    training : forward and backward pass (default), or the forward pass alone.
+    """
+    kept: dict[str, int] = {}  # weight name -> kept_out * kept_in of the units that are in a group …
+    size: dict[str, int] = {}  # … and the same with all units on
+    for group in groups:
+        on = int(unit_masks[group.name].sum()) if group.name in unit_masks else group.size
+        for name in (f"{group.name}.weight", *(name for name, _ in group.cols)):
+            kept[name] = kept.get(name, 1) * on
+            size[name] = size.get(name, 1) * group.size
+    flops = _flops_by_module(model, in_shape, training)
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
+    total = sum(flops[name] * kept.get(f"{name}.weight", 1) // size.get(f"{name}.weight", 1) for name in layers)
+    return total * batch_size // 2
+
+
+def formula_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes that the papers would count for these tensors: 32 bit a number, 1 bit a mask entry.
+
+    Numbers of every dtype count 4 bytes; bool tensors are packed, each rounded up to whole bytes. Headers are not counted.
+    """
+    return sum(-(-t.numel() // 8) if t.dtype == torch.bool else 4 * t.numel() for t in tensors.values())

@@ -1,0 +1,168 @@
+"""A data set as tensors: sources chosen per class, brought to one form, joined, normalised."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from fedsub_app.data import synthetic
+from fedsub_app.data.sources import ALIASES, Source, data_folder, load_source
+from fedsub_app.errors import UserError
+from fedsub_app.seeds import generator
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which data, how much of it, in which form.
+
+    Parameters
+    ----------
+    dataset : str
+        A name of :func:`dataset_names`, of your own files, or several image sets joined by ``+``.
+    data_dir : str
+        Folder of the data; "" is ``$FEDSUB_DATA`` or ``~/.cache/fedsub/data``.
+    train_per_class, test_per_class : int
+        Random choice of that many images a class, 0 for all. Where a class has fewer test images, all test images of
+        that source come from its training images that the training choice left over (a note says so).
+    image_size : int
+        Height and width in pixels, by bilinear interpolation (antialiased); 0 for the largest of the sources.
+    normalise : str
+        ``standard``: training mean 0 and deviation 1 per channel; ``half``: (x - 0.5) / 0.5; ``none``: [0, 1].
+        Synthetic data is never normalised.
+    seed : int
+    """
+
+    dataset: str = "digits"
+    data_dir: str = ""
+    train_per_class: int = 0
+    test_per_class: int = 0
+    image_size: int = 0
+    normalise: Literal["standard", "half", "none"] = "standard"
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and test tensors: x float32 [n, channels, height, width] or [n, features]; y and source int64 [n].
+
+    ``source`` is the position in ``sources`` (the names joined by ``+``). ``notes`` says, one line each, what is
+    partial, lossy or substituted.
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    train_source: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    test_source: Tensor
+    num_classes: int
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load_dataset(settings: DataSettings) -> Dataset:
+    """Return the data set, normalised and contiguous; loaded once per process, so treat it as read-only.
+
+    Raises
+    ------
+    UserError
+        Unknown name, missing or damaged file, too few images for a choice per class.
+    """
+    # The folder is part of the key: the environment may change between calls.
+    return _load(replace(settings, data_dir=str(data_folder(settings.data_dir))))
+
+
+@lru_cache(maxsize=2)
+def _load(settings: DataSettings) -> Dataset:
+    names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
+    if len(names) > 1 and set(names) & set(synthetic.NAMES):
+        raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
+    sources = [_choose(name, load_source(name, Path(settings.data_dir), settings.seed), settings) for name in names]
+    first_label = [sum(source.num_classes for source in sources[:i]) for i in range(len(sources))]
+    train, test = [source.train for source in sources], [source.test for source in sources]
+    train_x, test_x = _one_form([x for x, _ in train + test], settings.image_size, len(sources))
+    if names[0] not in synthetic.NAMES:
+        _normalise(train_x, test_x, settings.normalise)
+    return Dataset(
+        name=settings.dataset,
+        train_x=train_x,
+        train_y=torch.cat([y + first for (_, y), first in zip(train, first_label, strict=True)]),
+        train_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(train)]),
+        test_x=test_x,
+        test_y=torch.cat([y + first for (_, y), first in zip(test, first_label, strict=True)]),
+        test_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(test)]),
+        num_classes=sum(source.num_classes for source in sources),
+        sources=tuple(names),
+        notes=tuple(f"{name}: {note}" for name, source in zip(names, sources, strict=True) for note in source.notes),
+    )
+
+
+def _choose(name: str, source: Source, settings: DataSettings) -> Source:
+    """Choose ``train_per_class`` and ``test_per_class`` images of a source."""
+    (train_x, train_y), (test_x, test_y) = source.train, source.test
+    notes = source.notes
+    wanted = settings.test_per_class
+    train = _per_class(name, "train", train_y, source.num_classes, settings.train_per_class, settings.seed)
+    fewest = int(torch.bincount(test_y, minlength=source.num_classes).min())
+    if wanted > fewest:
+        left_over = torch.ones(len(train_y), dtype=torch.bool)
+        left_over[train] = False
+        test_x, test_y = train_x[left_over], train_y[left_over]
+        note = f"all test images are training images left over by the choice ({fewest} a class in the test set)"
+        notes += (f"{note}, {wanted} a class",)
+    test = _per_class(name, "test", test_y, source.num_classes, wanted, settings.seed)
+    return replace(source, train=(train_x[train], train_y[train]), test=(test_x[test], test_y[test]), notes=notes)
+
+
+def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: int, seed: int) -> Tensor:
+    """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is 0."""
+    if wanted == 0:
+        return torch.arange(len(labels))
+    order = torch.randperm(len(labels), generator=generator(seed, name, split, "per class"))
+    chosen = [order[labels[order] == label][:wanted] for label in range(num_classes)]
+    for label, indices in enumerate(chosen):
+        if len(indices) < wanted:
+            where = "train" if split == "train" else "test and left-over training"
+            available = f"class {label} of {name} has {len(indices)} {where} images"
+            raise UserError(f"{split}-per-class = {wanted}: {available}; use at most that, or 0 for all")
+    return torch.cat(chosen).sort().values
+
+
+def _one_form(parts: list[Tensor], image_size: int, num_sources: int) -> tuple[Tensor, Tensor]:
+    """Bring the sources' tensors (all training, then all test) to float32, one size and one channel count."""
+    if parts[0].ndim == 4:
+        channels = max(part.shape[1] for part in parts)
+        size = (image_size,) * 2 if image_size else tuple(max(part.shape[axis] for part in parts) for axis in (2, 3))
+        for i, part in enumerate(parts):
+            x = part.float().div_(255) if part.dtype == torch.uint8 else part
+            if x.shape[2:] != size:
+                x = interpolate(x, size=size, mode="bilinear", antialias=True)
+            parts[i] = x if x.shape[1] == channels else x.repeat(1, channels, 1, 1)
+    train, test = parts[:num_sources], parts[num_sources:]
+    return (train[0], test[0]) if num_sources == 1 else (torch.cat(train), torch.cat(test))
+
+
+def _normalise(train_x: Tensor, test_x: Tensor, how: str) -> None:
+    """Normalise both in place, by the training images' statistics where ``how`` is ``standard``."""
+    if how == "none":
+        return
+    mean = deviation = torch.full((train_x.shape[1],), 0.5)
+    if how == "standard":
+        # Summed in double precision: float32 sums differ with the number of threads, and so would the engines' results.
+        total, squares = torch.zeros(2, train_x.shape[1], dtype=torch.float64)
+        for chunk in train_x.split(4096):  # type: ignore[no-untyped-call]
+            total += chunk.sum((0, 2, 3), dtype=torch.float64)
+            squares += chunk.double().square_().sum((0, 2, 3))
+        count = train_x[:, 0].numel()
+        variance = (squares / count - (total / count) ** 2).clamp_min(0)
+        mean, deviation = (total / count).float(), variance.sqrt().float()
+        deviation[deviation < 1e-6] = 1.0  # a constant channel stays constant
+    for x in (train_x, test_x):
+        x.sub_(mean.view(-1, 1, 1)).div_(deviation.view(-1, 1, 1))
+
+

@@ -1,0 +1,245 @@
+"""Readers of data files: npz, idx, image folders and archives of them. Nothing is trusted, nothing is unpickled.
+
+Every reader returns ``(train, test)``, each ``(images uint8 [n, channels, height, width], labels int64 [n])``, and
+raises :class:`UserError` naming the file and its fault.
+"""
+
+import gzip
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from fedsub_app.errors import UserError
+
+Split = tuple[Tensor, Tensor]
+Array = NDArray[np.generic]
+
+ARCHIVES = (".tar.xz", ".tar.gz", ".tar")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
+NPZ_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+def cache_folder() -> Path:
+    """Where decoded and unpacked copies are kept: ``$FEDSUB_CACHE`` or ``~/.cache/fedsub/decoded``."""
+    return Path(os.environ.get("FEDSUB_CACHE") or "~/.cache/fedsub/decoded").expanduser()
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """Return ``folder/name`` or else the first ``folder/*/name`` that exists."""
+    return next((path for path in (folder / name, *sorted(folder.glob(f"*/{name}"))) if path.exists()), None)
+
+
+def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
+    """Return images [n, h, w] or [n, h, w, 1 or 3] and labels [n] or [n, 1] as tensors, or say what is wrong."""
+    prefix = f"{file}: {split}"
+    if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
+        found = f"{images.dtype} {list(images.shape)}"
+        raise UserError(f"{prefix} images are {found}, expected uint8 [n, h, w] or [n, h, w, 1 or 3]")
+    if 0 in images.shape:
+        raise UserError(f"{prefix} images are empty: {list(images.shape)}")
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise UserError(f"{prefix} labels are {labels.dtype} {list(labels.shape)}, expected integers [n] or [n, 1]")
+    if len(labels) != len(images):
+        raise UserError(f"{prefix} has {len(labels)} labels for {len(images)} images")
+    if labels.min() < 0:
+        raise UserError(f"{prefix} has label {labels.min()}, expected 0 or more")
+    channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
+    return channels_last.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels.astype(np.int64))
+
+
+def read_npz(path: Path) -> tuple[Split, Split]:
+    """Read a file with the keys ``NPZ_KEYS``; other keys are ignored."""
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("a single array")
+        with archive:
+            keys = archive.files
+            arrays = [archive[key] for key in NPZ_KEYS if key in keys]
+    except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
+        raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
+    if len(arrays) < len(NPZ_KEYS):
+        missing = [key for key in NPZ_KEYS if key not in keys]
+        raise UserError(f"{path}: missing key {', '.join(missing)} (found {', '.join(keys) or 'none'})")
+    return checked(path, "train", *arrays[:2]), checked(path, "test", *arrays[2:])
+
+
+def npz_keys(path: Path) -> set[str]:
+    """Return the keys of an npz file without reading its arrays; none where it is no npz file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {entry.removesuffix(".npy") for entry in archive.namelist()}
+    except (OSError, zipfile.BadZipFile):
+        return set()
+
+
+def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
+    """Return a folder that holds ``raw/<name>`` for all idx files named, checked; None where a file is missing.
+
+    Files that exist only as ``<name>.gz`` are unpacked into the cache folder, never beside the original.
+    """
+    found = find(folder, raw)
+    if found is None:
+        return None
+    originals = [found / name if (found / name).exists() else found / f"{name}.gz" for name in names]
+    if not all(path.exists() for path in originals):
+        return None
+    root = found.parents[len(Path(raw).parts) - 1]
+    if any(path.suffix == ".gz" for path in originals):
+        root = cache_folder() / f"idx-{fingerprint(originals)}"
+        for original, name in zip(originals, names, strict=True):
+            if not (root / raw / name).exists():
+                write_atomically(root / raw / name, partial(_copy, original))
+    for original, name in zip(originals, names, strict=True):
+        _check_idx(root / raw / name, original, dimensions=3 if "images" in name else 1)
+    return root
+
+
+def read_images(path: Path) -> tuple[Split, Split]:
+    """Read ``{train,test}/<class>/<image>`` from a folder or an archive of it; what stands above is ignored.
+
+    Class numbers follow the sorted names of the training folders, images the sorted file names, as in torchvision's
+    ImageFolder. Images must be of one size; grey ones become RGB where others are. Decoded once, then read from the
+    cache until a file's size or time changes.
+    """
+    files = [path] if path.is_file() else sorted(entry for entry in path.glob("*/*/*") if entry.is_file())
+    cached = cache_folder() / f"{path.name}-{fingerprint(files)}.npz"
+    if cached.exists():
+        try:
+            return read_npz(cached)
+        except UserError:  # a damaged cache file is only a reason to decode again
+            pass
+    arrays = _stack(path, _archived(path) if path.is_file() else _unarchived(path, files))
+    write_atomically(cached, partial(_save, arrays))
+    return read_npz(cached)
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a temporary file, then put it in place of ``path``: no reader ever sees half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
+            temporary = Path(folder) / path.name
+            with temporary.open("wb") as target:
+                write(target)
+            os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder"
+        ) from error
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """Return 16 hex digits that change with any file's path, size or time of change."""
+    digest = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception as one line of text."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _save(arrays: dict[str, Array], target: BinaryIO) -> None:
+    np.savez(target, allow_pickle=False, **arrays)
+
+
+def _copy(original: Path, target: BinaryIO) -> None:
+    try:
+        with gzip.open(original) if original.suffix == ".gz" else original.open("rb") as source:
+            shutil.copyfileobj(source, target)
+    except Exception as error:  # gzip and zlib raise several types on damaged bytes
+        raise UserError(f"{original}: not a readable gzip file ({one_line(error)})") from error
+
+
+def _check_idx(path: Path, original: Path, dimensions: int) -> None:
+    # torchvision's reader fails on such files without naming them
+    with path.open("rb") as file:
+        header = file.read(4 + 4 * dimensions)
+    if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
+        raise UserError(f"{original}: not an idx file of unsigned bytes with {dimensions} dimensions")
+    shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
+    expected = len(header) + int(np.prod(shape, dtype=np.int64))
+    if path.stat().st_size != expected:
+        raise UserError(f"{original}: {path.stat().st_size} bytes unpacked, its header {shape} needs {expected}")
+
+
+def _unarchived(path: Path, files: Sequence[Path]) -> Iterator[tuple[tuple[str, ...], bytes]]:
+    for file in files:
+        parts = file.relative_to(path).parts
+        if _is_image(parts):
+            yield parts, file.read_bytes()
+
+
+def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
+    # Read from the archive itself: no member is ever written to disk, so none can be written to a wrong place.
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            for member in archive:
+                parts = Path(member.name).parts[-3:]
+                if member.isfile() and _is_image(parts):
+                    content = archive.extractfile(member)
+                    if content is not None:
+                        yield parts, content.read()
+    except Exception as error:  # tarfile, lzma and zlib raise several types on damaged bytes
+        raise UserError(f"{path}: not a readable archive ({one_line(error)})") from error
+
+
+def _is_image(parts: tuple[str, ...]) -> bool:
+    hidden = parts[-1].startswith(".")
+    return len(parts) == 3 and parts[0] in ("train", "test") and parts[2].lower().endswith(IMAGES) and not hidden
+
+
+def _stack(path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]]) -> dict[str, Array]:
+    images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
+    size: tuple[int, int] | None = None
+    for parts, content in encoded:
+        where = f"{path}: image {'/'.join(parts)}"
+        images[parts] = _decode(content, where)
+        size = size or images[parts].shape[:2]
+        if images[parts].shape[:2] != size:
+            raise UserError(f"{where} is {images[parts].shape[:2]}, the ones before are {size}: expected one size")
+    rgb = any(image.ndim == 3 for image in images.values())
+    classes = sorted({name for split, name, _ in images if split == "train"})
+    arrays: dict[str, Array] = {}
+    for split in ("train", "test"):
+        keys = sorted(parts for parts in images if parts[0] == split)
+        if not keys:
+            raise UserError(f"{path}: no image in {split}/<class>/ (of type {', '.join(IMAGES)})")
+        unknown = sorted({name for _, name, _ in keys} - set(classes))
+        if unknown:
+            raise UserError(f"{path}: class {unknown[0]} is in {split}/ but not in train/")
+        pixels = [images[key] for key in keys]
+        grey_to_rgb = [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in pixels]
+        arrays[f"{split}_images"] = np.stack(grey_to_rgb)
+        arrays[f"{split}_labels"] = np.array([classes.index(name) for _, name, _ in keys], dtype=np.int64)
+    return arrays
+
+
+def _decode(content: bytes, where: str) -> NDArray[np.uint8]:
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
+            return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+    except Exception as error:  # PIL's decoders raise many types on damaged bytes
+        raise UserError(f"{where} is not readable ({one_line(error)})") from error

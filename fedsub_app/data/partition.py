@@ -1,0 +1,305 @@
+"""Which client holds which samples.
+
+flwr-datasets' partitioners make ``dirichlet``, ``shards`` and the uneven case of ``classes``. The others are a few
+lines of torch here, because importing flwr-datasets takes seconds: ``iid`` gives the same sizes as its IidPartitioner,
+``source`` the same clients as its NaturalIdPartitioner, ``lists`` has no counterpart there.
+
+``classes`` deals every class to equally many clients where ``num-clients * classes-per-client`` is a multiple of the
+number of classes, as FedSelect's code does, with distinct classes for each client; with one client a class (FedPeWS)
+the clients are disjoint and cover everything. flwr-datasets' PathologicalPartitioner has no mode for that; it does the
+rest.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
+from fedsub_app.errors import UserError
+from fedsub_app.seeds import derive, generator
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    """How samples are shared out to clients.
+
+    Parameters
+    ----------
+    partition : str
+        ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``:
+        equal shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
+        combined data set; ``lists``: classes as written in ``class_lists``.
+    num_clients : int
+        1 or more.
+    dirichlet_alpha : float
+        Above 0, small is uneven.
+    shards_per_client : int
+    classes_per_client : int
+    class_lists : str
+        One list a client, such as ``"0 2 | 1 3"``. A class in several lists is split evenly among them, one in no list
+        is not used.
+    validation_fraction : float
+        Share of a client's training samples set aside, in [0, 1), rounded down.
+    client_test : str
+        ``labels``: all test samples whose label the client trains on; ``holdout``: part of its own samples.
+    holdout_fraction : float
+        That part, in (0, 1), rounded down, at least one sample; taken before the validation part.
+    seed : int
+    """
+
+    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "lists"] = "iid"
+    num_clients: int = 10
+    dirichlet_alpha: float = 0.5
+    shards_per_client: int = 2
+    classes_per_client: int = 2
+    class_lists: str = ""
+    validation_fraction: float = 0.0
+    client_test: Literal["labels", "holdout"] = "labels"
+    holdout_fraction: float = 0.2
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Sorted indices (int64) of every client: train and validation into ``train_x``, test into ``<test_pool>_x``."""
+
+    train: tuple[Tensor, ...]
+    validation: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+    test_pool: Literal["train", "test"]
+
+    def class_counts(self, dataset: Dataset) -> Tensor:
+        """Return the number of training samples, int64 [clients, classes]."""
+        return torch.stack(
+            [torch.bincount(dataset.train_y[indices], minlength=dataset.num_classes) for indices in self.train]
+        )
+
+
+def make_partition(data: DataSettings, settings: PartitionSettings) -> Partition:
+    """Return the partition of ``load_dataset(data)``; made once per process, so treat it as read-only.
+
+    Raises
+    ------
+    UserError
+        Impossible settings, a client without a training or test sample, and whatever :func:`load_dataset` raises.
+    """
+    return _make(load_dataset(data), settings)
+
+
+@lru_cache(maxsize=8)
+def _make(dataset: Dataset, settings: PartitionSettings) -> Partition:
+    _check(dataset, settings)
+    train = _DIVIDE[settings.partition](dataset, settings)
+    validation: list[Tensor] = []
+    test: list[Tensor] = []
+    for client, indices in enumerate(train):
+        if settings.client_test == "holdout":
+            indices, held_out = _split(indices, settings.holdout_fraction, 1, settings.seed, client, "holdout")
+            test.append(held_out)
+        train[client], rest = _split(indices, settings.validation_fraction, 0, settings.seed, client, "validation")
+        validation.append(rest)
+        if not len(train[client]):
+            size = len(rest) + (len(test[client]) if test else 0)
+            keys = "num-clients, validation-fraction or holdout-fraction" if size else "num-clients"
+            raise UserError(
+                f"num-clients = {settings.num_clients}: client {client} has no training sample with partition = "
+                f"{settings.partition!r} of {len(dataset.train_y)} samples; lower {keys}"
+            )
+    if settings.client_test == "labels":
+        test = _test_by_label(dataset, train)
+    return Partition(
+        tuple(train), tuple(validation), tuple(test), "train" if settings.client_test == "holdout" else "test"
+    )
+
+
+def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
+    """Return a JSON-able summary: ``counts[client][class]`` of the training samples, and every client's sizes."""
+    return {
+        "clients": len(partition.train),
+        "classes": dataset.num_classes,
+        "counts": partition.class_counts(dataset).tolist(),
+        "train": [len(indices) for indices in partition.train],
+        "validation": [len(indices) for indices in partition.validation],
+        "test": [len(indices) for indices in partition.test],
+        "test_pool": partition.test_pool,
+    }
+
+
+def _check(dataset: Dataset, settings: PartitionSettings) -> None:
+    samples, clients = len(dataset.train_y), settings.num_clients
+    shards, classes = settings.shards_per_client, settings.classes_per_client
+    if settings.partition not in _DIVIDE:
+        raise UserError(f"partition = {settings.partition!r}: expected one of {', '.join(_DIVIDE)}")
+    if not 1 <= clients <= samples:
+        raise UserError(f"num-clients = {clients}: expected 1 to {samples}, the number of training samples")
+    if settings.partition == "dirichlet" and not settings.dirichlet_alpha > 0:
+        raise UserError(f"dirichlet-alpha = {settings.dirichlet_alpha}: expected a number above 0")
+    if settings.partition == "shards" and not 1 <= shards <= samples // clients:
+        raise UserError(
+            f"shards-per-client = {shards}: expected 1 to {samples // clients}, {samples} samples / {clients}"
+        )
+    if settings.partition == "classes" and not 1 <= classes <= dataset.num_classes:
+        raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.num_classes}, the number of classes")
+    if not 0 <= settings.validation_fraction < 1:
+        raise UserError(f"validation-fraction = {settings.validation_fraction}: expected 0 or more and below 1")
+    if settings.client_test == "holdout" and not 0 < settings.holdout_fraction < 1:
+        raise UserError(f"holdout-fraction = {settings.holdout_fraction}: expected above 0 and below 1")
+
+
+def _split(
+    indices: Tensor, fraction: float, at_least: int, seed: int, client: int, purpose: str
+) -> tuple[Tensor, Tensor]:
+    """Return ``(rest, part)``, both sorted; the part is random and ``fraction`` of the indices, rounded down."""
+    size = min(max(int(len(indices) * fraction), at_least), len(indices))
+    order = torch.randperm(len(indices), generator=generator(seed, client, purpose))
+    return indices[order[size:]].sort().values, indices[order[:size]].sort().values
+
+
+def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
+    shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
+    tests = []
+    for client, indices in enumerate(train):
+        labels = dataset.train_y[indices].unique()  # type: ignore[no-untyped-call]
+        key = tuple(labels.tolist())
+        if key not in shared:
+            shared[key] = torch.isin(dataset.test_y, labels).nonzero().flatten()
+        if not len(shared[key]):
+            raise UserError(
+                f"client-test = 'labels': the test set has no sample of client {client}'s labels {list(key)}; "
+                "use 'holdout'"
+            )
+        tests.append(shared[key])
+    return tests
+
+
+def _iid(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    order = torch.randperm(len(dataset.train_y), generator=generator(settings.seed, "partition"))
+    return list(order.tensor_split(settings.num_clients))
+
+
+def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    if settings.num_clients != len(dataset.sources):
+        expected = f"{len(dataset.sources)} ({', '.join(dataset.sources)})"
+        raise UserError(f"num-clients = {settings.num_clients}: partition = 'source' expected one a source, {expected}")
+    return [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
+
+
+def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    prefix = f"class-lists = {settings.class_lists!r}"
+    try:
+        lists = [[int(label) for label in part.split()] for part in settings.class_lists.split("|")]
+    except ValueError as error:
+        raise UserError(f"{prefix}: expected class numbers, lists divided by '|', such as '0 2 | 1 3'") from error
+    if len(lists) != settings.num_clients:
+        raise UserError(f"{prefix}: {len(lists)} lists for num-clients = {settings.num_clients}, expected one a client")
+    for client, labels in enumerate(lists):
+        unknown = [label for label in labels if not 0 <= label < dataset.num_classes]
+        if unknown:
+            raise UserError(f"{prefix}: unknown class {unknown[0]}, expected 0 to {dataset.num_classes - 1}")
+        if not labels or len(set(labels)) < len(labels):
+            raise UserError(f"{prefix}: the list of client {client} is empty or names a class twice")
+    return _share_classes(dataset, lists, settings.seed)
+
+
+def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    if settings.num_clients * settings.classes_per_client % dataset.num_classes == 0:
+        lists = deal_classes(dataset.num_classes, settings.num_clients, settings.classes_per_client, settings.seed)
+        return _share_classes(dataset, lists, settings.seed)
+    from flwr_datasets.partitioner import PathologicalPartitioner
+
+    partitioner = PathologicalPartitioner(
+        num_partitions=settings.num_clients,
+        partition_by="label",
+        num_classes_per_partition=settings.classes_per_client,
+        class_assignment_mode="first-deterministic",  # every class is used where there are clients enough
+        seed=derive(settings.seed, "partition"),
+    )
+    return _by_flwr(dataset, settings, partitioner, f"classes-per-client = {settings.classes_per_client}")
+
+
+def deal_classes(num_classes: int, num_clients: int, classes_per_client: int, seed: int) -> list[list[int]]:
+    """Deal every class to equally many clients, distinct ones to each: their product divides by the classes."""
+    random = generator(seed, "classes of clients")
+    left = torch.full((num_classes,), num_clients * classes_per_client // num_classes)
+    lists = []
+    for clients_left in range(num_clients, 0, -1):
+        # A class with as many copies left as clients must go to each of them; the others by their copies left.
+        must = left == clients_left
+        free = classes_per_client - int(must.sum())
+        weights = torch.where(must, 0, left).double()
+        drawn = torch.multinomial(weights, free, generator=random) if free else torch.empty(0, dtype=torch.int64)
+        labels = torch.cat((must.nonzero().flatten(), drawn)).sort().values
+        left[labels] -= 1
+        lists.append(labels.tolist())
+    return [lists[i] for i in torch.randperm(num_clients, generator=random).tolist()]
+
+
+def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
+    """Split every class evenly and at random among the clients whose list names it."""
+    shares: list[list[Tensor]] = [[] for _ in lists]
+    for label in range(dataset.num_classes):
+        clients = [client for client, labels in enumerate(lists) if label in labels]
+        if clients:
+            indices = (dataset.train_y == label).nonzero().flatten()
+            order = torch.randperm(len(indices), generator=generator(seed, "partition", label))
+            for client, part in zip(clients, indices[order].tensor_split(len(clients)), strict=True):
+                shares[client].append(part)
+    return [torch.cat(parts) for parts in shares]
+
+
+def _dirichlet(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    partitioner = DirichletPartitioner(
+        num_partitions=settings.num_clients,
+        partition_by="label",
+        alpha=float(settings.dirichlet_alpha),
+        min_partition_size=2 if settings.client_test == "holdout" else 1,  # one to train on, one to hold out
+        self_balancing=False,
+        seed=derive(settings.seed, "partition"),
+    )
+    return _by_flwr(dataset, settings, partitioner, f"dirichlet-alpha = {settings.dirichlet_alpha}")
+
+
+def _by_shards(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    from flwr_datasets.partitioner import ShardPartitioner
+
+    partitioner = ShardPartitioner(
+        num_partitions=settings.num_clients,
+        partition_by="label",
+        num_shards_per_partition=settings.shards_per_client,
+        seed=derive(settings.seed, "partition"),
+    )
+    return _by_flwr(dataset, settings, partitioner, f"shards-per-client = {settings.shards_per_client}")
+
+
+def _by_flwr(dataset: Dataset, settings: PartitionSettings, partitioner: Any, setting: str) -> list[Tensor]:
+    from datasets import Dataset as Table
+
+    labels = dataset.train_y.tolist()
+    partitioner.dataset = Table.from_dict({"label": labels, "index": list(range(len(labels)))})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
+            clients = [partitioner.load_partition(client)[:]["index"] for client in range(settings.num_clients)]
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{setting}: no partition of {len(labels)} samples over num-clients = {settings.num_clients}: {reason}"
+        ) from error
+    return [torch.tensor(client, dtype=torch.int64) for client in clients]
+
+
+_DIVIDE = {
+    "iid": _iid,
+    "dirichlet": _dirichlet,
+    "shards": _by_shards,
+    "classes": _by_classes,
+    "source": _by_source,
+    "lists": _by_lists,
+}

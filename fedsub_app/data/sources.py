@@ -1,0 +1,223 @@
+"""Where each data set comes from: generated, installed, torchvision's, medmnist's, or your own files."""
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fedsub_app.data import synthetic
+from fedsub_app.data.files import (
+    ARCHIVES,
+    NPZ_KEYS,
+    Split,
+    checked,
+    find,
+    npz_keys,
+    one_line,
+    read_images,
+    read_npz,
+    unpacked_idx,
+)
+from fedsub_app.errors import UserError
+from fedsub_app.seeds import generator
+
+ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
+MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled out: importing it takes a second
+    *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
+    *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
+)
+EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+DOWNLOAD_SILENCE_S = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    # x is uint8 or float32 in [0, 1] for images, [n, c, h, w]; [n, 5] for synthetic data
+    train: Split
+    test: Split
+    num_classes: int
+    notes: tuple[str, ...] = ()
+
+
+def dataset_names(data_dir: str = "") -> dict[str, str]:
+    """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
+    names = {
+        "synthetic": "32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)",
+        "synthetic-3k": "the same with 3,200 training points",
+        "synthetic-cyclic": "as synthetic, other layout: FedAvg close to the paper's round counts",
+        "synthetic-cyclic-3k": "the same with 3,200 training points",
+        "digits": "scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)",
+        "mnist": "MNIST, 28x28 grey, 10 classes",
+        "fashion-mnist": "Fashion-MNIST, 28x28 grey, 10 classes",
+        "emnist": "EMNIST digits, 28x28 grey, 10 classes",
+        **{f"emnist-{split}": f"EMNIST {split}, 28x28 grey" for split in EMNIST},
+        "cifar10": "CIFAR-10, 32x32 RGB, 10 classes",
+        "cifar100": "CIFAR-100, 32x32 RGB, 100 classes",
+        **dict.fromkeys(MEDMNIST, "MedMNIST v2, 28x28"),
+        **{alias: f"= {meaning}" for alias, meaning in ALIASES.items()},
+    }
+    return names | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
+
+
+def load_source(name: str, data: Path, seed: int) -> Source:
+    """Return one source, all of it; ``name`` is without ``+``. Raises :class:`UserError` where it cannot."""
+    if name in synthetic.NAMES:
+        return Source(*synthetic.generate(name, seed), synthetic.NUM_CLASSES)
+    if name == "digits":
+        return _digits(seed)
+    if name in ("mnist", "fashion-mnist") or name.removeprefix("emnist-") in (*EMNIST, "emnist"):
+        return _mnist_like(name, data)
+    if name in ("cifar10", "cifar100"):
+        return _cifar(name, data)
+    if name in MEDMNIST:
+        return _medmnist(name, data)
+    return _own(name, data)
+
+
+def _digits(seed: int) -> Source:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    bunch = load_digits()
+    x, y = torch.from_numpy(bunch.images / 16).float()[:, None], torch.from_numpy(bunch.target).long()
+    order = torch.randperm(len(y), generator=generator(seed, "digits", "split"))
+    in_test = torch.zeros(len(y), dtype=torch.bool)
+    for label in range(10):
+        of_class = order[y[order] == label]
+        in_test[of_class[: round(len(of_class) / 5)]] = True
+    return Source((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), 10)
+
+
+def _mnist_like(name: str, data: Path) -> Source:
+    from torchvision import datasets  # type: ignore[import-untyped]
+
+    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}.get(name, datasets.EMNIST)
+    split = name.removeprefix("emnist-") if name != "emnist" else "digits"
+    options = {"split": split} if kind is datasets.EMNIST else {}
+    prefixes = [f"emnist-{split}-train", f"emnist-{split}-test"] if options else ["train", "t10k"]
+    files = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
+    raw = f"{kind.__name__}/raw"
+    root = unpacked_idx(data, raw, files)
+    if root is None:
+        wanted = f"{raw}/{{{','.join(files)}}}[.gz]"
+        _download(name, data, wanted, lambda: kind(str(data), download=True, **options))
+        root = unpacked_idx(data, raw, files)
+        if root is None:
+            raise UserError(f"dataset = {name!r}: the download left no {wanted} in {data}")
+    train, test = (
+        checked(root / raw, which, images.data.numpy(), images.targets.numpy())
+        for which, images in ((w, kind(str(root), train=w == "train", **options)) for w in ("train", "test"))
+    )
+    if split == "letters":  # labelled 1 to 26
+        train, test = (train[0], train[1] - 1), (test[0], test[1] - 1)
+    num_classes = {"letters": 26}.get(split, len(kind.classes) if not options else len(kind.classes_split_dict[split]))
+    return _labelled(root / raw, train, test, num_classes)
+
+
+def _cifar(name: str, data: Path) -> Source:
+    from torchvision import datasets
+
+    kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
+    found = find(data, kind.base_folder)
+    if found is None:
+        how = f"{kind.base_folder}/ (unpacked from {kind.url})"
+        _download(name, data, how, lambda: kind(str(data), download=True))
+        found = data / kind.base_folder
+    try:
+        train, test = kind(str(found.parent), train=True), kind(str(found.parent), train=False)
+    except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
+        raise UserError(f"{found}: {one_line(error)}") from error
+    splits = [
+        checked(found, part, x.data, torch.tensor(x.targets).numpy())
+        for part, x in zip(("train", "test"), (train, test), strict=True)
+    ]
+    return _labelled(found, *splits, len(train.classes))
+
+
+def _medmnist(name: str, data: Path) -> Source:
+    import medmnist  # type: ignore[import-untyped]
+
+    info = medmnist.INFO[name]
+    kind = getattr(medmnist, info["python_class"])
+    file = find(data, f"{name}.npz")
+    if file is None:
+        _download(name, data, f"{name}.npz ({info['url']})", lambda: kind(split="train", root=str(data), download=True))
+        file = data / f"{name}.npz"
+    try:
+        train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
+        splits = checked(file, "train", train.imgs, train.labels), checked(file, "test", test.imgs, test.labels)
+    except UserError:
+        raise
+    except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
+        raise UserError(f"{file}: not a readable MedMNIST file ({one_line(error)})") from error
+    source = _labelled(file, *splits, len(info["label"]))
+    found, upstream = (len(train.imgs), len(test.imgs)), (info["n_samples"]["train"], info["n_samples"]["test"])
+    note = f"partial: {found[0]} train, {found[1]} test images, upstream has {upstream[0]} and {upstream[1]}"
+    return source if found == upstream else replace(source, notes=(note,))
+
+
+def _own(name: str, data: Path) -> Source:
+    """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
+    file = _own_files(data).get(name)
+    if file is None:
+        file = (
+            find(data, f"{name}.npz") if re.fullmatch(r"[\w.-]+", name) else None
+        )  # for the reader to say what is wrong
+    if file is None:
+        forms = f"{name}.npz, {name}/{{train,test}}/<class>/ or {name}{{{','.join(ARCHIVES)}}}"
+        known = ", ".join(dataset_names(str(data)))
+        raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
+    train, test = read_npz(file) if file.suffix == ".npz" else read_images(file)
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    notes = []
+    if "jpeg" in name or "lossy" in name:
+        notes.append("lossy JPEG, not the original pixels")
+    if "subset" in name:
+        notes.append(f"partial: {len(train[1])} train, {len(test[1])} test images")
+    return Source(train, test, num_classes, tuple(notes))
+
+
+def _own_files(data: Path) -> dict[str, Path]:
+    """Return name and path of the image sets of our own forms in a folder and its direct subfolders."""
+    found: dict[str, Path] = {}
+    for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
+        suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
+        is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
+        is_folder = not suffix and (path / "train").is_dir() and (path / "test").is_dir()
+        if (is_npz or is_folder or suffix in ARCHIVES) and path.name.removesuffix(suffix) not in MEDMNIST:
+            found.setdefault(path.name.removesuffix(suffix), path)
+    return found
+
+
+def _labelled(file: Path, train: Split, test: Split, num_classes: int) -> Source:
+    for split, (_, labels) in (("train", train), ("test", test)):
+        if int(labels.max()) >= num_classes or int(labels.min()) < 0:
+            raise UserError(
+                f"{file}: {split} labels reach from {labels.min()} to {labels.max()}, expected 0..{num_classes - 1}"
+            )
+    return Source(train, test, num_classes)
+
+
+def _download(name: str, data: Path, wanted: str, attempt: Callable[[], object]) -> None:
+    """Let torchvision or medmnist download; where that fails, say what is missing and what is there instead."""
+    silence = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_SILENCE_S)  # without it a network that swallows packets hangs for ever
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        attempt()
+    except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
+        similar = [other for other in _own_files(data) if other.startswith(name)]
+        instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
+        reason = one_line(error)[:200]
+        raise UserError(
+            f"dataset = {name!r}: {data} has no {wanted}; put it there or let it be downloaded with a network ({reason}){instead}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(silence)
+
+
+def data_folder(setting: str) -> Path:
+    return Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()

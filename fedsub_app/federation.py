@@ -1,0 +1,244 @@
+"""Which node hosts which clients; who takes part in a round; one message a node and phase.
+
+``num-clients`` is the experiment's; SuperNodes are hosts. A roll call asks each node once for its ``partition-id``:
+client ``c`` lives on the node with ``c % num_partitions == partition_id``. Where all nodes are simulated they share
+data and client state, and the sampled clients are spread evenly over them instead.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+
+from fedsub_app.config import Settings
+from fedsub_app.errors import UserError
+from fedsub_app.protocol import BadReply, Json, Task, Tensors, pack, unpack, wire_bytes
+from fedsub_app.seeds import generator
+
+log = logging.getLogger("fedsub")
+
+
+@cache
+def code_digest() -> str:
+    """Hash of the source of our three packages as this process has imported them."""
+    root = Path(__file__).resolve().parents[1]
+    files = sorted(path for name in ("fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host of clients, as it answered the roll call."""
+
+    node_id: int
+    partition_id: int
+    num_partitions: int
+    simulated: bool
+
+    @property
+    def name(self) -> str:
+        """The partition id, which stays the same when the node is restarted (the node id does not)."""
+        return f"node {self.partition_id}"
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A client whose answer does not count in this round, and why."""
+
+    client: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came back in one phase: the parts that answer a task, and the clients without a usable one."""
+
+    parts: list[tuple[int, Json, Tensors]]
+    dropped: list[Dropped]
+    bytes_up: int
+
+
+class Federation:
+    """The nodes of a run and their clients."""
+
+    def __init__(self, settings: Settings, header: Json) -> None:
+        """``header`` goes into every message: the run's id, its settings, where client state lies."""
+        self.settings = settings
+        self.header = header
+        self.nodes: dict[int, Node] = {}
+        self.asked: list[tuple[Message, list[int]]] = []  # messages of the current phase and their clients
+
+    def sample(self, server_round: int) -> list[int]:
+        """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
+        order = torch.randperm(self.settings.num_clients, generator=generator(self.settings.seed, server_round, "sample"))
+        return sorted(order[: self.settings.sample_size].tolist())
+
+    def meet(self, grid: Grid) -> None:
+        """Call the roll of nodes that are not known yet and forget those that left.
+
+        The first call waits until ``min-nodes`` (or as many as the nodes themselves say there are) have answered.
+
+        Raises
+        ------
+        UserError
+            ``node-timeout`` is over; the message says who is missing.
+        """
+        deadline = time.monotonic() + self.settings.node_timeout
+        first = not self.nodes
+        while True:
+            present = set(grid.get_node_ids())
+            self.nodes = {node_id: node for node_id, node in self.nodes.items() if node_id in present}
+            new = sorted(present - set(self.nodes))
+            if new:
+                self._call_roll(grid, new, max(1.0, deadline - time.monotonic()))
+            missing = self._missing()
+            if not first or not missing:
+                return
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes answered, missing: {missing}"
+                )
+            time.sleep(0.1)
+
+    def _missing(self) -> str:
+        announced = max((node.num_partitions for node in self.nodes.values()), default=1)
+        have = {node.partition_id for node in self.nodes.values()}
+        absent = [number for number in range(announced) if number not in have]
+        if self.settings.min_nodes:
+            short = self.settings.min_nodes - len(self.nodes)
+            return f"{short} of min-nodes = {self.settings.min_nodes}" if short > 0 else ""
+        return f"nodes with partition-id {', '.join(map(str, absent))} of {announced}" if absent else ""
+
+    def _call_roll(self, grid: Grid, node_ids: Sequence[int], timeout: float) -> None:
+        header = {"code": code_digest(), "phase": MessageType.QUERY}
+        asked = [
+            Message(pack(header, []), dst_node_id=node_id, message_type=MessageType.QUERY, group_id="roll")
+            for node_id in node_ids
+        ]
+        replies = exchange(grid, asked, timeout)
+        asked_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+        for reply in replies:
+            node_id = asked_of[reply.metadata.reply_to_message_id]
+            if reply.has_error():
+                raise UserError(f"node {node_id} did not answer the roll call: {_brief(reply.error.reason)}")
+            answer, _ = unpack(reply.content)
+            if "error" in answer:
+                raise UserError(f"node {node_id}: {answer['error']}")
+            node = Node(node_id, answer["partition-id"], answer["num-partitions"], answer["simulated"])
+            twin = next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
+            if twin:
+                raise UserError(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
+            self.nodes[node_id] = node
+
+    def hosts(self, clients: Sequence[int]) -> tuple[dict[int, list[int]], list[Dropped]]:
+        """Assign sorted clients to node ids; clients whose node is away are dropped."""
+        nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
+        placement = self.settings.placement
+        if placement == "auto":
+            placement = "balanced" if all(node.simulated for node in nodes) else "pinned"
+        assigned: dict[int, list[int]] = {}
+        dropped = []
+        owner: dict[int, int | None]
+        if placement == "balanced" and nodes:
+            owner = {client: nodes[rank * len(nodes) // len(clients)].node_id for rank, client in enumerate(clients)}
+        else:
+            owner = {client: None for client in clients}
+            for node in nodes:
+                owner |= {c: node.node_id for c in clients if c % node.num_partitions == node.partition_id}
+        for client in clients:
+            node_id = owner[client]
+            if node_id is None:
+                dropped.append(Dropped(client, "its node is away"))
+            else:
+                assigned.setdefault(node_id, []).append(client)
+        return assigned, dropped
+
+    def messages(
+        self, phase: str, server_round: int, tasks: Mapping[int, Task], extra: Json
+    ) -> tuple[list[Message], list[Dropped]]:
+        """Return one message a node with the tasks of its clients, and the clients that no node hosts now."""
+        assigned, dropped = self.hosts(sorted(tasks))
+        header = self.header | extra | {"phase": phase, "round": server_round, "code": code_digest()}
+        self.asked = []
+        for node_id, clients in assigned.items():
+            parts = [({"client": c} | tasks[c].config, tasks[c].tensors) for c in clients]
+            message = Message(pack(header, parts), node_id, phase, group_id=str(server_round))
+            self.asked.append((message, clients))
+        return [message for message, _ in self.asked], dropped
+
+    def answers(self, phase: str, server_round: int, replies: Iterable[Message]) -> Answers:
+        """Sort out the replies of a phase.
+
+        A reply is matched by the message it answers (the error reply for a dead node has another source id). One of
+        another run, round or phase drops its node's clients; a second one, one that was not asked for, and parts of
+        clients that were not asked are ignored and logged.
+        """
+        parts: dict[int, tuple[Json, Tensors]] = {}
+        waiting = {message.metadata.message_id: clients for message, clients in self.asked}
+        reasons = {client: "no reply within round-timeout" for clients in waiting.values() for client in clients}
+        received = 0
+        for reply in replies:
+            clients = waiting.pop(reply.metadata.reply_to_message_id, [])
+            if not clients:
+                log.warning("ignored a reply of node %s: not asked for, or a second one", reply.metadata.src_node_id)
+                continue
+            if reply.has_error():
+                reasons |= {client: f"node failed: {_brief(reply.error.reason)}" for client in clients}
+                continue
+            received += wire_bytes(reply.content)
+            try:
+                header, answered_parts = unpack(reply.content)
+                stamp = (header.get("run"), header.get("round"), header.get("phase"))
+                if stamp != (self.header.get("run"), server_round, phase):
+                    raise BadReply(f"stale reply: run, round, phase = {stamp}")
+                if header.get("error"):
+                    raise BadReply(f"node failed: {_brief(str(header['error']))}")
+            except BadReply as error:
+                reasons |= {client: str(error) for client in clients}
+                continue
+            reasons |= {client: "its node's reply does not hold it" for client in clients}
+            for config, tensors in answered_parts:
+                client = config.get("client")
+                if client not in clients or client in parts:
+                    log.warning("ignored a part for client %r: not asked of this node, or twice", client)
+                    continue
+                parts[client] = (config, tensors)
+        found = [(client, *parts[client]) for client in sorted(parts)]
+        dropped = [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
+        return Answers(found, dropped, received)
+
+
+def _brief(reason: str) -> str:
+    """Last line of a traceback, which is what happened."""
+    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
+    return lines[-1][:300]
+
+
+def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
+    """Send messages and collect their replies until all are there or ``timeout`` seconds are over.
+
+    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this one starts at 5 ms
+    and backs off to 0.5 s, so short rounds are not dominated by the wait.
+    """
+    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
+    replies: list[Message] = []
+    start = time.monotonic()
+    while waiting:
+        found = list(grid.pull_messages(list(waiting)))
+        replies += found
+        waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        elapsed = time.monotonic() - start
+        if not waiting or elapsed > timeout:
+            break
+        time.sleep(min(0.5, max(0.005, elapsed / 20)))
+    return replies

@@ -1,0 +1,115 @@
+"""Driving Flower from the command line: the connection, the environment, a run with an honest exit code.
+
+``flwr run`` exits 0 whatever becomes of the run; :func:`run` asks for its status. Flower's runtime would re-install
+torch on every run unless one variable is set before its SuperLink starts; :func:`setup` puts it (as a default that the
+shell may override) into the Python environment that it runs in, so that a hand-typed ``flwr run`` has it too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedsub_app.config import Value, resolve
+from fedsub_app.errors import UserError
+
+CONNECTION = "local-simulation"
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str]:
+    """Variables that must be there before Flower's SuperLink starts, with our defaults."""
+    return {
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else: `uv sync` with torch, minutes a run
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "FEDSUB_RUNS": str(PROJECT / "runs"),
+    }
+
+
+def _home() -> Path:
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+
+
+def setup() -> list[str]:
+    """Register the connection ``local-simulation`` and the environment's defaults; says what it did."""
+    said = []
+    config = _home() / "config.toml"
+    text = config.read_text() if config.exists() else '[superlink]\ndefault = "local-simulation"\n'
+    try:
+        known = tomllib.loads(text).get("superlink", {})
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{config}: not valid TOML: {error}") from None
+    if CONNECTION not in known:
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(f"{text.rstrip()}\n\n{_connection()}")
+        said.append(f"{config}: connection {CONNECTION} added")
+    # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
+    defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
+    hook = Path(sysconfig.get_path("purelib")) / "fedsub_environment.pth"
+    line = f"import os; {defaults}\n"
+    if not hook.exists() or hook.read_text() != line:
+        hook.write_text(line)
+        said.append(f"{hook}: defaults of {', '.join(environment())}")
+    return said or ["nothing to do"]
+
+
+def _connection() -> str:
+    cores = os.cpu_count() or 1
+    return f"""[superlink.{CONNECTION}]
+address = ":local:"
+options.num-supernodes = {cores}
+options.backend.client-resources.num-cpus = 1
+options.backend.init-args.num-cpus = {cores}
+"""
+
+
+def _toml(value: Value) -> str:
+    return json.dumps(value)  # strings, numbers and booleans are written alike in TOML and JSON
+
+
+def _flwr(*arguments: str) -> list[str]:
+    return [str(Path(sys.executable).parent / "flwr"), *arguments]
+
+
+def run(connection: str, overrides: Mapping[str, Value]) -> int:
+    """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
+    resolve({key: value for key, value in overrides.items() if key not in ("run-dir", "resume")})  # fail early
+    # Flower looks for flower-superlink and its other commands on the PATH.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    variables = environment() | os.environ | {"PATH": path}
+    command = _flwr("run", str(PROJECT), connection, "--format", "json")
+    if overrides:
+        command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
+    started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    run_id = _json(started.stdout).get("run-id")
+    if started.returncode or not run_id:
+        raise UserError(f"connection {connection}: flwr run failed: {(started.stderr or started.stdout).strip()[-500:]}")
+    subprocess.run(_flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
+    status, details = _status(connection, str(run_id), variables)
+    if status != "finished:completed":
+        print(f"failed: run {run_id} is {status}: {details}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple[str, str]:
+    command = _flwr("list", connection, "--run-id", run_id, "--format", "json")
+    answer = subprocess.run(command, env=dict(variables), capture_output=True, text=True, check=False)
+    runs = _json(answer.stdout).get("runs") or [{}]
+    return str(runs[0].get("status", "unknown")), str(runs[0].get("status-details", answer.stderr.strip()[-300:]))
+
+
+def _json(text: str) -> dict[str, object]:
+    """Return the JSON object in a command's output, which warnings may precede."""
+    start = text.find("{")
+    try:
+        content: dict[str, object] = json.loads(text[start:]) if start >= 0 else {}
+        return content
+    except json.JSONDecodeError:
+        return {}

@@ -1,0 +1,81 @@
+"""Flower's Grid in this process: the same strategy and the same ClientApp, without Ray and SuperLink.
+
+Messages are packed and unpacked as on the wire. One node hosts all clients, so a round is two messages.
+"""
+
+import traceback
+from collections.abc import Iterable, Mapping
+from uuid import uuid4
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run as FlowerRun
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedsub_app.config import Value
+
+RUN_ID = SERVER_ID = 1
+CLIENT_FAILED = 9  # Flower's code for a ClientApp that raised
+
+
+class LocalGrid(Grid):
+    """A grid of ``num_nodes`` nodes that answer a message as soon as it is pushed.
+
+    Parameters
+    ----------
+    app : the ClientApp that every node runs.
+    overrides : the run config as single keys, as ``flwr run -c`` would pass them.
+    num_nodes : nodes, with ids from 2 on and partition ids from 0 on.
+    """
+
+    def __init__(self, app: ClientApp, overrides: Mapping[str, Value], num_nodes: int = 1) -> None:
+        # A Message asks who sends it, which Flower's own processes set at their start.
+        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SERVER_ID
+        self.app = app
+        self._run = FlowerRun.create_empty(RUN_ID)
+        self._run.override_config = dict(overrides)
+        config = {node: {"partition-id": node, "num-partitions": num_nodes} for node in range(num_nodes)}
+        self.contexts = {node + 2: Context(RUN_ID, node + 2, config[node], RecordDict(), {}) for node in config}
+        self._replies: dict[str, Message] = {}
+
+    def set_run(self, run: FlowerRun) -> None:
+        """Replace the run's details."""
+        self._run = run
+
+    @property
+    def run(self) -> FlowerRun:
+        """The run's details; ``override_config`` holds its single keys."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Make a message (Flower deprecates this way)."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of all nodes."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Answer every message; returns their ids."""
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = message_id = str(uuid4())
+            ids.append(message_id)
+            context = self.contexts[message.metadata.dst_node_id]
+            try:
+                reply = self.app(message=message, context=context)
+            except Exception:  # as a node would: the server gets an error reply
+                reply = Message(Error(CLIENT_FAILED, traceback.format_exc()), reply_to=message)
+            self._replies[message_id] = reply
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Hand out the answers."""
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Push and pull."""
+        return self.pull_messages(self.push_messages(messages))

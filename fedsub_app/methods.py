@@ -1,0 +1,31 @@
+"""The register of methods: name → settings, strategy, client. One line a method."""
+
+from dataclasses import dataclass
+
+from client_apps.base import Client
+from client_apps.fedpews import FedPeWSClient
+from client_apps.fedprox import FedProxClient
+from client_apps.local import LocalClient
+from fedsub_app.config import MethodSettings
+from strategies.base import SubnetStrategy
+from strategies.fedpews import FedPeWS, FedPeWSSettings
+from strategies.fedprox import FedProxSettings
+from strategies.local import Local
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method: what it is, its own settings, its server side, its client side."""
+
+    about: str
+    settings: type[MethodSettings]
+    strategy: type[SubnetStrategy]
+    client: type[Client]
+
+
+METHODS = {
+    "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
+    "fedprox": Method("Li et al. 2020", FedProxSettings, SubnetStrategy, FedProxClient),
+    "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
+    "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
+}

@@ -1,0 +1,203 @@
+"""The networks of the papers, by name, and their tensors, by name.
+
+Every network but ResNet-18 is one ``nn.Sequential`` with named children (``conv1``, ``bn1``, ``relu1``, ``pool1``, …,
+``flatten``, ``fc1``, …), so that :mod:`fedsub_app.models.units` can read its structure. All of them return logits.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.errors import UserError
+from fedsub_app.seeds import derive
+
+Shape = tuple[int, ...]
+
+
+def _fully_connected(widths: Sequence[int], batch_norm: bool = False) -> "OrderedDict[str, nn.Module]":
+    """Linear layers ``fc1``, ``fc2``, … of the given widths with a ReLU between two of them."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for k in range(1, len(widths)):
+        layers[f"fc{k}"] = nn.Linear(widths[k - 1], widths[k])
+        if k < len(widths) - 1:
+            if batch_norm:
+                # IST: statistics of the batch in training and in evaluation alike; with no running statistics
+                # (and the authors' momentum of 1) there is nothing that a client could keep or send.
+                layers[f"bn{k}"] = nn.BatchNorm1d(widths[k], momentum=1.0, track_running_stats=False)
+            layers[f"relu{k}"] = nn.ReLU()
+    return layers
+
+
+def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: bool = False) -> nn.Sequential:
+    """Return a multi-layer perceptron; images are flattened, flat inputs pass through.
+
+    ``mlp(3072, classes, [3000], batch_norm=True)`` is the global network of IST for ten clients a round, whose hidden
+    layer is wider than that of ``feature-mlp``. Initialised from the global generator: see :func:`build_model`.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    return nn.Sequential(layers | _fully_connected([in_features, *hidden, num_classes], batch_norm))
+
+
+def _mlp(name: str, in_shape: Shape, num_classes: int, *, hidden: Sequence[int], batch_norm: bool = False) -> nn.Module:
+    return mlp(math.prod(in_shape), num_classes, hidden, batch_norm)
+
+
+def _image_shape(name: str, in_shape: Shape, smallest: int) -> tuple[int, int, int]:
+    """Return ``in_shape`` as (channels, height, width); raise UserError unless it is one, of ``smallest`` or more."""
+    if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
+        raise UserError(
+            f"model = {name!r} cannot take inputs of shape {tuple(in_shape)}; "
+            f"allowed: images (channels, height, width) of at least {smallest} x {smallest}"
+        )
+    return in_shape[0], in_shape[1], in_shape[2]
+
+
+def _conv_net(
+    name: str,
+    in_shape: Shape,
+    num_classes: int,
+    *,
+    channels: Sequence[int],
+    kernel: int,
+    padding: int = 0,
+    hidden: Sequence[int] = (),
+    batch_norm: bool = False,
+) -> nn.Module:
+    """Blocks of convolution, [BatchNorm,] ReLU and 2 x 2 max-pooling, then fully connected layers."""
+
+    def size_after_blocks(size: int) -> int:
+        for _ in channels:
+            size = max(size + 2 * padding - kernel + 1, 0) // 2
+        return size
+
+    smallest = next(size for size in count(1) if size_after_blocks(size) >= 1)
+    in_channels, height, width = _image_shape(name, in_shape, smallest)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for k, out_channels in enumerate(channels, start=1):
+        layers[f"conv{k}"] = nn.Conv2d(in_channels, out_channels, kernel, padding=padding)
+        if batch_norm:
+            layers[f"bn{k}"] = nn.BatchNorm2d(out_channels)
+        layers[f"relu{k}"] = nn.ReLU()
+        layers[f"pool{k}"] = nn.MaxPool2d(2)
+        in_channels = out_channels
+    layers["flatten"] = nn.Flatten()
+    flat = in_channels * size_after_blocks(height) * size_after_blocks(width)
+    return nn.Sequential(layers | _fully_connected([flat, *hidden, num_classes]))
+
+
+def _resnet18(name: str, in_shape: Shape, num_classes: int) -> nn.Module:
+    """torchvision's ResNet-18, with its 7 x 7 stem also for small images (as FedSelect's code has it)."""
+    channels, _, _ = _image_shape(name, in_shape, 1)
+    from torchvision.models import resnet18  # here, not above: the import takes a second that the other nets save
+
+    net: nn.Module = resnet18(weights=None, num_classes=num_classes)
+    if channels != 3:
+        stem = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # torchvision's own rule
+        net.conv1 = stem
+    return net
+
+
+# name: (one-line description, builder, the builder's settings)
+_NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = {
+    "fedpews-mlp": (
+        "FedPeWS: MLP with hidden layers 32-64-128-32 (14,884 parameters for 5 inputs, 4 classes)",
+        _mlp,
+        {"hidden": (32, 64, 128, 32)},
+    ),
+    "fedpews-cnn": (
+        "FedPeWS, Table 5: 3 x (conv 3x3, ReLU, pool) with 32-64-128 channels, one linear layer",
+        _conv_net,
+        {"channels": (32, 64, 128), "kernel": 3, "padding": 1},
+    ),
+    "lenet5": (
+        "Sub-FedAvg (Un), CIFAR: conv 6 and 16 of 5x5, linear 120-84 (62,006 parameters for 10 classes)",
+        _conv_net,
+        {"channels": (6, 16), "kernel": 5, "hidden": (120, 84)},
+    ),
+    "lenet5-bn": (
+        "Sub-FedAvg (Hy), CIFAR: lenet5 with BatchNorm between convolution and ReLU",
+        _conv_net,
+        {"channels": (6, 16), "kernel": 5, "hidden": (120, 84), "batch_norm": True},
+    ),
+    "mnist-cnn": (
+        "Sub-FedAvg, MNIST: conv 10 and 20 of 5x5, linear 50 (21,840 parameters for 10 classes)",
+        _conv_net,
+        {"channels": (10, 20), "kernel": 5, "hidden": (50,)},
+    ),
+    "fedpart-cnn": (
+        "FedPart with momentum: conv 6 and 16 of 5x5, linear 180-160-140-120-84 (154,486 parameters)",
+        _conv_net,
+        {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)},
+    ),
+    "resnet18": ("FedSelect, FedFull: torchvision's ResNet-18, random initialisation", _resnet18, {}),
+    "feature-mlp": (
+        "IST: linear 1000, BatchNorm on batch statistics, ReLU, linear, for extracted features",
+        _mlp,
+        {"hidden": (1000,), "batch_norm": True},
+    ),
+}
+
+
+def model_names() -> dict[str, str]:
+    """Return every network's name with a one-line description."""
+    return {name: description for name, (description, _, _) in _NETWORKS.items()}
+
+
+def build_model(name: str, in_shape: Shape, num_classes: int, seed: int) -> nn.Module:
+    """Return the network ``name`` on the CPU, in training mode, initialised as PyTorch does by default.
+
+    Parameters
+    ----------
+    name : one of :func:`model_names`.
+    in_shape : shape of one input without the batch axis: ``(features,)`` or ``(channels, height, width)``.
+    num_classes : number of logits.
+    seed : the run's seed. Equal arguments give bit-identical weights; the global generators are left as they were.
+
+    Raises
+    ------
+    UserError
+        If the name is unknown, or the network cannot take inputs of this shape.
+    """
+    if name not in _NETWORKS:
+        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}")
+    _, builder, settings = _NETWORKS[name]
+    # devices=[] and default_generator, not manual_seed(): that would seed the GPUs' generators as well.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive(seed, "model"))
+        return builder(name, tuple(in_shape), num_classes, **settings)
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's parameters and floating-point buffers by name, in ``state_dict`` order.
+
+    These are the model's own objects (``nn.Parameter`` with its ``grad``, running statistics), not copies:
+    ``{name: t.detach().clone() for ...}`` is a snapshot. ``num_batches_tracked``, an integer, is left out: no network
+    here uses it, as their BatchNorm has a fixed momentum.
+    """
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
+
+
+def load_tensors(model: nn.Module, new: Mapping[str, Tensor]) -> None:
+    """Copy ``new`` into the model, in place: exactly the names and shapes of :func:`tensors`, any float dtype or device.
+
+    Raises
+    ------
+    ValueError
+        If a name is missing, unknown, or has another shape; nothing has been copied then.
+    """
+    own = tensors(model)
+    if own.keys() != new.keys():
+        raise ValueError(
+            f"tensors missing: {sorted(own.keys() - new.keys())}, unknown: {sorted(new.keys() - own.keys())}"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != new[name].shape:
+            raise ValueError(f"tensor {name} has shape {tuple(new[name].shape)}, the model's is {tuple(tensor.shape)}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(new[name])

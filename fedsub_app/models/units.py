@@ -1,0 +1,126 @@
+"""The structure of a network as the subnet methods see it: units, layers, head.
+
+A *unit* is a hidden neuron or channel. Removing it removes row ``j`` of every tensor that produces it (weight, bias, the
+BatchNorm behind it) and column ``j`` of the weight that reads it. :func:`unit_groups` finds these tensors by walking the
+modules, so that masks (FedPeWS), vertical slices (IST) and channel pruning (Sub-FedAvg) share one description.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedsub_app.models.networks import tensors
+
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
+# Layers that treat every unit alone, so that a unit that is zero before them is nobody else's business behind them.
+_UNIT_WISE = (
+    nn.ReLU,
+    nn.Dropout,
+    nn.Dropout2d,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.Flatten,
+    nn.Identity,
+)
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """The units of one hidden layer and the tensors that they index.
+
+    Attributes
+    ----------
+    name : name of the layer that produces the units, e.g. ``"fc1"`` or ``"layer1.0.conv1"``.
+    size : number of units.
+    rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and weight, bias and running
+        statistics of a BatchNorm behind it.
+    cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong to
+        one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
+    """
+
+    name: str
+    size: int
+    rows: tuple[str, ...]
+    cols: tuple[tuple[str, int], ...]
+
+
+def is_running_stat(name: str) -> bool:
+    """Tell whether the tensor ``name`` is a running statistic of a BatchNorm: averaged, but not trained or masked."""
+    return name.endswith((".running_mean", ".running_var"))
+
+
+def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
+    """Full names of a leaf module's tensors."""
+    return tuple(f"{prefix}.{name}" for name in tensors(module))
+
+
+def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
+    """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
+
+    ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels of
+    each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each other
+    through the additions, so they cannot be removed one layer at a time, and belong to no group.
+
+    Raises
+    ------
+    TypeError
+        If the structure holds a layer that this function does not know.
+    """
+    if isinstance(model, nn.Sequential):
+        return _sequential_groups(model)
+    blocks = [(name, m) for name, m in model.named_modules() if type(m).__name__ == "BasicBlock"]
+    if not blocks:
+        raise TypeError(f"no units are known for a {type(model).__name__}")
+    groups = []
+    for name, block in blocks:
+        inner = block.get_submodule("conv1")
+        assert isinstance(inner, nn.Conv2d)
+        rows = _names(f"{name}.conv1", inner) + _names(f"{name}.bn1", block.get_submodule("bn1"))
+        groups.append(UnitGroup(f"{name}.conv1", inner.out_channels, rows, ((f"{name}.conv2.weight", 1),)))
+    return tuple(groups)
+
+
+def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
+    groups: list[UnitGroup] = []
+    name, size, rows = "", 0, ()  # the last layer met that produces units; size 0: none yet
+    for child_name, child in model.named_children():
+        if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
+            if size:
+                inputs = child.in_features if isinstance(child, nn.Linear) else child.in_channels
+                if inputs % size:
+                    raise TypeError(
+                        f"layer {child_name} has {inputs} inputs, no multiple of the {size} units of {name}"
+                    )
+                groups.append(UnitGroup(name, size, rows, ((f"{child_name}.weight", inputs // size),)))
+            size = child.out_features if isinstance(child, nn.Linear) else child.out_channels
+            name, rows = child_name, _names(child_name, child)
+        elif isinstance(child, _BATCH_NORM):
+            rows += _names(child_name, child)
+        elif not isinstance(child, _UNIT_WISE):
+            raise TypeError(f"layer {child_name}: no units are known for a {type(child).__name__}")
+    return tuple(groups)
+
+
+def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return FedPart's layers, shallow to deep: the names of :func:`tensors`, each in exactly one group.
+
+    A convolution or linear layer and the BatchNorm behind it are one group. The shortcut convolutions of a ResNet are
+    groups of their own, behind the second convolution of their block: ResNet-18 has 21 groups.
+    """
+    groups: list[tuple[str, ...]] = []
+    for name, module in model.named_modules():
+        if any(True for _ in module.children()):
+            continue
+        names = _names(name, module)
+        if isinstance(module, _BATCH_NORM) and groups:
+            groups[-1] += names
+        elif names:
+            groups.append(names)
+    return tuple(groups)
+
+
+def head_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the last Linear's tensors: the head of the personalised methods; all others are the body."""
+    name, module = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
+    return _names(name, module)

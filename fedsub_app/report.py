@@ -1,0 +1,155 @@
+"""What a person sees of a run: a line a round, a table at the end, pictures."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedsub_app.config import Settings
+from fedsub_app.errors import UserError
+from fedsub_app.protocol import Json
+from fedsub_app.runs import ACCURACIES, read_rounds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+
+def human_bytes(count: float) -> str:
+    """Return bytes in decimal units: ``1.5 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration: ``42 s``, ``3:07 min``, ``1:02 h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
+    """Return one round as one line of text; ``line`` is that of rounds.jsonl."""
+    words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
+    words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
+    if "train-loss" in line:
+        words.append(f"train loss {line['train-loss']:.4f}")
+    dropped = line.get("dropped", ())
+    words.append(f"clients {len(line['clients']) - len(dropped)}/{len(line['clients'])}")
+    words.append(f"down {human_bytes(line['bytes-down'])} up {human_bytes(line['bytes-up'])}")
+    words.append(f"{line['seconds']:.2f} s")
+    words.append(f"left {human_seconds(seconds_left)}")
+    if line["status"] == "abandoned":
+        words.append(f"ABANDONED: fewer than min-replies = {settings.min_replies} valid replies, the model stays")
+    words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]
+    if len(dropped) > 3:
+        words.append(f"and {len(dropped) - 3} more dropped")
+    return "  ".join(words)
+
+
+def summary_table(summary: Json) -> str:
+    """Return the summary as aligned lines."""
+    rows = [("method", f"{summary['method']} on {summary['dataset']}, seed {summary['seed']}")]
+    for key in ACCURACIES:
+        if f"final-{key}" in summary:
+            best = summary[f"best-{key}"]
+            rows.append((key.replace("-", " "), f"{summary[f'final-{key}']:.2f} % at the end, {best:.2f} % at best"))
+    if "rounds-to-target" in summary:
+        rows.append(("rounds to target", str(summary["rounds-to-target"] or "not reached")))
+    bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"
+    rows.append(("rounds", f"{summary['rounds']}{bad}"))
+    for way in ("down", "up"):
+        sent, formula = summary[f"total-bytes-{way}"], summary[f"total-formula-bytes-{way}"]
+        rows.append((f"bytes {way}", f"{human_bytes(sent)} sent, {human_bytes(formula)} by the formula"))
+    rows.append(("training", f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks"))
+    rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds"))
+    folder = Path(summary["run-dir"])
+    rows += [("results", str(folder)), ("learning curve", str(folder / "curve.png"))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", *(f"{name:<{width}}  {text}" for name, text in rows), ""])
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_partition(folder: Path) -> Path:
+    """Draw client × class counts of the run's partition.json as circles; returns the picture."""
+    content = json.loads((folder / "partition.json").read_text())
+    counts = content["counts"]
+    clients, classes = len(counts), len(counts[0])
+    figure = _figure(min(16.0, 2 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
+    axes = figure.subplots()
+    most = max(max(row) for row in counts) or 1
+    points = [(c, k, 180 * row[k] / most) for c, row in enumerate(counts) for k in range(classes) if row[k]]
+    axes.scatter(*zip(*points, strict=True), color=COLOURS[0])
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    axes.set_title(f"training samples: the largest circle is {most}", fontsize="medium")
+    figure.savefig(folder / "partition.png", dpi=120)
+    return folder / "partition.png"
+
+
+def draw_run(folder: Path) -> Path:
+    """Draw one run's learning curves into its directory; returns the picture."""
+    return draw_curves([folder], folder / "curve.png")
+
+
+def draw_curves(folders: Sequence[Path], target: Path) -> Path:
+    """Draw accuracy against rounds, bytes and seconds, a line a run (and accuracy); returns the picture.
+
+    Raises
+    ------
+    UserError
+        A folder is not the directory of a run, or holds no evaluated round.
+    """
+    figure = _figure(13, 4)
+    panels = figure.subplots(1, 3, sharey=True)
+    drawn = 0
+    for folder in folders:
+        settings = _settings(folder)
+        lines = read_rounds(folder)
+        sent = seconds = 0.0
+        rows = []
+        for line in lines:
+            sent += line.get("bytes-down", 0) + line.get("bytes-up", 0)
+            seconds += line.get("seconds", 0)
+            rows.append((line, line["round"], sent / 1e6, seconds))
+        for key in ACCURACIES:
+            points = [(line[key], *place) for line, *place in rows if key in line]
+            if not points:
+                continue
+            name = f"{settings['method']} {key.removesuffix('-accuracy')}, seed {settings['seed']}"
+            for panel, column in zip(panels, (1, 2, 3), strict=True):
+                panel.plot(
+                    [point[column] for point in points],
+                    [point[0] for point in points],
+                    color=COLOURS[drawn % len(COLOURS)],
+                    label=name,
+                    linewidth=1.3,
+                )
+            drawn += 1
+    if not drawn:
+        raise UserError(f"{', '.join(map(str, folders))}: no evaluated round to draw")
+    for panel, label in zip(panels, ("round", "MB sent, both ways", "seconds in rounds"), strict=True):
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("accuracy (%)")
+    panels[0].legend(fontsize="small")
+    figure.savefig(target, dpi=120)
+    return target
+
+
+def _settings(folder: Path) -> Json:
+    try:
+        content: Json = json.loads((folder / "settings.json").read_text())["settings"]
+        return content
+    except (OSError, json.JSONDecodeError, KeyError):
+        raise UserError(f"{folder}: not the directory of a run (no readable settings.json)") from None

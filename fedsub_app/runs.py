@@ -1,0 +1,242 @@
+"""A run is a directory: settings, one JSON line a round, checkpoints, client state, summary, final model, pictures.
+
+====================================  =================================================================================
+settings.json                         settings, their digest, run id, versions
+partition.json, partition.png         client × class counts
+rounds.jsonl                          one line a round, written and synced before the round counts
+checkpoints/round-000012.safetensors  global model and the strategy's state after that round
+clients/client-000003/…               the clients' durable state (simulation; a real node keeps its own)
+summary.json, model.safetensors       written when the run ends
+====================================  =================================================================================
+
+Killed at any moment and resumed, a run gives bit-identical weights and metrics on the CPU: everything random depends on
+(seed, round, client, purpose), what a round needs lies in the last checkpoint, and lines after it are cut off.
+"""
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flwr
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from fedsub_app.config import LOCATION_KEYS, Settings, Value, resolve
+from fedsub_app.errors import UserError
+from fedsub_app.federation import code_digest
+from fedsub_app.protocol import Json, Tensors
+from fedsub_app.state import write_atomic
+
+
+class RunFailed(Exception):
+    """The run could not go on (too many abandoned rounds); its directory holds a checkpoint to resume from."""
+
+
+def settings_of(overrides: Mapping[str, Value]) -> Settings:
+    """Resolve a run's settings; with ``resume`` those of its directory, which the other keys must not contradict."""
+    if not overrides.get("resume"):
+        return resolve(overrides)
+    folder = Path(str(overrides.get("run-dir", "")))
+    recorded = _read_json(folder / "settings.json")["settings"]
+    for key, value in overrides.items():
+        if key not in LOCATION_KEYS and recorded.get(key) != value:
+            raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {recorded.get(key)!r}")
+    location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
+    settings = resolve({key: value for key, value in recorded.items() if key != "experiment"} | location)
+    return settings.model_copy(update={"experiment": recorded["experiment"]})
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content: Json = json.loads(path.read_text())
+        return content
+    except FileNotFoundError:
+        raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+
+
+def _write_json(path: Path, content: Json) -> None:
+    write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+class Run:
+    """The directory of one run. Use :func:`open_run`."""
+
+    def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.run_id = run_id
+        self.lines: list[Json] = []
+
+    @property
+    def state_folder(self) -> Path:
+        """Where clients on this machine keep their state."""
+        return self.folder / "clients"
+
+    def write_json(self, name: str, content: Json) -> None:
+        """Write ``name`` atomically."""
+        _write_json(self.folder / name, content)
+
+    def log_round(self, line: Json) -> None:
+        """Append a round's line and wait until it is on disk."""
+        self.lines.append(line)
+        with (self.folder / "rounds.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def checkpoint(self, server_round: int, model: Mapping[str, torch.Tensor], state: Tensors, abandoned: int) -> None:
+        """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
+        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+        tensors |= {f"state/{name}": tensor for name, tensor in state.items()}
+        header = {"round": str(server_round), "digest": self.settings.digest(), "abandoned": str(abandoned)}
+        # A copy a name: safetensors refuses tensors that share memory.
+        data = save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, metadata=header)
+        write_atomic(self.folder / "checkpoints" / f"round-{server_round:06d}.safetensors", data)
+        keep = self.settings.keep_checkpoints
+        for path in self._checkpoints()[: -keep or len(self._checkpoints())] if keep else []:
+            path.unlink(missing_ok=True)
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("round-*.safetensors"))
+
+    def restore(self) -> tuple[int, Tensors, Tensors, int]:
+        """Return round, global model, strategy state and abandoned rounds in a row of the last checkpoint.
+
+        Without a checkpoint the round is 0 and the tensors are empty. Lines of later rounds are cut off.
+
+        Raises
+        ------
+        UserError
+            The checkpoint is truncated or damaged, or belongs to other settings.
+        """
+        server_round, abandoned = 0, 0
+        tensors: Tensors = {}
+        if found := self._checkpoints():
+            path = found[-1]
+            try:
+                with safe_open(path, "pt") as file:
+                    header = file.metadata() or {}
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                server_round, abandoned = int(header["round"]), int(header["abandoned"])
+            except (SafetensorError, OSError, KeyError, ValueError) as error:
+                raise UserError(
+                    f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
+                ) from None
+            if header.get("digest") != self.settings.digest():
+                raise UserError(
+                    f"{path}: checkpoint of other settings (digest {header.get('digest')}, this run's is "
+                    f"{self.settings.digest()})"
+                )
+        self._cut_lines(server_round)
+        model = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+        state = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
+        return server_round, model, state, abandoned
+
+    def _cut_lines(self, last_round: int) -> None:
+        self.lines = [line for line in read_rounds(self.folder) if line["round"] <= last_round and (last_round or 0)]
+        text = "".join(json.dumps(line) + "\n" for line in self.lines)
+        write_atomic(self.folder / "rounds.jsonl", text.encode())
+
+    def finish(self, status: str, model: Mapping[str, torch.Tensor]) -> Json:
+        """Write the final model and the summary; returns the summary."""
+        write_atomic(
+            self.folder / "model.safetensors", save({name: tensor.contiguous() for name, tensor in model.items()})
+        )
+        summary = summarise(self.lines, self.settings) | {"status": status, "run-dir": str(self.folder)}
+        self.write_json("summary.json", summary)
+        return summary
+
+
+def open_run(settings: Settings) -> Run:
+    """Create the run directory, or open that of a run to resume.
+
+    Raises
+    ------
+    UserError
+        The directory exists and is not empty, or (resume) is not one of a run.
+    """
+    if settings.resume:
+        folder = Path(settings.run_dir).resolve()
+        return Run(folder, settings, str(_read_json(folder / "settings.json")["run-id"]))
+    if settings.run_dir:
+        folder = Path(settings.run_dir).resolve()
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
+    else:
+        root = Path(os.environ.get("FEDSUB_RUNS", "runs")).resolve()
+        name = (settings.experiment or f"{settings.method}-{settings.dataset}").replace("/", "-").replace("+", "-")
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}"
+        folder = next(
+            path
+            for number in range(1, 1000)
+            if not (path := root / (stamp if number == 1 else f"{stamp}-{number}")).exists()
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, settings, uuid.uuid4().hex[:12])
+    run.write_json(
+        "settings.json",
+        {
+            "run-id": run.run_id,
+            "digest": settings.digest(),
+            "settings": settings.flat(),
+            "code": code_digest(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "flwr": flwr.__version__},
+            "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
+        },
+    )
+    return run
+
+
+def read_rounds(folder: Path) -> list[Json]:
+    """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out."""
+    path = folder / "rounds.jsonl"
+    lines: list[Json] = []
+    if path.exists():
+        for text in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+    return lines
+
+
+ACCURACIES = ("global-accuracy", "global-local-accuracy", "personal-accuracy")
+TOTALS = (
+    "bytes-down",
+    "bytes-up",
+    "formula-bytes-down",
+    "formula-bytes-up",
+    "flops",
+    "subnet-flops",
+    "seconds",
+    "compute-seconds",
+)
+
+
+def summarise(lines: list[Json], settings: Settings) -> Json:
+    """Return final and best accuracies (percent), rounds to the target, totals of bytes, FLOPs and seconds."""
+    summary: dict[str, Any] = {
+        "method": settings.method,
+        "dataset": settings.dataset,
+        "seed": settings.seed,
+        "rounds": max((line["round"] for line in lines), default=0),
+        "abandoned-rounds": sum(line.get("status") == "abandoned" for line in lines),
+        "dropped-replies": sum(len(line.get("dropped", ())) for line in lines),
+    }
+    for key in ACCURACIES:
+        values = [(line["round"], line[key]) for line in lines if key in line]
+        if values:
+            summary[f"final-{key}"] = values[-1][1]
+            summary[f"best-{key}"] = max(value for _, value in values)
+            if settings.target_accuracy and key == settings.evaluations[0] + "-accuracy":
+                reached = [number for number, value in values if value >= settings.target_accuracy]
+                summary["rounds-to-target"] = reached[0] if reached else None
+    return summary | {f"total-{key}": sum(line.get(key, 0) for line in lines) for key in TOTALS}

@@ -1,0 +1,148 @@
+"""The ServerApp, the same for all methods: settings → model, strategy, rounds, run directory."""
+
+import logging
+import sys
+import time
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from client_apps.base import pick_device
+from fedsub_app import report
+from fedsub_app.config import Settings
+from fedsub_app.data import load_dataset, make_partition, partition_summary
+from fedsub_app.errors import UserError
+from fedsub_app.federation import exchange
+from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model, load_tensors
+from fedsub_app.protocol import Json
+from fedsub_app.runs import Run, RunFailed, open_run, settings_of
+from fedsub_app.training import evaluate
+from strategies.base import SubnetStrategy, to_arrays, to_tensors
+
+log = logging.getLogger("fedsub")
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the experiment that the run config describes."""
+    log_to_stdout()
+    try:
+        run_experiment(grid, settings_of(grid.run.override_config))
+    except UserError as error:
+        log.error("error: %s", error)
+        raise  # Flower marks the run as failed
+
+
+def log_to_stdout() -> None:
+    """One plain line a record, to the stdout of now (Flower replaces it to stream it)."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+class GlobalTest:
+    """Accuracy and loss of the global model on the global test set, on the server."""
+
+    def __init__(self, settings: Settings) -> None:
+        dataset = load_dataset(settings.data)
+        device = pick_device(settings.device)
+        in_shape = tuple(dataset.train_x.shape[1:])
+        layout = torch.channels_last if len(in_shape) == 3 else torch.contiguous_format
+        self.model = build_model(settings.model, in_shape, dataset.num_classes, settings.seed)
+        self.model = self.model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
+        if len(in_shape) == 3:
+            self.x = self.x.contiguous(memory_format=torch.channels_last)
+
+    def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
+        """Return ``global-accuracy`` in percent and ``global-loss``."""
+        load_tensors(self.model, to_tensors(arrays))
+        accuracy, loss = evaluate(self.model, self.x, self.y)
+        return {"global-accuracy": accuracy, "global-loss": loss}
+
+
+def run_experiment(grid: Grid, settings: Settings) -> Json:
+    """Run all rounds on ``grid``; returns the summary.
+
+    Raises
+    ------
+    UserError
+        Bad input, before round 1.
+    RunFailed
+        ``max-abandoned`` rounds in a row had too few valid replies; a checkpoint is there.
+    """
+    torch.set_num_threads(1)  # as the workers: the same numbers on every engine
+    dataset = load_dataset(settings.data)
+    partition = make_partition(settings.data, settings.partitioning)
+    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    pick_device(settings.device)
+    run = open_run(settings)
+    header = {"run": run.run_id, "settings": settings.flat() | {"experiment": "", "resume": False}}
+    header["state-dir"] = str(run.state_folder)
+    strategy = METHODS[settings.method].strategy(settings, model, header)
+    if not settings.resume:
+        run.write_json("partition.json", partition_summary(dataset, partition))
+        report.draw_partition(run.folder)
+    for note in dataset.notes:
+        log.info("note: %s", note)
+    strategy.summary()
+    return run_rounds(grid, strategy, run, GlobalTest(settings) if "global" in settings.evaluations else None)
+
+
+def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
+    """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
+    settings, config = run.settings, ConfigRecord()
+    last, model, state, abandoned = run.restore()
+    arrays = to_arrays(model or strategy.current)
+    if last:
+        strategy.load_state(state)
+        log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
+    elif global_test:
+        run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
+    strategy.committed = last
+    began = time.perf_counter()
+    for number in range(last + 1, settings.num_rounds + 1):
+        start = time.perf_counter()
+        replies = exchange(grid, strategy.configure_train(number, arrays, config, grid), settings.round_timeout)
+        merged, _ = strategy.aggregate_train(number, replies)
+        arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
+        status = "ok" if merged is not None else "abandoned"
+        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.report}
+        line |= _evaluate(grid, strategy, number, arrays, global_test)
+        run.log_round(line)
+        if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned:
+            run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
+            strategy.committed = number
+        left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
+        log.info("%s", report.round_line(line, settings, left))
+        if abandoned >= settings.max_abandoned:
+            run.finish("failed", to_tensors(arrays))
+            reason = line["dropped"][0]["reason"] if line["dropped"] else "no replies"
+            raise RunFailed(
+                f"{abandoned} rounds in a row had fewer than min-replies = {settings.min_replies} valid replies "
+                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}"
+            )
+    summary = run.finish("completed", to_tensors(arrays))
+    report.draw_run(run.folder)
+    log.info("%s", report.summary_table(summary))
+    return summary
+
+
+def _evaluate(
+    grid: Grid, strategy: SubnetStrategy, number: int, arrays: ArrayRecord, global_test: GlobalTest | None
+) -> Json:
+    """Measure what is due after a round; returns it for the round's line."""
+    if not strategy.evaluation_due(number):
+        return {}
+    start = time.perf_counter()
+    found: Json = dict(global_test(arrays)) if global_test else {}
+    if messages := strategy.configure_evaluate(number, arrays, ConfigRecord(), grid):
+        strategy.report = {}
+        strategy.aggregate_evaluate(number, exchange(grid, messages, strategy.settings.round_timeout))
+        found |= strategy.report
+    return found | {"evaluate-seconds": time.perf_counter() - start}

@@ -1,0 +1,74 @@
+"""A client's durable state (mask scores, personal weights, optimizer moments): safetensors files, one a round.
+
+``context.state`` lives in memory, is gone after a restart or an exception, and travels with every message in
+simulation; files are none of that. A client's state of round t is written beside the older one and read back only in a
+later round, so a run that is resumed at an earlier round finds the state that belongs to it, and a state written by a
+round that was never checkpointed is ignored and overwritten.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from fedsub_app.errors import UserError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write ``data`` so that ``path`` holds either all of it or what it held before, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class ClientState:
+    """The states of one client in ``folder`` (``client-000012/round-000003.safetensors``)."""
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self.folder = folder / f"client-{client:06d}"
+
+    def _rounds(self) -> dict[int, Path]:
+        return {int(path.stem.removeprefix("round-")): path for path in self.folder.glob("round-*.safetensors")}
+
+    def load(self, before: int) -> Tensors:
+        """Return the newest state of a round earlier than ``before``; empty where there is none.
+
+        Raises
+        ------
+        UserError
+            The file is truncated or damaged.
+        """
+        rounds = {number: path for number, path in self._rounds().items() if number < before}
+        if not rounds:
+            return {}
+        path = rounds[max(rounds)]
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: client state is truncated or damaged ({error})") from None
+
+    def save(self, round_: int, tensors: Tensors, committed: int) -> None:
+        """Write the state of ``round_``; drop those that no resume can ask for.
+
+        ``committed`` is the server's last checkpoint: states older than the newest one up to it are never read again.
+        """
+        data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        write_atomic(self.folder / f"round-{round_:06d}.safetensors", data)
+        rounds = self._rounds()
+        keep_from = max((number for number in rounds if number <= committed), default=0)
+        for number, path in rounds.items():
+            if number < keep_from:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,214 @@
+"""Neuron masks: drawing them, fixing them, applying them to a network, counting them.
+
+FedPeWS (Tastan et al., "FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated Learning", 2024;
+equations 4 to 6). A mask of a network is a dict ``group name -> bool tensor [group.size]``, one entry per hidden unit
+(:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. In all functions a group that has no mask is
+fully on.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedsub_app.errors import UserError
+from fedsub_app.models.units import UnitGroup, is_running_stat
+
+
+def _check(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless every mask belongs to a group and has one entry per unit."""
+    sizes = {group.name: group.size for group in groups}
+    for name, mask in unit_masks.items():
+        if name not in sizes:
+            raise ValueError(f"mask {name} belongs to no group; allowed: {', '.join(sizes)}")
+        if mask.shape != (sizes[name],):
+            raise ValueError(f"mask {name} has shape {tuple(mask.shape)}, its group has {sizes[name]} units")
+
+
+def _along(mask: Tensor, axis: int, dim: int) -> Tensor:
+    """View a vector as a ``dim``-dimensional tensor that broadcasts over all axes but ``axis``."""
+    return mask.view([-1 if k == axis else 1 for k in range(dim)])
+
+
+def expand(
+    groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """Return the mask of every entry of every tensor, by FedPeWS's rule "and" (the rule of IST).
+
+    ``W_l[b, a] = m_l[b] & m_{l-1}[a]``, bias and BatchNorm ``m_l[b]``; convolution ``[o, i, :, :] = m_l[o] & m_{l-1}[i]``;
+    behind a flatten each channel stands for its height x width columns. Everything else, the output bias included, is on.
+
+    Parameters
+    ----------
+    groups : the network's :func:`~fedsub_app.models.units.unit_groups`.
+    unit_masks : group name -> bool ``[group.size]``.
+    shapes : tensor name -> shape, of the tensors wanted.
+
+    Returns
+    -------
+    tensor name -> bool of the full shape, for every name of ``shapes``.
+
+    Raises
+    ------
+    ValueError
+        If a mask is of no group or of the wrong size.
+    """
+    _check(groups, unit_masks)
+    masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    for group in groups:
+        mask = unit_masks.get(group.name)
+        if mask is None:
+            continue
+        for name in group.rows:
+            if name in masks:
+                masks[name] &= _along(mask, 0, masks[name].dim())
+        for name, repeat in group.cols:
+            if name in masks:
+                masks[name] &= _along(mask.repeat_interleave(repeat), 1, masks[name].dim())
+    return masks
+
+
+def apply(
+    tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return ``x ∘ m``: the tensors multiplied by the expanded mask, differentiable in tensors and masks.
+
+    With ``torch.func.functional_call(model, apply(...), (inputs,))`` this is ``f(x ∘ G(s))`` of FedPeWS, Eq. 5. Running
+    statistics are returned as they are: they are measured, not trained. The full mask is never formed.
+
+    Parameters
+    ----------
+    tensors : tensor name -> float tensor.
+    groups : the network's unit groups; names that ``tensors`` lacks are skipped.
+    unit_masks : group name -> float ``[group.size]``, usually of 0 and 1; may require a gradient.
+
+    Raises
+    ------
+    ValueError
+        If a mask is of no group or of the wrong size.
+    """
+    _check(groups, unit_masks)
+    masked = dict(tensors)
+    for group in groups:
+        mask = unit_masks.get(group.name)
+        if mask is None:
+            continue
+        for name in group.rows:
+            if name in masked and not is_running_stat(name):
+                masked[name] = masked[name] * _along(mask, 0, masked[name].dim())
+        for name, repeat in group.cols:
+            if name not in masked:
+                continue
+            if repeat == 1:
+                masked[name] = masked[name] * _along(mask, 1, masked[name].dim())
+            else:  # a linear layer behind a flatten: its columns as (unit, pixel)
+                weight = masked[name]
+                masked[name] = (weight.unflatten(1, (group.size, repeat)) * mask.view(1, -1, 1)).flatten(1)
+    return masked
+
+
+def bernoulli_ste(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a mask from Bernoulli(sigmoid(scores)), with a straight-through gradient (FedPeWS, Section 3).
+
+    Parameters
+    ----------
+    scores : float ``[size]``, on any device.
+    generator : CPU generator; the draw is the same whatever the device of ``scores``.
+
+    Returns
+    -------
+    float ``[size]`` of exact 0 and 1. Its gradient goes through the sampling as if the mask were theta = sigmoid(scores):
+    ``dL/dscores = dL/dmask * theta * (1 - theta)``.
+    """
+    theta = torch.sigmoid(scores)
+    sample = torch.bernoulli(theta.detach().cpu(), generator=generator).to(theta.device)
+    return sample + (theta - theta.detach())  # the bracket is exactly 0; it carries the gradient
+
+
+def fixed_masks(
+    groups: Sequence[UnitGroup], num_clients: int, shares: Sequence[float] | None = None
+) -> list[dict[str, Tensor]]:
+    """Return FedPeWS-Fixed's masks: disjoint slices of every hidden layer, one per client, that cover it.
+
+    Of a layer of width w, client i owns ``[floor(w * i / N), floor(w * (i + 1) / N))``.
+
+    Parameters
+    ----------
+    groups : the network's unit groups.
+    num_clients : N >= 1.
+    shares : each client's fraction of every layer, adding up to 1; default 1 / N each. Bounds are the floors of the
+        cumulated shares (Appendix C.4 tests 0.25 and 0.75).
+
+    Returns
+    -------
+    One mask per client: group name -> bool ``[group.size]``.
+
+    Raises
+    ------
+    UserError
+        If there are too few units, so that a client would own none of a layer: its network would be dead.
+    ValueError
+        If ``shares`` does not hold ``num_clients`` positive numbers that add up to 1.
+    """
+    if shares is None:
+        shares = [1 / num_clients] * num_clients
+    if len(shares) != num_clients or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"shares = {list(shares)}; allowed: {num_clients} positive numbers that add up to 1")
+    clients: list[dict[str, Tensor]] = [{} for _ in range(num_clients)]
+    for group in groups:
+        # 1e-6 of a unit: floats that should add up to a whole number of units may miss it from below.
+        bounds = [int(group.size * sum(shares[:i]) + 1e-6) for i in range(num_clients + 1)]
+        for client, masks in enumerate(clients):
+            if bounds[client] == bounds[client + 1]:
+                raise UserError(
+                    f"num-clients = {num_clients}: client {client} would own none of the {group.size} units of layer "
+                    f"{group.name}; allowed: a share of at least one unit of every layer for each client"
+                )
+            masks[group.name] = torch.zeros(group.size, dtype=torch.bool)
+            masks[group.name][bounds[client] : bounds[client + 1]] = True
+    return clients
+
+
+def coverage(masks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return by how many of the clients' masks each unit is covered: group name -> int64 ``[size]``.
+
+    All clients have the same groups. Without clients there are no groups either.
+    """
+    if not masks:
+        return {}
+    return {name: torch.stack([m[name] for m in masks]).sum(dim=0, dtype=torch.int64) for name in masks[0]}
+
+
+def diversity(scores: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
+    """Return ``||sigmoid(s) - theta_others||²`` over all groups: the second term of FedPeWS, Eq. 6, without -lambda.
+
+    Parameters
+    ----------
+    scores : group name -> float ``[size]``; the result is differentiated exactly in them, with no straight-through.
+    others : group name -> float ``[size]`` in [0, 1]: the mean probabilities of the other clients.
+
+    Returns
+    -------
+    Scalar in [0, number of units].
+    """
+    if scores.keys() != others.keys():
+        raise ValueError(f"scores of groups {sorted(scores)}, but others' of {sorted(others)}")
+    return torch.stack([(torch.sigmoid(s) - others[name]).square().sum() for name, s in scores.items()]).sum()
+
+
+def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values at the positions that are on: tensor name -> ``[number of positions]``, in row-major order.
+
+    Parameters
+    ----------
+    tensors, masks : tensor name -> values, and bool of the same shape, for the same names.
+    """
+    return {name: tensors[name].cpu()[mask] for name, mask in masks.items()}
+
+
+def scatter(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full tensors with the gathered ``values`` at the positions that are on and 0 elsewhere.
+
+    Inverse of :func:`gather` on those positions.
+    """
+    return {name: torch.zeros(mask.shape).masked_scatter_(mask, values[name]) for name, mask in masks.items()}

@@ -1,0 +1,22 @@
+"""Local training without federation, server side: nothing is sent, nothing is merged."""
+
+from collections.abc import Mapping, Sequence
+
+from fedsub_app.protocol import Spec, Task, Tensors, Update
+from strategies.base import SubnetStrategy
+
+
+class Local(SubnetStrategy):
+    """The floor that every federated method is compared with: each client trains alone, from the common start."""
+
+    def task(self, client: int) -> Task:
+        """Send nothing: the start follows from the seed, the rest is the client's own."""
+        return Task(client)
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect no tensors."""
+        return {}
+
+    def merge(self, updates: Sequence[Update]) -> Tensors:
+        """Keep the initial model."""
+        return self.current
