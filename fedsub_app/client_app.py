@@ -20,6 +20,11 @@ from fedsub_app.state import ClientState
 
 app = ClientApp()
 
+if Path(sys.argv[0]).name == "flwr-simulation":
+    # Ray's workers import from the working directory of the process that starts them, which is where the SuperLink was
+    # started once, maybe in another checkout; the code of this run is the bundle that this module came from.
+    os.chdir(Path(__file__).resolve().parents[1])
+
 
 def simulated() -> bool:
     """Say whether this process serves simulated nodes (Ray, in-process grid), which share one disk."""

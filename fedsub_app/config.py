@@ -24,6 +24,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "minLength": "length >="}
 EVALUATIONS = ("global", "global-local", "personal")
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
 LOCATION_KEYS = ("experiment", "run-dir", "resume", "data-dir", "placement", "min-nodes", "node-timeout", "round-timeout")
@@ -171,10 +172,31 @@ def defaults() -> dict[str, Value]:
     return flatten(project["tool"]["flwr"]["app"]["config"])
 
 
+def conf_folder() -> Path:
+    """Where the experiments (``<paper>/<experiment>.toml``) and tables (``tables/<name>.toml``) lie."""
+    return _home("conf")
+
+
 def experiments() -> dict[str, Path]:
     """Names of the experiments (paths below conf/ without ``.toml``) and their files."""
-    root = _home("conf")
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.toml"))}
+    root = conf_folder()
+    found = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.toml"))}
+    return {name: path for name, path in found.items() if not name.startswith("tables/")}
+
+
+def describe() -> dict[str, str]:
+    """Every key with its default and what is allowed, for people."""
+    from fedsub_app.methods import METHODS
+
+    sections: dict[str, type[Section]] = {"": Settings} | {f"{name}.": METHODS[name].settings for name in METHODS}
+    said = {}
+    for prefix, section in sections.items():
+        for name, schema in section.model_json_schema(mode="validation").get("properties", {}).items():
+            if prefix + name in defaults():
+                rules = [f"{word} {schema[rule]}" for rule, word in RULES.items() if rule in schema]
+                allowed = " | ".join(map(str, schema["enum"])) if "enum" in schema else ", ".join(rules)
+                said[prefix + name] = f"{defaults()[prefix + name]!r:<14} {schema.get('type', '')} {allowed}".rstrip()
+    return said
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, Value]:
@@ -195,8 +217,9 @@ def parse_pairs(pairs: list[str]) -> dict[str, Value]:
 def _read_experiment(name: str) -> dict[str, Value]:
     path = experiments().get(name)
     if path is None:
-        near = difflib.get_close_matches(name, experiments(), n=3, cutoff=0.4)
-        raise UserError(f"experiment = {name!r}: no conf/{name}.toml" + (f"; near: {', '.join(near)}" if near else ""))
+        near = difflib.get_close_matches(name, experiments(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"experiment = {name!r}: no conf/{name}.toml{hint}")
     try:
         return flatten(tomllib.loads(path.read_text()))
     except tomllib.TOMLDecodeError as error:

@@ -1,7 +1,7 @@
 """What a round costs: FLOPs by counting operations, bytes by the papers' formula.
 
-FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations and
-pooling are free. Papers that count one MAC as one FLOP (IST) state half of these numbers.
+FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations
+and pooling are free. Papers that count one MAC as one FLOP (IST) state half of these numbers.
 """
 
 import copy
@@ -17,8 +17,8 @@ from fedsub_app.models.units import UnitGroup
 def _flops_by_module(model: nn.Module, in_shape: tuple[int, ...], training: bool) -> dict[str, int]:
     """FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
 
-    Run on the "meta" device, where shapes are real and numbers are not: no time, and the model's statistics stay as they
-    are. Two inputs, because BatchNorm on batch statistics refuses one.
+    Run on the "meta" device, where shapes are real and numbers are not: no time, and the model's statistics stay as
+    they are. Two inputs, because BatchNorm on batch statistics refuses one.
     """
     ghost = copy.deepcopy(model).to("meta").train(training)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
@@ -74,16 +74,23 @@ def subnet_flops(
         for name in (f"{group.name}.weight", *(name for name, _ in group.cols)):
             kept[name] = kept.get(name, 1) * on
             size[name] = size.get(name, 1) * group.size
-    flops = _flops_by_module(model, in_shape, training)
+    # The backward pass is two such products, one for the weights and one for the inputs; the first layer needs the one
+    # only. (The counter's own backward numbers by module are wrong where a network branches; its total is right.)
+    flops = _flops_by_module(model, in_shape, training=False)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
-    total = sum(flops[name] * kept.get(f"{name}.weight", 1) // size.get(f"{name}.weight", 1) for name in layers)
+    total = 0
+    for k, name in enumerate(layers):
+        passes = 1 if not training else 2 if k == 0 else 3
+        weight = f"{name}.weight"
+        # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
+        total += passes * flops[name] * kept.get(weight, 1) // size.get(weight, 1)
     return total * batch_size // 2
 
 
 def formula_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the bytes that the papers would count for these tensors: 32 bit a number, 1 bit a mask entry.
 
-    Numbers of every dtype count 4 bytes; bool tensors are packed, each rounded up to whole bytes. Headers are not counted.
+    Numbers of every dtype count 4 bytes; bool tensors are packed, each rounded up to whole bytes. Headers are not
+    counted.
     """
     return sum(-(-t.numel() // 8) if t.dtype == torch.bool else 4 * t.numel() for t in tensors.values())

@@ -87,9 +87,11 @@ def run(connection: str, overrides: Mapping[str, Value]) -> int:
     if overrides:
         command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
     started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    run_id = _json(started.stdout).get("run-id")
+    answer = _json(started.stdout)
+    run_id = answer.get("run-id")
     if started.returncode or not run_id:
-        raise UserError(f"connection {connection}: flwr run failed: {(started.stderr or started.stdout).strip()[-500:]}")
+        said = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
+        raise UserError(f"connection {connection}: flwr run failed: {said[-1] if said else 'no message'}")
     subprocess.run(_flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
     status, details = _status(connection, str(run_id), variables)
     if status != "finished:completed":

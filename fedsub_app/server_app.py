@@ -105,6 +105,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.committed = last
+    strategy.federation.meet(grid)  # before the clock starts: Ray takes seconds to come up
     began = time.perf_counter()
     for number in range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()

@@ -7,6 +7,7 @@ raises :class:`UserError` naming the file and its fault.
 import gzip
 import hashlib
 import io
+import math
 import os
 import shutil
 import tarfile
@@ -178,7 +179,9 @@ def _check_idx(path: Path, original: Path, dimensions: int) -> None:
     if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
         raise UserError(f"{original}: not an idx file of unsigned bytes with {dimensions} dimensions")
     shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
-    expected = len(header) + int(np.prod(shape, dtype=np.int64))
+    expected = len(header) + math.prod(shape)
+    if expected == len(header):
+        raise UserError(f"{original}: empty, its header is {shape}")
     if path.stat().st_size != expected:
         raise UserError(f"{original}: {path.stat().st_size} bytes unpacked, its header {shape} needs {expected}")
 

@@ -32,8 +32,8 @@ class PartitionSettings:
     ----------
     partition : str
         ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``:
-        equal shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
-        combined data set; ``lists``: classes as written in ``class_lists``.
+        equal shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of
+        a combined data set; ``lists``: classes as written in ``class_lists``.
     num_clients : int
         1 or more.
     dirichlet_alpha : float

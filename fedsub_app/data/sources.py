@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fedsub_app.data import synthetic
 from fedsub_app.data.files import (
     ARCHIVES,
     NPZ_KEYS,
+    Array,
     Split,
     checked,
     find,
@@ -30,7 +32,9 @@ MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled 
     *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
     *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
 )
-EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+EMNIST = {"emnist": "digits"} | {
+    f"emnist-{split}": split for split in ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+}
 DOWNLOAD_SILENCE_S = 30.0
 
 
@@ -45,7 +49,11 @@ class Source:
 
 def dataset_names(data_dir: str = "") -> dict[str, str]:
     """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
-    names = {
+    return _built_in() | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
+
+
+def _built_in() -> dict[str, str]:
+    return {
         "synthetic": "32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)",
         "synthetic-3k": "the same with 3,200 training points",
         "synthetic-cyclic": "as synthetic, other layout: FedAvg close to the paper's round counts",
@@ -53,14 +61,12 @@ def dataset_names(data_dir: str = "") -> dict[str, str]:
         "digits": "scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)",
         "mnist": "MNIST, 28x28 grey, 10 classes",
         "fashion-mnist": "Fashion-MNIST, 28x28 grey, 10 classes",
-        "emnist": "EMNIST digits, 28x28 grey, 10 classes",
-        **{f"emnist-{split}": f"EMNIST {split}, 28x28 grey" for split in EMNIST},
+        **{name: f"EMNIST {split}, 28x28 grey" for name, split in EMNIST.items()},
         "cifar10": "CIFAR-10, 32x32 RGB, 10 classes",
         "cifar100": "CIFAR-100, 32x32 RGB, 100 classes",
         **dict.fromkeys(MEDMNIST, "MedMNIST v2, 28x28"),
         **{alias: f"= {meaning}" for alias, meaning in ALIASES.items()},
     }
-    return names | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
 
 def load_source(name: str, data: Path, seed: int) -> Source:
@@ -69,17 +75,19 @@ def load_source(name: str, data: Path, seed: int) -> Source:
         return Source(*synthetic.generate(name, seed), synthetic.NUM_CLASSES)
     if name == "digits":
         return _digits(seed)
-    if name in ("mnist", "fashion-mnist") or name.removeprefix("emnist-") in (*EMNIST, "emnist"):
+    if name in ("mnist", "fashion-mnist", *EMNIST):
         return _mnist_like(name, data)
     if name in ("cifar10", "cifar100"):
         return _cifar(name, data)
     if name in MEDMNIST:
         return _medmnist(name, data)
+    if name == "chestmnist":
+        raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
     return _own(name, data)
 
 
 def _digits(seed: int) -> Source:
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
 
     bunch = load_digits()
     x, y = torch.from_numpy(bunch.images / 16).float()[:, None], torch.from_numpy(bunch.target).long()
@@ -92,29 +100,29 @@ def _digits(seed: int) -> Source:
 
 
 def _mnist_like(name: str, data: Path) -> Source:
-    from torchvision import datasets  # type: ignore[import-untyped]
+    from torchvision import datasets
 
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}.get(name, datasets.EMNIST)
-    split = name.removeprefix("emnist-") if name != "emnist" else "digits"
-    options = {"split": split} if kind is datasets.EMNIST else {}
-    prefixes = [f"emnist-{split}-train", f"emnist-{split}-test"] if options else ["train", "t10k"]
+    split = EMNIST.get(name)
+    options = {"split": split} if split else {}
+    prefixes = (f"emnist-{split}-train", f"emnist-{split}-test") if split else ("train", "t10k")
     files = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
     raw = f"{kind.__name__}/raw"
+    wanted = f"{raw}/{{{','.join(files)}}}[.gz]"
     root = unpacked_idx(data, raw, files)
     if root is None:
-        wanted = f"{raw}/{{{','.join(files)}}}[.gz]"
         _download(name, data, wanted, lambda: kind(str(data), download=True, **options))
         root = unpacked_idx(data, raw, files)
-        if root is None:
-            raise UserError(f"dataset = {name!r}: the download left no {wanted} in {data}")
-    train, test = (
-        checked(root / raw, which, images.data.numpy(), images.targets.numpy())
-        for which, images in ((w, kind(str(root), train=w == "train", **options)) for w in ("train", "test"))
+    if root is None:
+        raise UserError(f"dataset = {name!r}: the download left no {wanted} in {data}")
+    train, test = kind(str(root), train=True, **options), kind(str(root), train=False, **options)
+    first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
+    return _labelled(
+        find(data, raw) or root,
+        (train.data.numpy(), train.targets.numpy() - first),
+        (test.data.numpy(), test.targets.numpy() - first),
+        len(train.classes) - first,
     )
-    if split == "letters":  # labelled 1 to 26
-        train, test = (train[0], train[1] - 1), (test[0], test[1] - 1)
-    num_classes = {"letters": 26}.get(split, len(kind.classes) if not options else len(kind.classes_split_dict[split]))
-    return _labelled(root / raw, train, test, num_classes)
 
 
 def _cifar(name: str, data: Path) -> Source:
@@ -123,22 +131,20 @@ def _cifar(name: str, data: Path) -> Source:
     kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
     found = find(data, kind.base_folder)
     if found is None:
-        how = f"{kind.base_folder}/ (unpacked from {kind.url})"
-        _download(name, data, how, lambda: kind(str(data), download=True))
+        wanted = f"{kind.base_folder}/ (unpacked from {kind.url})"
+        _download(name, data, wanted, lambda: kind(str(data), download=True))
         found = data / kind.base_folder
     try:
         train, test = kind(str(found.parent), train=True), kind(str(found.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
         raise UserError(f"{found}: {one_line(error)}") from error
-    splits = [
-        checked(found, part, x.data, torch.tensor(x.targets).numpy())
-        for part, x in zip(("train", "test"), (train, test), strict=True)
-    ]
-    return _labelled(found, *splits, len(train.classes))
+    return _labelled(
+        found, (train.data, np.array(train.targets)), (test.data, np.array(test.targets)), len(train.classes)
+    )
 
 
 def _medmnist(name: str, data: Path) -> Source:
-    import medmnist  # type: ignore[import-untyped]
+    import medmnist
 
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
@@ -148,24 +154,28 @@ def _medmnist(name: str, data: Path) -> Source:
         file = data / f"{name}.npz"
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
-        splits = checked(file, "train", train.imgs, train.labels), checked(file, "test", test.imgs, test.labels)
-    except UserError:
-        raise
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
         raise UserError(f"{file}: not a readable MedMNIST file ({one_line(error)})") from error
-    source = _labelled(file, *splits, len(info["label"]))
+    source = _labelled(file, (train.imgs, train.labels), (test.imgs, test.labels), len(info["label"]))
     found, upstream = (len(train.imgs), len(test.imgs)), (info["n_samples"]["train"], info["n_samples"]["test"])
     note = f"partial: {found[0]} train, {found[1]} test images, upstream has {upstream[0]} and {upstream[1]}"
     return source if found == upstream else replace(source, notes=(note,))
 
 
+def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array], num_classes: int) -> Source:
+    """Check images and labels of upstream's loaders, which do not."""
+    for split, (_, labels) in (("train", train), ("test", test)):
+        if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+            found = f"{split} labels from {labels.min()} to {labels.max()}"
+            raise UserError(f"{file}: {found}, expected 0 to {num_classes - 1}")
+    return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
+
+
 def _own(name: str, data: Path) -> Source:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
     file = _own_files(data).get(name)
-    if file is None:
-        file = (
-            find(data, f"{name}.npz") if re.fullmatch(r"[\w.-]+", name) else None
-        )  # for the reader to say what is wrong
+    if file is None and re.fullmatch(r"[\w.-]+", name):
+        file = find(data, f"{name}.npz")  # not an image set, as it seems: let the reader say why
     if file is None:
         forms = f"{name}.npz, {name}/{{train,test}}/<class>/ or {name}{{{','.join(ARCHIVES)}}}"
         known = ", ".join(dataset_names(str(data)))
@@ -182,23 +192,16 @@ def _own(name: str, data: Path) -> Source:
 
 def _own_files(data: Path) -> dict[str, Path]:
     """Return name and path of the image sets of our own forms in a folder and its direct subfolders."""
+    built_in = _built_in()
     found: dict[str, Path] = {}
     for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
         suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
         is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
-        is_folder = not suffix and (path / "train").is_dir() and (path / "test").is_dir()
-        if (is_npz or is_folder or suffix in ARCHIVES) and path.name.removesuffix(suffix) not in MEDMNIST:
-            found.setdefault(path.name.removesuffix(suffix), path)
+        is_folder = not suffix and (path / "train").is_dir()
+        name = path.name.removesuffix(suffix)
+        if (is_npz or is_folder or suffix in ARCHIVES) and name not in built_in:
+            found.setdefault(name, path)
     return found
-
-
-def _labelled(file: Path, train: Split, test: Split, num_classes: int) -> Source:
-    for split, (_, labels) in (("train", train), ("test", test)):
-        if int(labels.max()) >= num_classes or int(labels.min()) < 0:
-            raise UserError(
-                f"{file}: {split} labels reach from {labels.min()} to {labels.max()}, expected 0..{num_classes - 1}"
-            )
-    return Source(train, test, num_classes)
 
 
 def _download(name: str, data: Path, wanted: str, attempt: Callable[[], object]) -> None:
@@ -211,13 +214,12 @@ def _download(name: str, data: Path, wanted: str, attempt: Callable[[], object])
     except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
         similar = [other for other in _own_files(data) if other.startswith(name)]
         instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
-        reason = one_line(error)[:200]
-        raise UserError(
-            f"dataset = {name!r}: {data} has no {wanted}; put it there or let it be downloaded with a network ({reason}){instead}"
-        ) from error
+        how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
+        raise UserError(f"dataset = {name!r}: {data} has no {wanted}; {how}{instead}") from error
     finally:
         socket.setdefaulttimeout(silence)
 
 
 def data_folder(setting: str) -> Path:
+    """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
     return Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()

@@ -183,7 +183,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(model: nn.Module, new: Mapping[str, Tensor]) -> None:
-    """Copy ``new`` into the model, in place: exactly the names and shapes of :func:`tensors`, any float dtype or device.
+    """Copy ``new`` into the model, in place: exactly the names and shapes of :func:`tensors`, any dtype or device.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """The structure of a network as the subnet methods see it: units, layers, head.
 
-A *unit* is a hidden neuron or channel. Removing it removes row ``j`` of every tensor that produces it (weight, bias, the
-BatchNorm behind it) and column ``j`` of the weight that reads it. :func:`unit_groups` finds these tensors by walking the
-modules, so that masks (FedPeWS), vertical slices (IST) and channel pruning (Sub-FedAvg) share one description.
+A *unit* is a hidden neuron or channel. Removing it removes row ``j`` of every tensor that produces it (weight, bias,
+the BatchNorm behind it) and column ``j`` of the weight that reads it. :func:`unit_groups` finds these tensors by walking
+the modules, so that masks (FedPeWS), vertical slices (IST) and channel pruning (Sub-FedAvg) share one description.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class UnitGroup:
     size : number of units.
     rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and weight, bias and running
         statistics of a BatchNorm behind it.
-    cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong to
-        one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
+    cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong
+        to one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
     """
 
     name: str
@@ -58,8 +58,8 @@ def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
 def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
-    ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels of
-    each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each other
+    ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
+    of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each other
     through the additions, so they cannot be removed one layer at a time, and belong to no group.
 
     Raises
@@ -83,7 +83,9 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
 
 def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
     groups: list[UnitGroup] = []
-    name, size, rows = "", 0, ()  # the last layer met that produces units; size 0: none yet
+    # The last layer met that produces units; size 0: none yet.
+    name, size = "", 0
+    rows: tuple[str, ...] = ()
     for child_name, child in model.named_children():
         if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
             if size:

@@ -20,23 +20,23 @@ def masked_mean(old: Mapping[str, Tensor], updates: Sequence[Update], server_lr:
     FedPeWS (2024), Eq. 4; without masks Eq. 2, which is FedAvg.
 
     What holds: no mask and an all-ones mask give bit-identical results; ``server_lr = 1`` gives exactly the quotient
-    above, 0 exactly ``old``; the result depends on the order of the updates in the last bits only, and that order is the
-    caller's (sorted by client id). The mean of equal tensors is that tensor up to rounding (relative error of about
-    ``len(updates) * 2**-24``), exactly so where weights are powers of two and so are the partial sums of the weights.
+    above, 0 exactly ``old``; the result depends on the order of the updates in the last bits only, and that order is
+    the caller's (sorted by client id). The mean of equal tensors is that tensor up to rounding (relative error of about
+    ``len(updates) * 2**-24``), exactly so where each weight and each partial sum of the weights is a power of two.
 
     Parameters
     ----------
     old : tensor name -> float tensor of any shape, on the CPU or all on one device. Not modified.
-    updates : ``(tensors, masks, weight)`` of each client. A tensor that an update lacks gets nothing from it, as with a
-        mask of zeros (FedPart). A mask is bool and broadcasts to its tensor; one that is lacking, or ``None`` for all of
-        them, is all ones. Values must be finite also where they are masked. Weights are finite; where negative ones
+    updates : ``(tensors, masks, weight)`` of each client. A tensor that an update lacks gets nothing from it, as with
+        a mask of zeros (FedPart). A mask is bool and broadcasts to its tensor; one that is lacking, or ``None`` for all
+        of them, is all ones. Values must be finite also where they are masked. Weights are finite; where negative ones
         (FedPart's cosine similarities) make the denominator 0 or less, the old value stays.
     server_lr : step from ``old`` (0) to the mean (1).
 
     Returns
     -------
-    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments. Besides it, three
-    blocks of ``BLOCK`` elements are allocated (more only if one row ``x[0]`` of a tensor is larger).
+    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments. Besides it, up
+    to four blocks of ``BLOCK`` elements are allocated (more only if one row ``x[0]`` of a tensor is larger).
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Neuron masks: drawing them, fixing them, applying them to a network, counting them.
 
-FedPeWS (Tastan et al., "FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated Learning", 2024;
-equations 4 to 6). A mask of a network is a dict ``group name -> bool tensor [group.size]``, one entry per hidden unit
-(:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. In all functions a group that has no mask is
-fully on.
+FedPeWS (Tastan et al., "FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated Learning",
+2024; equations 4 to 6). A mask of a network is a dict ``group name -> bool tensor [group.size]``, one entry per hidden
+unit (:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. ``expand`` and ``apply`` take a group
+that has no mask as fully on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,9 @@ def expand(
 ) -> dict[str, Tensor]:
     """Return the mask of every entry of every tensor, by FedPeWS's rule "and" (the rule of IST).
 
-    ``W_l[b, a] = m_l[b] & m_{l-1}[a]``, bias and BatchNorm ``m_l[b]``; convolution ``[o, i, :, :] = m_l[o] & m_{l-1}[i]``;
-    behind a flatten each channel stands for its height x width columns. Everything else, the output bias included, is on.
+    ``W_l[b, a] = m_l[b] & m_{l-1}[a]``, bias and BatchNorm ``m_l[b]``; a convolution's ``W_l[o, i, :, :] = m_l[o] &
+    m_{l-1}[i]``; behind a flatten each channel stands for its height x width columns. Everything else, the output bias
+    included, is on.
 
     Parameters
     ----------
@@ -103,7 +104,7 @@ def apply(
                 masked[name] = masked[name] * _along(mask, 1, masked[name].dim())
             else:  # a linear layer behind a flatten: its columns as (unit, pixel)
                 weight = masked[name]
-                masked[name] = (weight.unflatten(1, (group.size, repeat)) * mask.view(1, -1, 1)).flatten(1)
+                masked[name] = (weight.view(len(weight), group.size, repeat) * mask.view(1, -1, 1)).flatten(1)
     return masked
 
 
@@ -117,8 +118,8 @@ def bernoulli_ste(scores: Tensor, generator: torch.Generator) -> Tensor:
 
     Returns
     -------
-    float ``[size]`` of exact 0 and 1. Its gradient goes through the sampling as if the mask were theta = sigmoid(scores):
-    ``dL/dscores = dL/dmask * theta * (1 - theta)``.
+    float ``[size]`` of exact 0 and 1. Its gradient goes through the sampling as if the mask were
+    ``theta = sigmoid(scores)``: ``dL/dscores = dL/dmask * theta * (1 - theta)``.
     """
     theta = torch.sigmoid(scores)
     sample = torch.bernoulli(theta.detach().cpu(), generator=generator).to(theta.device)

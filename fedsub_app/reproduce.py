@@ -1,0 +1,263 @@
+"""A paper's table with one command: its experiments over seeds, on the local engine, several at a time.
+
+``conf/tables/<name>.toml`` lists the rows: an experiment, the keys set on top of it, and what the paper reports. Every
+run has its directory, so a stopped reproduction goes on where it was.
+"""
+
+import contextlib
+import csv
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from fedsub_app.config import Settings, Value, conf_folder, resolve
+from fedsub_app.errors import UserError
+from fedsub_app.federation import code_digest
+from fedsub_app.protocol import Json
+from fedsub_app.report import human_seconds
+from fedsub_app.runs import read_rounds
+
+LOOK_SECONDS = 2.0
+SAY_SECONDS = 30.0
+
+
+def tables() -> dict[str, Path]:
+    """Names of the tables and their files."""
+    return {path.stem: path for path in sorted((conf_folder() / "tables").glob("*.toml"))}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: what is run and what the paper says of it."""
+
+    setting: str
+    label: str
+    overrides: Mapping[str, Value]
+    paper: Mapping[str, str]
+
+    @property
+    def slug(self) -> str:
+        """The row's folder name."""
+        return re.sub(r"[^a-z0-9.]+", "-", f"{self.setting} {self.label}".lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a row with one seed."""
+
+    row: Row
+    seed: int
+    folder: Path
+
+    @cached_property
+    def overrides(self) -> dict[str, Value]:
+        """Single keys of the run."""
+        return dict(self.row.overrides) | {"seed": self.seed, "run-dir": str(self.folder)}
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Resolved settings of the run."""
+        return resolve(self.overrides)
+
+    def summary(self) -> Json | None:
+        """Return the summary if the run is complete and of these settings."""
+        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+            recorded = json.loads((self.folder / "settings.json").read_text())
+            summary: Json = json.loads((self.folder / "summary.json").read_text())
+            if recorded["digest"] == self.settings.digest() and summary["status"] == "completed":
+                return summary
+        return None
+
+    def rounds_done(self) -> int:
+        """Return how many rounds are on disk."""
+        return max((line["round"] for line in read_rounds(self.folder)), default=0)
+
+
+def read_table(name: str) -> tuple[Json, list[Row]]:
+    """Return a table's title, seeds and rows.
+
+    Raises
+    ------
+    UserError
+        There is no such table, or a row is not complete.
+    """
+    path = tables().get(name)
+    if path is None:
+        raise UserError(f"table {name!r}: allowed are {', '.join(tables())}")
+    content = tomllib.loads(path.read_text())
+    rows = []
+    for number, entry in enumerate(content["row"], 1):
+        missing = [key for key in ("setting", "label", "experiment") if key not in entry]
+        if missing:
+            raise UserError(f"conf/tables/{name}.toml: row {number} has no {missing[0]!r}")
+        overrides = {"experiment": entry["experiment"]} | entry.get("set", {})
+        paper = {key: str(entry.get(f"paper-{key}", "")) for key in ("rounds", "final")}
+        rows.append(Row(entry["setting"], entry["label"], overrides, paper))
+    return content, rows
+
+
+def reproduce(
+    name: str, seeds: int | None, overrides: Mapping[str, Value], workers: int | None, out: Path | None
+) -> int:
+    """Run all rows of a table over its seeds and write ``<name>.md`` and ``<name>.csv``; returns the exit code."""
+    content, rows = read_table(name)
+    out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
+    numbers = range(seeds or content["seeds"])
+    rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
+    jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for row in rows for seed in numbers]
+    for job in jobs:
+        _ = job.settings  # bad input: before the first run
+    start = time.monotonic()
+    failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
+    facts = {
+        "command": " ".join(["fedsub", *sys.argv[1:]]),
+        "commit": _commit(),
+        "code digest": code_digest(),
+        "seeds": ", ".join(map(str, numbers)),
+        "machine": f"{machine}; one run a core, one thread a run",
+        "wall clock": f"{human_seconds(time.monotonic() - start)} for what was not there yet",
+        "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
+    }
+    _write(out, name, content["title"], facts, rows, jobs)
+    print(f"{out / name}.md")
+    for job, reason in failures:
+        print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _notes(job: Job) -> str:
+    from fedsub_app.data import load_dataset
+
+    notes = load_dataset(job.settings.data).notes
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
+    """Run the jobs, say what is done and how long is left; returns those that failed and why."""
+    failures: list[tuple[Job, str]] = []
+    if not jobs:
+        return failures
+    total = sum(job.settings.num_rounds for job in jobs)
+    before = sum(job.rounds_done() for job in jobs)
+    start = said = time.monotonic()
+    with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(run_job, job.overrides, job.folder): job for job in jobs}
+        while running:
+            done, _ = wait(running, timeout=LOOK_SECONDS)
+            for future in done:
+                job = running.pop(future)
+                reason = future.exception() or future.result()
+                if reason:
+                    failures.append((job, str(reason)))
+                print(f"{'FAILED' if reason else 'done'}  {job.row.setting}  {job.row.label}  seed {job.seed}", flush=True)
+            if running and time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                finished = sum(job.rounds_done() for job in jobs)
+                rate = (finished - before) / (said - start)
+                left = human_seconds((total - finished) / rate) if rate else "unknown"
+                print(f"{finished} of {total} rounds, {len(running)} runs to go, left {left}", flush=True)
+    return failures
+
+
+def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
+    """Run or continue one run in this process; returns why it failed, or nothing."""
+    from fedsub_app.client_app import app
+    from fedsub_app.local_grid import LocalGrid
+    from fedsub_app.runs import RunFailed, settings_of
+    from fedsub_app.server_app import run_experiment
+
+    log = logging.getLogger("fedsub")
+    keys = dict(overrides)
+    try:
+        if (folder / "settings.json").exists():
+            with contextlib.suppress(UserError):
+                settings_of(keys | {"resume": True})
+                keys["resume"] = True
+        if not keys.get("resume") and folder.exists():
+            shutil.rmtree(folder)  # of other settings: nothing in it belongs to this table
+        folder.mkdir(parents=True, exist_ok=True)
+        log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        run_experiment(LocalGrid(app, keys), settings_of(keys))
+    except (UserError, RunFailed) as error:
+        return str(error)
+    return ""
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "not a git checkout"
+
+
+HEADER = (
+    "setting",
+    "method",
+    "rounds to target",
+    "paper",
+    "final accuracy (%)",
+    "paper",
+    "MB down",
+    "MB up",
+    "GFLOPs",
+    "seconds",
+)
+
+
+COSTS = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds")
+
+
+def _cells(row: Row, jobs: list[Job]) -> list[str]:
+    summaries = [job.summary() for job in jobs if job.row is row]
+    good = [summary for summary in summaries if summary]
+    if not good:
+        return [row.setting, row.label, "failed", row.paper["rounds"], "failed", row.paper["final"], "", "", "", ""]
+    key = next(key for key in good[0] if key.startswith("final-"))
+    finals = [summary[key] for summary in good]
+    spread = f" ± {statistics.stdev(finals):.2f}" if len(finals) > 1 else ""
+    final = f"{statistics.mean(finals):.2f}{spread}" + (f" ({len(good)} of {len(summaries)} seeds)") * (
+        len(good) < len(summaries)
+    )
+    reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
+    mean = [statistics.mean(summary[f"total-{cost}"] for summary in good) for cost in COSTS]
+    costs = [f"{mean[0] / 1e6:.1f}", f"{mean[1] / 1e6:.1f}", f"{mean[2] / 1e9:.1f}", f"{mean[3]:.0f}"]
+    return [row.setting, row.label, ", ".join(reached), row.paper["rounds"], final, row.paper["final"], *costs]
+
+
+def _write(out: Path, name: str, title: str, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
+    cells = [_cells(row, jobs) for row in rows]
+    lines = [f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines += [
+        "Rounds to target: per seed, × = not reached. Final accuracy: mean ± standard deviation over seeds. MB by the",
+        "papers' formula and GFLOPs (dense) are per run; seconds are wall clock in rounds with all cores busy.",
+        "",
+        f"| {' | '.join(HEADER)} |",
+        f"|{'---|' * len(HEADER)}",
+        *(f"| {' | '.join(row)} |" for row in cells),
+        "",
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text("\n".join(lines))
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        writer.writerows(cells)
+

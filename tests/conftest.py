@@ -1,0 +1,41 @@
+"""What several tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsub_app.client_app import app
+from fedsub_app.config import Value
+from fedsub_app.local_grid import LocalGrid
+from fedsub_app.protocol import Json
+from fedsub_app.runs import settings_of
+from fedsub_app.server_app import run_experiment
+
+# Small enough that a run takes a second: digits, a small network, three rounds.
+SMALL: dict[str, Value] = {
+    "model": "feature-mlp",
+    "method": "fedavg",
+    "num-rounds": 3,
+    "lr": 0.05,
+    "batch-size": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _runs_in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def run_local(tmp_path: Path) -> Callable[..., tuple[Json, Path]]:
+    """Run on the local engine with ``SMALL`` and the given keys; returns the summary and the run directory."""
+
+    def run(folder: str = "run", grid: Any = LocalGrid, **keys: Value) -> tuple[Json, Path]:
+        overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
+        overrides["run-dir"] = str(tmp_path / folder)
+        summary = run_experiment(grid(app, overrides), settings_of(overrides))
+        return summary, tmp_path / folder
+
+    return run

@@ -1,0 +1,565 @@
+"""Data sets: real loaders on small files of the same formats, written here; every fault by its message."""
+
+import gzip
+import io
+import os
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from fedsub_app.data import Dataset, DataSettings, dataset_names, load_dataset
+from fedsub_app.data.sources import MEDMNIST
+from fedsub_app.data.synthetic import LAYOUTS
+from fedsub_app.errors import UserError
+
+Array = NDArray[Any]
+REAL_DATA = os.environ.get("FEDSUB_DATA")
+
+
+@pytest.fixture(autouse=True)
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("FEDSUB_DATA", str(folder))
+    monkeypatch.setenv("FEDSUB_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def load(name: str, **settings: Any) -> Dataset:
+    return load_dataset(DataSettings(dataset=name, **settings))
+
+
+def arrays(train: int = 20, test: int = 10, classes: int = 2, shape: tuple[int, ...] = (4, 4)) -> dict[str, Array]:
+    random = np.random.default_rng(0)
+    return {
+        "train_images": random.integers(0, 256, (train, *shape), dtype=np.uint8),
+        "train_labels": np.arange(train) % classes,
+        "test_images": random.integers(0, 256, (test, *shape), dtype=np.uint8),
+        "test_labels": np.arange(test) % classes,
+    }
+
+
+def write_npz(path: Path, **changes: Any) -> dict[str, Array]:
+    content = {key: value for key, value in (arrays() | changes).items() if value is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **content)
+    return content
+
+
+def idx(array: Array) -> bytes:
+    return (
+        bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+    )
+
+
+def write_idx(folder: Path, prefixes: tuple[str, str] = ("train", "t10k"), first_label: int = 0) -> dict[str, Array]:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = arrays(shape=(28, 28), classes=3)
+    for prefix, split in zip(prefixes, ("train", "test"), strict=True):
+        for part, key in (("images-idx3", "images"), ("labels-idx1", "labels")):
+            values = content[f"{split}_{key}"] + (first_label if key == "labels" else 0)
+            (folder / f"{prefix}-{part}-ubyte.gz").write_bytes(gzip.compress(idx(values)))
+    return content
+
+
+def png(pixels: Array) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def image_files() -> dict[str, bytes]:
+    """train: 2 cats of value 10 and 11, 1 dog of value 20; test: one each of value 30, 40."""
+    values = {"train/dog/a.png": 20, "train/cat/b.png": 11, "train/cat/a.png": 10, "test/cat/a.png": 30}
+    values |= {"test/dog/a.png": 40}
+    return {name: png(np.full((3, 5), value, dtype=np.uint8)) for name, value in values.items()}
+
+
+def write_folder(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def write_tar(path: Path, files: dict[str, bytes], top: str = "") -> None:
+    modes: dict[str, Any] = {".xz": "w:xz", ".gz": "w:gz", ".tar": "w"}
+    with tarfile.open(path, modes[path.suffix]) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(top + name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+# Generated and installed
+
+
+@pytest.mark.parametrize("name", ["synthetic", "synthetic-3k", "synthetic-cyclic", "synthetic-cyclic-3k"])
+def test_synthetic_points_lie_around_the_centres_of_the_note(name: str) -> None:
+    data = load(name)
+    cyclic, size = "cyclic" in name, 3_200 if name.endswith("3k") else 32_000
+    grid = {
+        False: [[0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0], [1, 0, 3, 2]],
+        True: [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]],
+    }[cyclic]
+    spacing = 3.0 if cyclic else 1.0
+    assert data.train_x.shape == (size, 5)
+    assert data.train_x.dtype == torch.float32
+    assert data.test_x.shape == (6_400, 5)
+    assert data.num_classes == 4
+    x, y = data.train_x[:, 0].numpy(), data.train_x[:, 1].numpy()
+    np.testing.assert_allclose(
+        data.train_x[:, 2:].numpy(), np.stack((x * x, y * y, x * y), axis=1), rtol=1e-4, atol=1e-5
+    )
+    for row in range(4):
+        for column in range(4):  # sigma is a tenth of the spacing: the nearest centre is the own one, at 5 sigma
+            cell = (np.round(x / spacing + 1.5) == column) & (np.round(y / spacing + 1.5) == row)
+            assert abs(int(cell.sum()) - size // 16) <= 2
+            assert np.mean(data.train_y.numpy()[cell] == grid[row][column]) > 0.99
+            tolerance = spacing * 0.1 * 5 / np.sqrt(size / 16)
+            assert abs(x[cell].mean() - (column - 1.5) * spacing) < tolerance
+            assert abs(y[cell].std() - spacing * 0.1) < tolerance
+    assert torch.bincount(data.train_y).tolist() == [size // 4] * 4
+    assert torch.bincount(data.test_y).tolist() == [1_600] * 4
+
+
+def test_synthetic_layouts_hold_every_class_once_a_row() -> None:
+    for layout in LAYOUTS.values():
+        assert all(sorted(row) == [0, 1, 2, 3] for row in layout.classes)
+
+
+def test_synthetic_depends_on_the_seed_only() -> None:
+    one, other = load("synthetic-3k", seed=1), load("synthetic-3k", seed=2)
+    assert not torch.equal(one.train_x, other.train_x)
+    assert torch.equal(one.train_x, load("synthetic-3k", seed=1, normalise="half").train_x)
+    assert torch.equal(one.test_x, load("synthetic", seed=1).test_x)
+    train_points, test_points = ({tuple(point) for point in x.tolist()} for x in (one.train_x, one.test_x))
+    assert not train_points & test_points
+
+
+def test_digits_are_split_by_class_and_seed() -> None:
+    data = load("digits")
+    assert data.train_x.shape == (1438, 1, 8, 8)
+    assert data.test_x.shape == (359, 1, 8, 8)
+    share = torch.bincount(data.test_y) / (torch.bincount(data.train_y) + torch.bincount(data.test_y))
+    assert ((share - 0.2).abs() < 0.005).all()
+    assert abs(float(data.train_x.mean())) < 1e-5
+    assert abs(float(data.train_x.std()) - 1) < 1e-3
+    assert load("digits") is data
+    assert not torch.equal(load("digits", seed=1).test_y, data.test_y)
+
+
+def test_normalise_and_image_size() -> None:
+    plain, half = load("digits", normalise="none"), load("digits", normalise="half")
+    assert (float(plain.train_x.min()), float(plain.train_x.max())) == (0.0, 1.0)
+    torch.testing.assert_close(half.train_x, plain.train_x * 2 - 1)
+    large = load("digits", normalise="none", image_size=16)
+    assert large.train_x.shape == (1438, 1, 16, 16)
+    assert large.train_x.is_contiguous()
+    assert abs(float(large.train_x.mean()) - float(plain.train_x.mean())) < 0.01
+
+
+# torchvision, medmnist
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "prefixes", "classes", "first"),
+    [
+        ("mnist", "MNIST/raw", ("train", "t10k"), 10, 0),
+        ("fashion-mnist", "FashionMNIST/raw", ("train", "t10k"), 10, 0),
+        ("emnist", "EMNIST/raw", ("emnist-digits-train", "emnist-digits-test"), 10, 0),
+        ("emnist-letters", "EMNIST/raw", ("emnist-letters-train", "emnist-letters-test"), 26, 1),
+        ("emnist-balanced", "EMNIST/raw", ("emnist-balanced-train", "emnist-balanced-test"), 47, 0),
+    ],
+)
+def test_idx_files_are_unpacked_into_the_cache(
+    data_dir: Path, tmp_path: Path, name: str, raw: str, prefixes: tuple[str, str], classes: int, first: int
+) -> None:
+    content = write_idx(data_dir / raw, prefixes, first)
+    before = sorted(data_dir.rglob("*"))
+    data = load(name, normalise="none")
+    np.testing.assert_allclose(data.train_x[:, 0].numpy() * 255, content["train_images"], atol=1e-4)
+    assert data.test_y.tolist() == content["test_labels"].tolist()
+    assert data.num_classes == classes
+    assert sorted(data_dir.rglob("*")) == before
+    assert list((tmp_path / "cache").rglob("*-ubyte"))
+
+
+def test_unpacked_idx_files_are_read_in_place(data_dir: Path, tmp_path: Path) -> None:
+    write_idx(data_dir / "MNIST/raw")
+    for packed in (data_dir / "MNIST/raw").glob("*.gz"):
+        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
+    assert len(load("mnist").train_y) == 20
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train-images-idx3", lambda old: old[: len(old) // 2], "not a readable gzip file"),
+        ("train-images-idx3", lambda old: b"no gzip", "not a readable gzip file"),
+        (
+            "t10k-images-idx3",
+            lambda old: gzip.compress(gzip.decompress(old)[:-1]),
+            r"7855 bytes unpacked, .* needs 7856",
+        ),
+        (
+            "t10k-labels-idx1",
+            lambda old: gzip.compress(b"\0\0\x0d\x01" + b"\0" * 8),
+            "not an idx file of unsigned bytes",
+        ),
+        ("t10k-labels-idx1", lambda old: gzip.compress(idx(np.zeros(9))), "test has 9 labels for 10 images"),
+        (
+            "t10k-labels-idx1",
+            lambda old: gzip.compress(idx(np.full(10, 11))),
+            "test labels from 11 to 11, expected 0 to 9",
+        ),
+        (
+            "train-images-idx3",
+            lambda old: gzip.compress(idx(np.zeros((0, 28, 28)))),
+            r"gz: empty, its header is \[0, 28, 28\]",
+        ),
+    ],
+)
+def test_damaged_idx(data_dir: Path, file: str, content: Callable[[bytes], bytes], message: str) -> None:
+    write_idx(data_dir / "MNIST/raw")
+    path = data_dir / f"MNIST/raw/{file}-ubyte.gz"
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(UserError, match=message) as error:
+        load("mnist")
+    assert str(path.parent) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_medmnist_leaves_the_validation_part_out(data_dir: Path) -> None:
+    changes = arrays(12, 6, shape=(28, 28)) | {"val_images": np.zeros((2, 28, 28), np.uint8)}
+    changes["train_labels"] = changes["train_labels"][:, None]
+    content = write_npz(data_dir / "medmnist/breastmnist.npz", **changes)
+    data = load("breastmnist")
+    assert data.train_y.tolist() == content["train_labels"][:, 0].tolist()
+    assert data.test_x.shape == (6, 1, 28, 28)
+    assert data.notes == ("breastmnist: partial: 12 train, 6 test images, upstream has 546 and 156",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test_images": None}, "not a readable MedMNIST file .*test_images"),
+        ({"train_labels": np.full(20, 2)}, "train labels from 2 to 2, expected 0 to 1"),
+        ({"train_labels": np.zeros(20)}, "train labels are float64"),
+        ({"test_labels": np.zeros(9, int)}, "test has 9 labels for 10 images"),
+    ],
+)
+def test_damaged_medmnist(data_dir: Path, changes: dict[str, Any], message: str) -> None:
+    write_npz(data_dir / "breastmnist.npz", **changes)
+    with pytest.raises(UserError, match=message) as error:
+        load("breastmnist")
+    assert "breastmnist.npz" in str(error.value)
+
+
+def test_truncated_medmnist(data_dir: Path) -> None:
+    write_npz(data_dir / "breastmnist.npz")
+    path = data_dir / "breastmnist.npz"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"breastmnist\.npz: not a readable MedMNIST file"):
+        load("breastmnist")
+
+
+def test_medmnist_names_are_those_of_medmnist() -> None:
+    from medmnist import INFO
+
+    flat = {name for name, info in INFO.items() if "3d" not in name and "multi-label" not in info["task"]}
+    assert set(MEDMNIST) == flat
+    with pytest.raises(UserError, match=r"chestmnist.*several labels"):
+        load("chestmnist")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "missing"),
+    [
+        ("cifar10", "CIFAR10", "cifar-10-batches-py"),
+        ("cifar100", "CIFAR100", "cifar-100-python"),
+        ("mnist", "MNIST", "raw"),
+    ],
+)
+def test_missing_without_a_network(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, missing: str
+) -> None:
+    import torchvision
+
+    def no_network(*_: object) -> None:
+        raise URLError("no route\nto host")
+
+    monkeypatch.setattr(getattr(torchvision.datasets, kind), "download", no_network)
+    write_npz(data_dir / f"sub/{name}-lossless-subset.npz")
+    with pytest.raises(
+        UserError, match=f"dataset = '{name}'.*{missing}.*no route to host.*{name}-lossless-subset"
+    ) as error:
+        load(name)
+    assert str(data_dir) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_medmnist_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import medmnist
+
+    def no_network(_: object) -> None:
+        raise RuntimeError("Automatic download failed!")
+
+    monkeypatch.setattr(medmnist.BloodMNIST, "download", no_network)
+    with pytest.raises(UserError, match=r"dataset = 'bloodmnist'.* has no bloodmnist\.npz \(https://.*download failed"):
+        load("bloodmnist")
+
+
+def test_damaged_cifar_batches(data_dir: Path) -> None:
+    (data_dir / "cifar-10-batches-py").mkdir()
+    with pytest.raises(UserError, match=r"cifar-10-batches-py: .*corrupted"):
+        load("cifar10")
+
+
+# Own files
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 5, 1), (4, 4, 3)])
+def test_npz(data_dir: Path, shape: tuple[int, ...]) -> None:
+    content = write_npz(data_dir / "sub/own.npz", **arrays(shape=shape), extra=np.zeros(3))
+    data = load("own", normalise="none")
+    pixels = content["train_images"].reshape(20, shape[0], shape[1], -1).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(data.train_x.numpy() * 255, pixels, atol=1e-4)
+    assert data.train_x.is_contiguous()
+    assert data.test_y.tolist() == content["test_labels"].tolist()
+    assert (data.num_classes, data.notes) == (2, ())
+    assert "own" in dataset_names()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test_labels": None}, r"missing key test_labels \(found"),
+        ({"train_images": np.zeros((20, 4, 4))}, "train images are float64"),
+        ({"train_images": np.zeros((20, 4), np.uint8)}, r"train images are uint8 \[20, 4\], expected"),
+        ({"test_images": np.zeros((10, 3, 4, 4), np.uint8)}, r"test images are uint8 \[10, 3, 4, 4\], expected"),
+        ({"train_images": np.zeros((0, 4, 4), np.uint8), "train_labels": np.zeros(0, int)}, "train images are empty"),
+        ({"train_labels": np.zeros(19, int)}, "train has 19 labels for 20 images"),
+        ({"train_labels": np.zeros(20)}, "train labels are float64"),
+        ({"test_labels": np.zeros((10, 2), int)}, r"test labels are int64 \[10, 2\], expected"),
+        ({"test_labels": np.full(10, -1)}, "test has label -1"),
+        ({"train_labels": np.array([None] * 20)}, "not a readable npz file .*allow_pickle"),
+    ],
+)
+def test_damaged_npz(data_dir: Path, changes: dict[str, Any], message: str) -> None:
+    write_npz(data_dir / "own.npz", **changes)
+    with pytest.raises(UserError, match=rf"own\.npz: {message}"):
+        load("own")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x93NUMPY", b"PK\x03\x04 cut"])
+def test_npz_that_is_none(data_dir: Path, content: bytes) -> None:
+    (data_dir / "own.npz").write_bytes(content)
+    with pytest.raises(UserError, match=r"own\.npz: not a readable npz file") as error:
+        load("own")
+    assert "\n" not in str(error.value)
+
+
+def test_truncated_npz(data_dir: Path) -> None:
+    write_npz(data_dir / "own.npz")
+    whole = (data_dir / "own.npz").read_bytes()
+    flipped = bytearray(whole)
+    flipped[300] ^= 255
+    for damaged in (whole[:-30], whole[: len(whole) // 2], bytes(flipped)):
+        (data_dir / "own.npz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"own\.npz: not a readable npz file"):
+            load("own")
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "tar.gz", "tar.xz", "sub/tar.xz", "top/tar.xz"])
+def test_image_folder_and_archive(data_dir: Path, tmp_path: Path, form: str) -> None:
+    where = data_dir / "sub" if form.startswith("sub/") else data_dir
+    where.mkdir(exist_ok=True)
+    files = image_files() | {"README.md": b"not an image", "train/cat/.hidden.png": b"", "train/cat/notes.txt": b""}
+    if form == "folder":
+        write_folder(where / "pets-jpeg-subset", files)
+    else:
+        write_tar(
+            where / f"pets-jpeg-subset.{form.split('/')[-1]}", files, "./any/top/" if form.startswith("top/") else ""
+        )
+    data = load("pets-jpeg-subset", normalise="none")
+    assert data.train_x.shape == (3, 1, 3, 5)
+    assert (data.train_x[:, 0, 0, 0] * 255).round().tolist() == [10, 11, 20]
+    assert data.train_y.tolist() == [0, 0, 1]
+    assert (data.test_x[:, 0, 0, 0] * 255).round().tolist() == [30, 40]
+    assert [note.split(": ", 1)[1] for note in data.notes] == [
+        "lossy JPEG, not the original pixels",
+        "partial: 3 train, 2 test images",
+    ]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_decoded_images_are_kept_until_the_file_changes(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = data_dir / "pets.tar"
+    write_tar(archive, image_files())
+    load("pets")
+    (cached,) = (tmp_path / "cache").iterdir()
+
+    def decode(*_: object) -> None:
+        raise AssertionError("decoded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsub_app.data.files._decode", decode)
+        assert len(load("pets", seed=1).train_y) == 3  # another seed: not from the memory of the process
+    cached.write_bytes(b"damaged")
+    assert len(load("pets", seed=2).train_y) == 3
+    more = image_files() | {"train/cat/c.png": png(np.zeros((3, 5), np.uint8))}
+    write_tar(archive, more)
+    assert len(load("pets", seed=3).train_y) == 4
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_grey_and_colour_images_together(data_dir: Path) -> None:
+    write_folder(
+        data_dir / "pets", image_files() | {"train/dog/b.png": png(np.full((3, 5, 3), (1, 2, 3), dtype=np.uint8))}
+    )
+    data = load("pets", normalise="none")
+    assert (data.train_x[:, :, 0, 0] * 255).round().tolist() == [[10] * 3, [11] * 3, [20] * 3, [1, 2, 3]]
+
+
+GOOD = image_files()["train/cat/a.png"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train/cat/c.png": GOOD[:45]}, "image train/cat/c.png is not readable"),
+        ({"train/cat/c.png": b""}, "image train/cat/c.png is not readable"),
+        ({"train/cat/c.png": png(np.zeros((3, 5), np.uint16))}, "image train/cat/c.png is not readable .*8 bits"),
+        ({"test/cat/c.png": png(np.zeros((4, 5), np.uint8))}, "image .* expected one size"),
+        ({"test/bird/a.png": GOOD}, "class bird is in test/ but not in train/"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_damaged_images(data_dir: Path, files: dict[str, bytes], message: str, packed: bool) -> None:
+    if packed:
+        write_tar(data_dir / "pets.tar.gz", image_files() | files)
+    else:
+        write_folder(data_dir / "pets", image_files() | files)
+    with pytest.raises(UserError, match=f"pets.*{message}"):
+        load("pets")
+
+
+def test_image_folder_without_test_images(data_dir: Path) -> None:
+    write_folder(data_dir / "pets", {"train/cat/a.png": GOOD})
+    with pytest.raises(UserError, match=r"pets: no image in test/<class>/"):
+        load("pets")
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.xz"])
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5])
+def test_damaged_archive(data_dir: Path, suffix: str, kept: float) -> None:
+    path = data_dir / f"pets.{suffix}"
+    noise = {f"train/cat/{i}.png": png(np.random.default_rng(i).integers(0, 256, (30, 30), np.uint8)) for i in range(9)}
+    write_tar(path, noise | {"test/cat/0.png": noise["train/cat/0.png"]})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(UserError, match=rf"pets\.{suffix}: (not a readable archive|no image in)"):
+        load("pets")
+
+
+def test_unknown_name(data_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"dataset = 'nope'.*nope\.npz.*known: synthetic,") as error:
+        load("nope")
+    assert str(data_dir) in str(error.value)
+    for name in ("", "../own", "mnist/raw", "*"):
+        with pytest.raises(UserError, match="no such name"):
+            load(name)
+
+
+def test_cache_folder_that_cannot_be_written(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("FEDSUB_CACHE", str(tmp_path / "file"))
+    write_tar(data_dir / "pets.tar", image_files())
+    with pytest.raises(UserError, match="FEDSUB_CACHE"):
+        load("pets")
+
+
+# Choice per class, combination
+
+
+def test_combination(data_dir: Path) -> None:
+    write_npz(data_dir / "colour.npz", **arrays(shape=(8, 8, 3)))
+    write_npz(data_dir / "grey.npz", **arrays(12, 6, classes=3))
+    data = load("colour+grey", normalise="none")
+    assert data.train_x.shape == (32, 3, 8, 8)
+    assert data.num_classes == 5
+    assert data.sources == ("colour", "grey")
+    assert data.train_source.tolist() == [0] * 20 + [1] * 12
+    assert data.test_y.tolist() == [0, 1] * 5 + [2, 3, 4] * 2
+    grey = data.train_x[20:]
+    assert torch.equal(grey[:, 0], grey[:, 1])
+    alone = load("grey", normalise="none", image_size=8)
+    torch.testing.assert_close(grey[:, :1], alone.train_x)
+    normal = load("colour+grey")
+    torch.testing.assert_close(normal.train_x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(normal.train_x.std((0, 2, 3)), torch.ones(3), atol=1e-3, rtol=0)
+
+
+def test_aliases_stand_for_combinations() -> None:
+    assert dataset_names()["cifar-mnist"] == "= cifar10+mnist"
+    with pytest.raises(UserError, match="joined by '\\+', not synthetic"):
+        load("digits+synthetic")
+
+
+def test_choice_per_class_is_balanced_and_seeded() -> None:
+    data = load("digits", train_per_class=20, test_per_class=10)
+    assert torch.bincount(data.train_y).tolist() == [20] * 10
+    assert torch.bincount(data.test_y).tolist() == [10] * 10
+    other = load("digits", train_per_class=20, test_per_class=10, normalise="none", seed=1)
+    assert not torch.equal(other.train_y, data.train_y)
+    assert data.notes == ()
+
+
+def test_test_images_from_left_over_training_images(data_dir: Path) -> None:
+    pixels = np.repeat(np.arange(40, dtype=np.uint8), 16).reshape(40, 4, 4)
+    write_npz(data_dir / "own.npz", train_images=pixels, train_labels=np.arange(40) % 2)
+    data = load("own", train_per_class=8, test_per_class=12, normalise="none")
+    values = torch.cat((data.train_x, data.test_x))[:, 0, 0, 0].mul(255).round().long()
+    assert sorted(values.tolist()) == list(range(40))  # together all training images, none twice
+    assert torch.equal(values % 2, torch.cat((data.train_y, data.test_y)))
+    assert len(data.notes) == 1
+    assert "5 a class in the test set" in data.notes[0]
+    with pytest.raises(UserError, match="test-per-class = 13: class 0 of own has 12 test images"):
+        load("own", train_per_class=8, test_per_class=13)
+    with pytest.raises(UserError, match="train-per-class = 21: class 0 of own has 20 train images"):
+        load("own", train_per_class=21)
+
+
+def test_a_constant_channel_does_not_divide_by_zero(data_dir: Path) -> None:
+    write_npz(data_dir / "own.npz", train_images=np.full((20, 4, 4), 7, np.uint8))
+    assert load("own").train_x.abs().max() < 1e-6
+
+
+# The real files beside a checkout, where they are
+
+
+@pytest.mark.skipif(not REAL_DATA, reason="FEDSUB_DATA is not set")
+@pytest.mark.parametrize(
+    ("name", "train", "test"), [("breastmnist", [147, 399], [42, 114]), ("pneumoniamnist", [1214, 3494], [234, 390])]
+)
+def test_real_medmnist(name: str, train: list[int], test: list[int]) -> None:
+    try:
+        data = load(name, data_dir=REAL_DATA)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert torch.bincount(data.train_y).tolist() == train
+    assert torch.bincount(data.test_y).tolist() == test
+    assert data.notes == ()

@@ -1,0 +1,242 @@
+"""Partitions: who holds what, as properties, and every impossible setting by its message."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
+from fedsub_app.data.partition import deal_classes
+from fedsub_app.errors import UserError
+
+DIGITS = DataSettings(dataset="digits", normalise="none")
+SAMPLES = 1438
+
+
+def make(data: DataSettings = DIGITS, **changes: Any) -> Partition:
+    return make_partition(data, PartitionSettings(**changes))
+
+
+def labels_of(partition: Partition, data: DataSettings = DIGITS) -> list[set[int]]:
+    train_y = load_dataset(data).train_y
+    return [set(train_y[indices].tolist()) for indices in partition.train]
+
+
+def everything(partition: Partition) -> list[int]:
+    parts = [*partition.train, *partition.validation]
+    return torch.cat([*parts, *(partition.test if partition.test_pool == "train" else ())]).sort().values.tolist()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    partition=st.sampled_from(["iid", "dirichlet", "classes", "lists"]),
+    seed=st.integers(0, 2**31),
+    validation=st.floats(0, 0.6),
+    client_test=st.sampled_from(["labels", "holdout"]),
+)
+def test_covering_partitions_hold_every_sample_once(
+    partition: str, seed: int, validation: float, client_test: str
+) -> None:
+    changes: dict[str, Any] = {
+        "partition": partition,
+        "num_clients": 5,
+        "class_lists": "0 1 2 | 2 3 4 5 | 5 6 | 7 8 2 | 9 0",
+        "validation_fraction": validation,
+        "client_test": client_test,
+        "seed": seed,
+    }
+    made = make(**changes)
+    assert everything(made) == list(range(SAMPLES))
+    for part in (*made.train, *made.validation, *made.test):
+        assert part.dtype == torch.int64
+        assert (part.diff() > 0).all()
+    for i in range(5):
+        held_out = len(made.test[i]) if client_test == "holdout" else 0
+        own = len(made.train[i]) + len(made.validation[i]) + held_out
+        assert held_out == (max(1, int(own * 0.2)) if client_test == "holdout" else 0)
+        assert len(made.validation[i]) == int((own - held_out) * validation)
+        assert len(made.train[i]) >= 1
+    make_partition.__globals__["_make"].cache_clear()
+    again = make(**changes)
+    assert again is not made
+    for name in ("train", "validation", "test"):
+        for one, other in zip(getattr(made, name), getattr(again, name), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards", "classes", "lists"])
+def test_another_seed_is_another_partition(partition: str) -> None:
+    lists = "0 1 2 3 4 5 6 7 8 9 | 0 1 2 3 4 5 6 7 8 9"
+    one, other = (
+        make(partition=partition, num_clients=2, classes_per_client=5, class_lists=lists, seed=seed) for seed in (0, 1)
+    )
+    assert one.train[0].tolist() != other.train[0].tolist()
+
+
+@settings(max_examples=20, deadline=None)
+@given(clients=st.integers(1, 60), seed=st.integers(0, 2**31))
+def test_iid_sizes_differ_by_at_most_one(clients: int, seed: int) -> None:
+    sizes = [len(indices) for indices in make(num_clients=clients, seed=seed).train]
+    assert sum(sizes) == SAMPLES
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_iid_sizes_are_those_of_flwr_datasets() -> None:
+    from datasets import Dataset as Table
+    from flwr_datasets.partitioner import IidPartitioner
+
+    partitioner = IidPartitioner(num_partitions=7)
+    partitioner.dataset = Table.from_dict({"label": list(range(SAMPLES))})
+    sizes = [len(partitioner.load_partition(client)) for client in range(7)]
+    assert [len(indices) for indices in make(num_clients=7).train] == sizes
+
+
+def test_dirichlet_is_less_even_for_a_smaller_alpha() -> None:
+    def spread(alpha: float) -> float:
+        made = make(partition="dirichlet", num_clients=6, dirichlet_alpha=alpha)
+        return float(made.class_counts(load_dataset(DIGITS)).double().std())
+
+    assert spread(0.1) > 1.5 * spread(1.0) > 1.5 * spread(100.0)
+
+
+def test_shards_are_runs_of_the_label_order() -> None:
+    made = make(partition="shards", num_clients=10, shards_per_client=2)
+    train_y = load_dataset(DIGITS).train_y
+    position = torch.empty(SAMPLES, dtype=torch.int64)
+    position[train_y.argsort(stable=True)] = torch.arange(SAMPLES)
+    size = SAMPLES // 20
+    seen: list[int] = []
+    for indices in made.train:
+        assert len(indices) == 2 * size
+        shards, counts = (position[indices] // size).unique(return_counts=True)  # type: ignore[no-untyped-call]
+        assert counts.tolist() == [size, size]
+        seen += shards.tolist()
+    assert len(set(seen)) == 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.data(), st.integers(0, 2**31))
+def test_dealt_classes_are_distinct_and_balanced(classes: int, clients: int, data: st.DataObject, seed: int) -> None:
+    fits = [n for n in range(1, classes + 1) if clients * n % classes == 0]
+    per_client = data.draw(st.sampled_from(fits))
+    dealt = deal_classes(classes, clients, per_client, seed)
+    assert [len(set(labels)) for labels in dealt] == [per_client] * clients
+    counts = np.bincount(np.concatenate(dealt), minlength=classes)
+    assert set(counts.tolist()) == {clients * per_client // classes}
+
+
+def test_one_client_a_class_is_disjoint_and_covers_everything() -> None:
+    for clients, per_client in ((5, 2), (10, 1), (2, 5)):
+        made = make(partition="classes", num_clients=clients, classes_per_client=per_client)
+        sets = labels_of(made)
+        assert sorted(label for labels in sets for label in labels) == list(range(10))
+        assert everything(made) == list(range(SAMPLES))
+
+
+def test_uneven_classes_are_dealt_by_flwr_datasets() -> None:
+    made = make(partition="classes", num_clients=7, classes_per_client=3)
+    assert [len(labels) for labels in labels_of(made)] == [3] * 7
+    indices = everything(made)
+    assert len(set(indices)) == len(indices)
+
+
+def test_lists_give_the_classes_written_and_split_shared_ones_evenly() -> None:
+    data = DataSettings(dataset="synthetic-3k")
+    made = make(data, partition="lists", num_clients=3, class_lists="0 2| 1 3 |3")
+    counts = made.class_counts(load_dataset(data))
+    assert counts.tolist() == [[800, 0, 800, 0], [0, 800, 0, 400], [0, 0, 0, 400]]
+    test_y = load_dataset(data).test_y
+    assert [set(test_y[indices].tolist()) for indices in made.test] == [{0, 2}, {1, 3}, {3}]
+    assert [len(indices) for indices in made.test] == [3_200, 3_200, 1_600]
+
+
+def test_source_is_one_client_a_source(tmp_path: Path) -> None:
+    for name, size in (("one", 6), ("two", 9)):
+        pixels, labels = np.zeros((size, 4, 4), np.uint8), np.arange(size) % 3
+        np.savez(tmp_path / name, train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+    data = DataSettings(dataset="one+two", data_dir=str(tmp_path))
+    made = make(data, partition="source", num_clients=2)
+    assert [indices.tolist() for indices in made.train] == [list(range(6)), list(range(6, 15))]
+    assert [indices.tolist() for indices in made.test] == [list(range(6)), list(range(6, 15))]
+    with pytest.raises(UserError, match=r"num-clients = 3: partition = 'source' expected .*2 \(one, two\)"):
+        make(data, partition="source", num_clients=3)
+
+
+def test_a_label_without_test_images_is_named(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 4, 4), np.uint8)
+    np.savez(
+        tmp_path / "own", train_images=pixels, train_labels=[0, 0, 1, 1], test_images=pixels, test_labels=[0, 0, 0, 0]
+    )
+    data = DataSettings(dataset="own", data_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"client-test = 'labels': .*client 1's labels \[1\]"):
+        make(data, partition="lists", num_clients=2, class_lists="0 | 1")
+
+
+def test_label_tests_are_all_test_samples_of_the_clients_labels() -> None:
+    made = make(partition="shards", num_clients=10)
+    test_y = load_dataset(DIGITS).test_y
+    assert made.test_pool == "test"
+    for labels, indices in zip(labels_of(made), made.test, strict=True):
+        assert indices.tolist() == [i for i, label in enumerate(test_y.tolist()) if label in labels]
+    iid = make(num_clients=20)
+    assert iid.test[0] is iid.test[1]
+
+
+def test_summary_is_json_and_adds_up() -> None:
+    made = make(num_clients=4, validation_fraction=0.25, client_test="holdout")
+    summary = json.loads(json.dumps(partition_summary(load_dataset(DIGITS), made)))
+    assert (summary["clients"], summary["classes"], summary["test_pool"]) == (4, 10, "train")
+    assert [sum(counts) for counts in summary["counts"]] == summary["train"]
+    assert sum(summary["train"]) + sum(summary["validation"]) + sum(summary["test"]) == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partition": "nope"}, r"partition = 'nope': expected one of iid, dirichlet"),
+        ({"num_clients": 0}, r"num-clients = 0: expected 1 to 1438"),
+        ({"num_clients": 1439}, r"num-clients = 1439: expected 1 to 1438"),
+        ({"partition": "dirichlet", "dirichlet_alpha": 0.0}, r"dirichlet-alpha = 0\.0: expected a number above 0"),
+        ({"partition": "dirichlet", "dirichlet_alpha": float("nan")}, r"dirichlet-alpha = nan: expected"),
+        (
+            {"partition": "dirichlet", "dirichlet_alpha": 0.001, "num_clients": 300},
+            r"dirichlet-alpha = 0\.001: no partition .*num-clients = 300",
+        ),
+        ({"partition": "shards", "shards_per_client": 0}, r"shards-per-client = 0: expected 1 to 143"),
+        ({"partition": "shards", "shards_per_client": 144}, r"shards-per-client = 144: expected 1 to 143"),
+        ({"partition": "classes", "classes_per_client": 0}, r"classes-per-client = 0: expected 1 to 10"),
+        ({"partition": "classes", "classes_per_client": 11}, r"classes-per-client = 11: expected 1 to 10"),
+        (
+            {"partition": "classes", "num_clients": 1433, "classes_per_client": 1},
+            r"classes-per-client = 1: no partition",
+        ),
+        ({"partition": "classes", "num_clients": 1430, "classes_per_client": 2}, r"client \d+ has no training sample"),
+        ({"partition": "source", "num_clients": 2}, r"num-clients = 2: partition = 'source' expected .*1 \(digits\)"),
+        ({"partition": "lists", "class_lists": "0 | x"}, r"class-lists = '0 \| x': expected class numbers"),
+        ({"partition": "lists", "class_lists": "0, 1"}, r"class-lists = '0, 1': expected class numbers"),
+        ({"partition": "lists", "class_lists": "0 | 1"}, r"class-lists = .*: 2 lists for num-clients = 10"),
+        ({"partition": "lists", "num_clients": 1, "class_lists": "10"}, r"unknown class 10, expected 0 to 9"),
+        ({"partition": "lists", "num_clients": 1, "class_lists": "-1"}, r"unknown class -1, expected 0 to 9"),
+        ({"partition": "lists", "num_clients": 2, "class_lists": "0 | "}, r"the list of client 1 is empty"),
+        ({"partition": "lists", "num_clients": 1, "class_lists": "3 3"}, r"client 0 is empty or names a class twice"),
+        ({"validation_fraction": 1.0}, r"validation-fraction = 1\.0: expected"),
+        ({"client_test": "holdout", "holdout_fraction": 0.0}, r"holdout-fraction = 0\.0: expected"),
+        ({"num_clients": 1438, "client_test": "holdout"}, r"client 0 has no training sample .*holdout-fraction"),
+    ],
+)
+def test_impossible_settings(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        make(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_clients_of_one_class_too_many_are_named() -> None:
+    data = DataSettings(dataset="digits", train_per_class=2)
+    lists = "0 | 0 | 0"
+    with pytest.raises(UserError, match="client 2 has no training sample with partition = 'lists'"):
+        make(data, partition="lists", num_clients=3, class_lists=lists)

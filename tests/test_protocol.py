@@ -1,0 +1,173 @@
+"""The wire format carries every method's tensors, and refuses what was not asked for."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsub_app.protocol import (
+    DTYPES,
+    HEADER,
+    STYPE,
+    TENSORS,
+    BadReply,
+    Spec,
+    Tensors,
+    Update,
+    pack,
+    read_update,
+    unpack,
+    update_part,
+    wire_bytes,
+)
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(
+        left[k].dtype == right[k].dtype and torch.equal(left[k], right[k]) for k in left
+    )
+
+
+def test_three_numbers_by_hand() -> None:
+    content = pack({"round": 1}, [({"client": 0}, {"w": torch.tensor([1.0, 2.0, 3.0])})])
+    array = content.array_records[TENSORS]["0:w"]
+    assert array.data == b"\x00\x00\x80\x3f\x00\x00\x00\x40\x00\x00\x40\x40"
+    assert array.shape == (1, 3)
+    assert array.dtype == "float32"
+
+
+def test_bool_travels_as_bits() -> None:
+    mask = torch.tensor([True, False, True, True, False, False, False, True, True])
+    content = pack({}, [({}, {"m": mask})])
+    assert content.array_records[TENSORS]["0:m"].data == bytes([0b10110001, 0b10000000])
+    assert torch.equal(unpack(content)[1][0][1]["m"], mask)
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["a", "b", "layer.0.weight", "mask/fc1"]),
+            st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 99)),
+            max_size=4,
+        ),
+        max_size=4,
+    )
+)
+def test_any_tensors_come_back(parts: list[dict[str, tuple[str, list[int], int]]]) -> None:
+    """All dtypes, empty and zero-dimensional tensors, parts with different names and shapes of one name."""
+
+    def tensor(dtype: str, shape: list[int], seed: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
+
+    made = [({"client": i}, {k: tensor(*v) for k, v in part.items()}) for i, part in enumerate(parts)]
+    header, back = unpack(pack({"round": 7}, made))
+    assert header == {"round": 7}
+    assert [config for config, _ in back] == [config for config, _ in made]
+    assert all(same(a, b) for (_, a), (_, b) in zip(made, back, strict=True))
+
+
+def test_methods_shapes() -> None:
+    """What the five methods send fits: moments of some layers, slices, smaller networks, gathered values and bits."""
+    model = {"conv1.weight": torch.randn(4, 3, 3, 3), "fc.weight": torch.randn(10, 64)}
+    parts = [
+        ({"client": 0, "step": 12}, {"fc.weight": model["fc.weight"], "exp_avg/fc.weight": torch.rand(10, 64)}),
+        ({"client": 1}, {"fc.weight": model["fc.weight"][:, ::2], "units/fc": torch.arange(32)}),
+        ({"client": 2}, {"conv1.weight": model["conv1.weight"][:2]}),
+        ({"client": 3}, {"value/fc.weight": torch.rand(17), "mask/fc.weight": torch.rand(10, 64) > 0.5}),
+        ({"client": 4}, model | {"control/fc.weight": torch.zeros(10, 64), "prototype": torch.rand(10, 16)}),
+    ]
+    _, back = unpack(pack({}, parts))
+    assert all(same(a, b) for (_, a), (_, b) in zip(parts, back, strict=True))
+
+
+def test_a_shared_model_travels_once() -> None:
+    model = {"w": torch.randn(1000)}
+    alone = wire_bytes(pack({}, [({}, model)]))
+    crowd = wire_bytes(pack({}, [({}, model) for _ in range(100)]))
+    assert crowd < alone + 2000
+    parts = unpack(pack({}, [({}, model), ({}, {"w": torch.zeros(1000)}), ({}, model)]))[1]
+    assert torch.equal(parts[2][1]["w"], model["w"])
+    assert not parts[1][1]["w"].any()
+
+
+def raw(array: Array, index: object = None) -> RecordDict:
+    text = json.dumps({"parts": [{}], "index": [["0:w", [0], [0]]] if index is None else index})
+    return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord({"0:w": array})})
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (RecordDict({}), "not fedsub's wire format"),
+        (RecordDict({HEADER: ConfigRecord({"json": "{"}), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
+        (RecordDict({HEADER: ConfigRecord({"json": "3"}), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 11)), "11 bytes, expected 12"),
+        (raw(Array("bool", (1, 9), STYPE, b"\0")), "1 bytes, expected 2"),
+        (raw(Array("complex64", (1, 1), STYPE, b"\0" * 8)), "dtype 'complex64'"),
+        (raw(Array("float32", (1, 3), "numpy.ndarray", b"\0" * 12)), "numpy.ndarray"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [5], [0]]]), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [0], [5]]]), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["1:v", [0], [0]]]), "not fedsub's wire format"),
+    ],
+)
+def test_damaged_content_is_refused(content: RecordDict, reason: str) -> None:
+    with pytest.raises(BadReply, match=reason):
+        unpack(content)
+
+
+EXPECTED = {"w": Spec((2, 3)), "b": Spec((None,)), "m": Spec((4,), torch.bool), "extra": Spec((1,), optional=True)}
+
+
+def reply(tensors: Tensors | None = None, without: str = "", **config: object) -> Update:
+    good = {"w": torch.ones(2, 3), "b": torch.ones(5), "m": torch.tensor([True, False, True, True])}
+    sent = {k: v for k, v in (good | (tensors or {})).items() if k != without}
+    part: dict[str, Any] = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5}, "error": ""}
+    return read_update(part | config, sent, EXPECTED)
+
+
+def test_a_good_update_passes() -> None:
+    update = reply()
+    assert (update.client, update.num_examples, update.metrics) == (3, 10, {"loss": 0.5})
+    assert reply({"extra": torch.ones(1)}).tensors["extra"] == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({"tensors": {"w": torch.full((2, 3), math.nan)}}, r"tensor 'w': NaN or infinite"),
+        ({"tensors": {"w": torch.tensor([[1, 2, 3], [4, 5, math.inf]])}}, r"tensor 'w': NaN or infinite"),
+        ({"tensors": {"w": torch.ones(3, 2)}}, r"tensor 'w': shape \(3, 2\), expected \(2, 3\)"),
+        ({"tensors": {"w": torch.ones(1)}}, r"tensor 'w': shape \(1,\), expected \(2, 3\)"),  # would broadcast
+        ({"tensors": {"w": torch.ones(1, 3)}}, r"tensor 'w': shape \(1, 3\), expected \(2, 3\)"),  # would broadcast
+        ({"tensors": {"w": torch.ones(2, 3, dtype=torch.float64)}}, r"tensor 'w': dtype float64, expected float32"),
+        ({"tensors": {"m": torch.tensor([0.0, 0.5, 1.0, 1.0])}}, r"tensor 'm': dtype float32, expected bool"),
+        ({"tensors": {"m": torch.tensor([0, 2, 1, 1], dtype=torch.uint8)}}, r"tensor 'm': dtype uint8, expected bool"),
+        ({"tensors": {"v": torch.ones(1)}}, r"tensor 'v' was not asked for"),
+        ({"without": "w"}, r"tensor 'w' is missing"),
+        ({"num-examples": 0}, r"num-examples = 0: must be an integer from 1"),
+        ({"num-examples": -5}, r"num-examples = -5"),
+        ({"num-examples": 10**12}, r"num-examples = 1000000000000"),
+        ({"num-examples": 2.5}, r"num-examples = 2.5"),
+        ({"num-examples": None}, r"num-examples = None"),
+        ({"num-examples": True}, r"num-examples = True"),
+        ({"metrics": {"loss": math.nan}}, r"metric 'loss' = nan: must be a finite number"),
+        ({"metrics": {"loss": "low"}}, r"metric 'loss' = 'low'"),
+        ({"metrics": 3}, r"metrics = 3"),
+        ({"error": "ValueError: boom"}, r"client failed: ValueError: boom"),
+    ],
+)
+def test_a_bad_update_is_refused(broken: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadReply, match=reason):
+        reply(**broken)
+
+
+def test_an_update_survives_the_wire() -> None:
+    update = Update(5, {"w": torch.ones(2, 3)}, {"loss": 1.5}, 20)
+    config, tensors = unpack(pack({}, [update_part(update)]))[1][0]
+    back = read_update(config, tensors, {"w": Spec((2, 3))})
+    assert (back.client, back.metrics, back.num_examples) == (5, {"loss": 1.5}, 20)
