@@ -5,77 +5,80 @@ the mask passes straight through the sampling; that of the diversity term is exa
 """
 
 import torch
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from client_apps.fedprox import FedProxClient
 from fedsub_app.costs import subnet_flops
 from fedsub_app.protocol import Json, Tensors
-from fedsub_app.subnets import masks
-from strategies.fedpews import FedPeWSSettings, with_prefix, without_prefix
+from fedsub_app.subnets.gates import Gates
+from fedsub_app.subnets.masks import bernoulli_ste, diversity, expand, gather, scatter, split
+from strategies.fedpews import FedPeWSSettings
 
 
 class FedPeWSClient(FedProxClient):
     """Learns a mask and the weights under it in the warm-up; FedAvg or FedProx (``mu`` > 0) afterwards."""
 
     options: FedPeWSSettings  # type: ignore[assignment]
-    warming_up = False
+    gates: Gates | None = None
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Lines 8 to 18."""
         if not config.get("warm-up"):
             return super().train(sent, config)
-        self.warming_up = True
-        self.sampler = self.generator("masks")
+        self.gates = Gates(self.model, self.units)
+        try:
+            mask = self.warm_up(sent)
+        finally:
+            self.gates.remove()
+        units = split(mask, self.units)
+        share = subnet_flops(self.model, self.place.in_shape, 1, self.units, units) / self.place.flops_per_sample
+        self.subnet_flops = self.flops * share
+        self.metrics["mask-density"] = float(mask.float().mean())
+        trained = self.trained()
+        shapes = {name: tensor.shape for name, tensor in trained.items()}
+        answer = gather(trained, expand(self.units, units, shapes))
+        return answer if "mask" in sent else answer | {"mask": mask, "theta": torch.sigmoid(self.state["scores"])}
+
+    def warm_up(self, sent: Tensors) -> torch.Tensor:
+        """Train the sub-network that the server fixed, or one that is learned; returns its mask, bool [h]."""
         shapes = {name: tensor.shape for name, tensor in self.place.tensors.items()}
-        self.fixed = without_prefix("mask", sent)
-        if self.fixed:
-            values = without_prefix("value", sent)
-            self.load(masks.scatter(values, masks.expand(self.units, self.fixed, shapes)))
+        device = self.place.device
+        self.fixed = sent["mask"].to(device, torch.float32) if "mask" in sent else None
+        self.sampler = self.generator("masks")
+        if self.fixed is not None:
+            self.load(scatter(sent, expand(self.units, split(sent["mask"], self.units), shapes)))
             self.fit()
         else:
-            device = self.place.device
-            self.others = {name: theta.to(device) for name, theta in without_prefix("theta", sent).items()}
-            scores = {group.name: self.state.get(group.name, torch.zeros(group.size)) for group in self.units}
-            self.scores = {name: score.to(device).requires_grad_() for name, score in scores.items()}
+            self.others = sent["theta"].to(device)
+            start = self.state.get("scores", torch.zeros(len(self.others)))
+            self.scores = start.to(device).requires_grad_()
             self.load({name: sent[name] for name in shapes})
             self.fit(passes=2)
-            self.state = {name: score.detach() for name, score in self.scores.items()}
-        drawn = self.fixed or {name: mask.detach().cpu() > 0.5 for name, mask in self.draw().items()}  # line 18
-        sizes = [mask.float().mean() for mask in drawn.values()]
-        self.metrics["mask-density"] = float(sum(sizes)) / len(sizes)
-        share = subnet_flops(self.model, self.place.in_shape, 1, self.units, drawn) / self.place.flops_per_sample
-        self.subnet_flops = self.flops * share
-        answer = with_prefix("value", masks.gather(self.trained(), masks.expand(self.units, drawn, shapes)))
-        if not self.fixed:
-            answer |= with_prefix("mask", drawn)
-            answer |= with_prefix("theta", {name: torch.sigmoid(score) for name, score in self.state.items()})
-        return answer
+            self.state = {"scores": self.scores.detach()}
+        return self.draw().detach().cpu().bool()  # line 18
 
-    def draw(self) -> Tensors:
-        """Return the neuron mask of one procedure: G(s), differentiable in s; or the fixed one."""
-        if self.fixed:
-            return {name: mask.to(self.place.device, torch.float32) for name, mask in self.fixed.items()}
-        return {name: masks.bernoulli_ste(score, self.sampler) for name, score in self.scores.items()}
+    def draw(self) -> torch.Tensor:
+        """Return the mask of one procedure, float [h] of 0 and 1: G(s), differentiable in s; or the fixed one."""
+        return bernoulli_ste(self.scores, self.sampler) if self.fixed is None else self.fixed
 
-    def loss(self, mask: Tensors, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return f(x ∘ G(s)) on a mini-batch."""
-        parameters = masks.apply(dict(self.model.named_parameters()), self.units, mask)
-        return F.cross_entropy(functional_call(self.model, parameters, (x,)), y)
+    def loss(self, mask: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return f(x ∘ m) on a mini-batch."""
+        assert self.gates
+        self.gates.masks = split(mask, self.units)
+        return F.cross_entropy(self.model(x), y)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Lines 11 to 16."""
-        if not self.warming_up:
+        if not self.gates:
             return super().step(x, y)
-        if not self.fixed:  # Procedure I: the weights are frozen
+        if self.fixed is None:  # Procedure I: the weights are frozen
             objective = self.loss(self.draw(), x, y)
-            objective = objective - self.options.lambda_ * masks.diversity(self.scores, self.others)
-            gradients = torch.autograd.grad(objective, list(self.scores.values()))
+            objective = objective - self.options.lambda_ * diversity(self.scores, self.others)
+            (gradient,) = torch.autograd.grad(objective, [self.scores])
             with torch.no_grad():
-                for score, gradient in zip(self.scores.values(), gradients, strict=True):
-                    score -= self.options.mask_lr * gradient
+                self.scores -= self.options.mask_lr * gradient
         self.optimizer.zero_grad()  # Procedure II: the mask scores are frozen
-        loss = self.loss({name: mask.detach() for name, mask in self.draw().items()}, x, y)
+        loss = self.loss(self.draw().detach(), x, y)
         loss.backward()  # type: ignore[no-untyped-call]
         self.correct_gradients()
         self.optimizer.step()

@@ -24,7 +24,7 @@ from torch import nn
 from fedsub_app.config import CountOrZero, MethodSettings, NonNegative, Positive, Settings
 from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
 from fedsub_app.subnets.averaging import masked_mean
-from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter
+from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy
 
 
@@ -45,17 +45,6 @@ class FedPeWSSettings(MethodSettings):
             )
 
 
-def with_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Name tensors ``prefix/name`` for the wire."""
-    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def without_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return those of ``tensors`` that :func:`with_prefix` named, under their own names."""
-    mark = f"{prefix}/"
-    return {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)}
-
-
 class FedPeWS(SubnetStrategy):
     """Personalised warm-up, then FedAvg."""
 
@@ -64,10 +53,12 @@ class FedPeWS(SubnetStrategy):
     def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
         super().__init__(settings, model, header)
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
-        start = {group.name: torch.full((group.size,), 0.5) for group in self.units}
-        self.theta = {client: start for client in range(settings.num_clients)}
+        self.hidden = sum(group.size for group in self.units)
+        self.theta = torch.full((settings.num_clients, self.hidden), 0.5)
+        self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:
-            self.fixed = fixed_masks(self.units, settings.num_clients)
+            fixed = fixed_masks(self.units, settings.num_clients)
+            self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
 
     @property
     def warming_up(self) -> bool:
@@ -79,63 +70,60 @@ class FedPeWS(SubnetStrategy):
         if not self.warming_up:
             return super().task(client)
         if self.options.masks == "fixed":
-            mask = self.fixed[client]
-            covered = gather(self.current, expand(self.units, mask, self.shapes))
-            return Task(client, with_prefix("value", covered) | with_prefix("mask", mask), {"warm-up": True})
-        return Task(client, self.current | with_prefix("theta", self._theta_of_others(client)), {"warm-up": True})
+            covered = gather(self.current, self.positions(self.fixed[client]))
+            return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
+        others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
+        return Task(client, self.current | {"theta": others}, {"warm-up": True})
 
-    def _theta_of_others(self, client: int) -> Tensors:
-        others = [theta for other, theta in self.theta.items() if other != client] or [self.theta[client]]
-        return {name: torch.stack([theta[name] for theta in others]).mean(0) for name in others[0]}
+    def positions(self, mask: torch.Tensor) -> Tensors:
+        """Return which positions of every tensor a neuron mask [h] covers."""
+        return expand(self.units, split(mask, self.units), self.shapes)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The covered values and, where the client draws its own mask, the mask and its probabilities."""
         if not self.warming_up:
             return super().expected(client)
-        specs = {f"value/{name}": Spec((None,)) for name in self.shapes}
+        specs = {name: Spec((None,)) for name in self.shapes}
         if self.options.masks == "learned":
-            for group in self.units:
-                specs[f"mask/{group.name}"] = Spec((group.size,), torch.bool)
-                specs[f"theta/{group.name}"] = Spec((group.size,))
+            specs |= {"mask": Spec((self.hidden,), torch.bool), "theta": Spec((self.hidden,))}
         return specs
 
     def decode(self, update: Update) -> Update:
-        """Scatter the covered values to full tensors; ``mask/…`` becomes the mask of every position."""
+        """Scatter the covered values to full tensors; ``mask/<name>`` says which positions they are."""
         if not self.warming_up:
             return update
         learned = self.options.masks == "learned"
-        masks = without_prefix("mask", update.tensors) if learned else self.fixed[update.client]
-        theta = without_prefix("theta", update.tensors)
-        for name, values in theta.items():
-            if not bool(((values >= 0) & (values <= 1)).all()):
-                raise BadReply(f"tensor 'theta/{name}': probabilities outside [0, 1]")
-        positions = expand(self.units, masks, self.shapes)
-        values = without_prefix("value", update.tensors)
+        positions = self.positions(update.tensors["mask"] if learned else self.fixed[update.client])
         for name, mask in positions.items():
-            if values[name].numel() != int(mask.sum()):
-                raise BadReply(f"tensor 'value/{name}': {values[name].numel()} values, its mask covers {int(mask.sum())}")
-        if theta:
+            count, covered = update.tensors[name].numel(), int(mask.sum())
+            if count != covered:
+                raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
+        if "theta" in update.tensors:
+            theta = update.tensors["theta"]
+            if not bool(((theta >= 0) & (theta <= 1)).all()):
+                raise BadReply("tensor 'theta': probabilities outside [0, 1]")
             self.theta[update.client] = theta
-        tensors = scatter(values, positions) | with_prefix("mask", positions)
-        return Update(update.client, tensors, update.metrics, update.num_examples)
+        masks = {f"mask/{name}": mask for name, mask in positions.items()}
+        return Update(update.client, scatter(update.tensors, positions) | masks, update.metrics, update.num_examples)
 
     def merge(self, updates: Sequence[Update]) -> Tensors:
         """Line 20, Eq. 4; after the warm-up FedAvg (all masks 1)."""
         if not self.warming_up:
             return super().merge(updates)
-        return masked_mean(
-            self.current,
-            [
-                ({name: u.tensors[name] for name in self.shapes}, without_prefix("mask", u.tensors), self.weight(u))
-                for u in updates
-            ],
-            server_lr=self.settings.server_lr,
-        )
+        parts = [
+            (
+                {name: update.tensors[name] for name in self.shapes},
+                {name: update.tensors[f"mask/{name}"] for name in self.shapes},
+                self.weight(update),
+            )
+            for update in updates
+        ]
+        return masked_mean(self.current, parts, server_lr=self.settings.server_lr)
 
     def state(self) -> Tensors:
-        """Every client's last mask probabilities."""
-        return {f"{client}/{name}": value for client, theta in self.theta.items() for name, value in theta.items()}
+        """Every client's last mask probabilities, [N, h]."""
+        return {"theta": self.theta}
 
     def load_state(self, state: Tensors) -> None:
         """Restore them."""
-        self.theta = {client: without_prefix(str(client), state) for client in self.theta}
+        self.theta = state["theta"].clone()

@@ -180,21 +180,25 @@ def coverage(masks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([m[name] for m in masks]).sum(dim=0, dtype=torch.int64) for name in masks[0]}
 
 
-def diversity(scores: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
-    """Return ``||sigmoid(s) - theta_others||²`` over all groups: the second term of FedPeWS, Eq. 6, without -lambda.
+def diversity(scores: Tensor, others: Tensor) -> Tensor:
+    """Return ``||sigmoid(s) - theta_others||²``: the second term of FedPeWS, Eq. 6, without -lambda.
 
     Parameters
     ----------
-    scores : group name -> float ``[size]``; the result is differentiated exactly in them, with no straight-through.
-    others : group name -> float ``[size]`` in [0, 1]: the mean probabilities of the other clients.
+    scores : float ``[h]``; the result is differentiated exactly in them, with no straight-through.
+    others : float ``[h]`` in [0, 1]: the mean probabilities of the other clients.
 
     Returns
     -------
-    Scalar in [0, number of units].
+    Scalar in [0, h].
     """
-    if scores.keys() != others.keys():
-        raise ValueError(f"scores of groups {sorted(scores)}, but others' of {sorted(others)}")
-    return torch.stack([(torch.sigmoid(s) - others[name]).square().sum() for name, s in scores.items()]).sum()
+    return (torch.sigmoid(scores) - others).square().sum()
+
+
+def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
+    """Return the parts of a vector over all hidden units: group name -> view ``[group.size]``, in the groups' order."""
+    parts = vector.split([group.size for group in groups])
+    return {group.name: part for group, part in zip(groups, parts, strict=True)}
 
 
 def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
