@@ -93,7 +93,8 @@ class Client:
     state : the client's durable tensors as of the last round; what a method assigns here is saved after training.
     model, units : the process's network, to be loaded before use, and its hidden units.
     round, id : round number from 1, client id from 0.
-    flops, subnet_flops : FLOPs spent on training, dense and of the sub-network alone.
+    sample_passes : forward and backward passes of one sample so far, for the costs.
+    subnet_share : FLOPs of the trained sub-network over those of the whole network.
     """
 
     def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
@@ -105,8 +106,8 @@ class Client:
         self.state = state
         self.model = place.model
         self.units = place.units
-        self.flops = 0.0
-        self.subnet_flops = 0.0
+        self.sample_passes = 0
+        self.subnet_share = 1.0
         self.metrics: dict[str, float] = {}
 
     @cached_property
@@ -167,8 +168,7 @@ class Client:
         )
         loss, seen = fit(self.step, self.x, self.y, order)
         self.metrics["train-loss"] = loss
-        self.flops += passes * seen * self.place.flops_per_sample
-        self.subnet_flops = self.flops
+        self.sample_passes += passes * seen
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
@@ -176,7 +176,8 @@ class Client:
         """Train and return the update with its costs."""
         start = time.perf_counter()
         answer = self.train(sent, config)
-        self.metrics |= {"flops": float(self.flops), "subnet-flops": float(self.subnet_flops)}
+        flops = float(self.sample_passes * self.place.flops_per_sample)
+        self.metrics |= {"flops": flops, "subnet-flops": flops * self.subnet_share}
         self.metrics["compute-seconds"] = time.perf_counter() - start
         return Update(self.id, answer, self.metrics, len(self.y))
 

@@ -31,8 +31,8 @@ class FedPeWSClient(FedProxClient):
         finally:
             self.gates.remove()
         units = split(mask, self.units)
-        share = subnet_flops(self.model, self.place.in_shape, 1, self.units, units) / self.place.flops_per_sample
-        self.subnet_flops = self.flops * share
+        flops = subnet_flops(self.model, self.place.in_shape, 1, self.units, units)
+        self.subnet_share = flops / self.place.flops_per_sample
         self.metrics["mask-density"] = float(mask.float().mean())
         trained = self.trained()
         shapes = {name: tensor.shape for name, tensor in trained.items()}
