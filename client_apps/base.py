@@ -1,7 +1,7 @@
 """Client side of every method: one client, one task. What is not overridden is FedAvg.
 
-A method overrides :meth:`Client.train` where it sends or receives something else than a model, :meth:`Client.step` where
-a mini-batch is trained differently, :meth:`Client.correct_gradients` where only the gradient changes, and
+A method overrides :meth:`Client.train` where it sends or receives something else than a model, :meth:`Client.step`
+where a mini-batch is trained differently, :meth:`Client.correct_gradients` where only the gradient changes, and
 :meth:`Client.personal` where a client has a model of its own.
 """
 
@@ -136,7 +136,7 @@ class Client:
         """One optimizer step on a mini-batch; returns the detached loss before it."""
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.correct_gradients()
         self.optimizer.step()
         return loss.detach()
@@ -190,9 +190,8 @@ class Client:
         from_train = place.partition.test_pool == "train"
         x = (place.train_x if from_train else place.test_x)[index]
         y = (place.train_y if from_train else place.test_y)[index]
-        models = {"global-local": lambda: sent, "personal": lambda: self.personal(sent)}
         metrics = {}
         for name in wanted:
-            load_tensors(self.model, models[name]())
+            load_tensors(self.model, self.personal(sent) if name == "personal" else sent)
             metrics[f"{name}-accuracy"], metrics[f"{name}-loss"] = evaluate(self.model, x, y)
         return Update(self.id, {}, metrics, len(y))

@@ -79,7 +79,7 @@ class FedPeWSClient(FedProxClient):
                 self.scores -= self.options.mask_lr * gradient
         self.optimizer.zero_grad()  # Procedure II: the mask scores are frozen
         loss = self.loss(self.draw().detach(), x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.correct_gradients()
         self.optimizer.step()
         return loss.detach()

@@ -22,7 +22,8 @@ class FedProxClient(Client):
         """Add ``mu * (w - w_global)`` to the gradients of the parameters that are trained."""
         if self.options.mu == 0:
             return
-        pairs = [(p, s) for p, s in zip(self.model.parameters(), self.start, strict=True) if p.grad is not None]
+        pairs = zip(self.model.parameters(), self.start, strict=True)
+        trained = [(p, p.grad, start) for p, start in pairs if p.grad is not None]
         with torch.no_grad():
-            away = torch._foreach_sub([p for p, _ in pairs], [s for _, s in pairs])
-            torch._foreach_add_([p.grad for p, _ in pairs], away, alpha=self.options.mu)
+            away = torch._foreach_sub([p for p, _, _ in trained], [start for _, _, start in trained])
+            torch._foreach_add_([gradient for _, gradient, _ in trained], away, alpha=self.options.mu)

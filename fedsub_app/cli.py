@@ -25,7 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fedsub", description="Run, compare and deploy subnetwork federated learning.")
+    parser = argparse.ArgumentParser(
+        prog="fedsub", description="Run, compare and deploy subnetwork federated learning."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run an experiment on one of the three engines")
@@ -35,15 +37,19 @@ def _parser() -> argparse.ArgumentParser:
         "--engine",
         default="local",
         metavar="NAME",
-        help="local: in this process (default); local-simulation: Flower on Ray; or any connection of Flower's config.toml",
+        help="local: in this process (default); local-simulation: Flower on Ray; or another Flower connection",
     )
     run.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
     run.set_defaults(command=_run)
 
-    reproduce = commands.add_parser("reproduce", help="run a table's experiments over seeds, beside the paper's numbers")
+    reproduce = commands.add_parser(
+        "reproduce", help="run a table's experiments over seeds, beside the paper's numbers"
+    )
     reproduce.add_argument("name", help="a table, see `fedsub list tables`")
     reproduce.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the table's)")
-    reproduce.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override in every run")
+    reproduce.add_argument(
+        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override in every run"
+    )
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the cores)")
     reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/<name>")
     reproduce.set_defaults(command=_reproduce)
@@ -59,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     setup = commands.add_parser("setup", help="register the Flower connection local-simulation; once per machine")
     setup.set_defaults(command=_setup)
-    env = commands.add_parser("env", help="print what a shell needs where setup did not run: eval \"$(fedsub env)\"")
+    env = commands.add_parser("env", help='print what a shell needs where setup did not run: eval "$(fedsub env)"')
     env.set_defaults(command=_env)
     return parser
 

@@ -27,7 +27,16 @@ CountOrZero = Annotated[int, Field(ge=0)]
 RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "minLength": "length >="}
 EVALUATIONS = ("global", "global-local", "personal")
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
-LOCATION_KEYS = ("experiment", "run-dir", "resume", "data-dir", "placement", "min-nodes", "node-timeout", "round-timeout")
+LOCATION_KEYS = (
+    "experiment",
+    "run-dir",
+    "resume",
+    "data-dir",
+    "placement",
+    "min-nodes",
+    "node-timeout",
+    "round-timeout",
+)
 
 
 def _kebab(name: str) -> str:

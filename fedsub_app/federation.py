@@ -80,7 +80,9 @@ class Federation:
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
-        order = torch.randperm(self.settings.num_clients, generator=generator(self.settings.seed, server_round, "sample"))
+        order = torch.randperm(
+            self.settings.num_clients, generator=generator(self.settings.seed, server_round, "sample")
+        )
         return sorted(order[: self.settings.sample_size].tolist())
 
     def meet(self, grid: Grid) -> None:
@@ -106,7 +108,7 @@ class Federation:
                 return
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes answered, missing: {missing}"
+                    f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes there, missing: {missing}"
                 )
             time.sleep(0.1)
 
@@ -152,7 +154,7 @@ class Federation:
         if placement == "balanced" and nodes:
             owner = {client: nodes[rank * len(nodes) // len(clients)].node_id for rank, client in enumerate(clients)}
         else:
-            owner = {client: None for client in clients}
+            owner = dict.fromkeys(clients)
             for node in nodes:
                 owner |= {c: node.node_id for c in clients if c % node.num_partitions == node.partition_id}
         for client in clients:
@@ -206,7 +208,7 @@ class Federation:
             except BadReply as error:
                 reasons |= {client: str(error) for client in clients}
                 continue
-            reasons |= {client: "its node's reply does not hold it" for client in clients}
+            reasons |= dict.fromkeys(clients, "its node's reply does not hold it")
             for config, tensors in answered_parts:
                 client = config.get("client")
                 if client not in clients or client in parts:
@@ -218,9 +220,9 @@ class Federation:
         return Answers(found, dropped, received)
 
 
-def _brief(reason: str) -> str:
+def _brief(reason: str | None) -> str:
     """Last line of a traceback, which is what happened."""
-    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
+    lines = [line.strip() for line in (reason or "").strip().splitlines() if line.strip()] or ["no reason given"]
     return lines[-1][:300]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fedsub_app.config import Value, resolve
 from fedsub_app.errors import UserError
+from fedsub_app.protocol import Json
 
 CONNECTION = "local-simulation"
 PROJECT = Path(__file__).resolve().parents[1]
@@ -107,11 +108,11 @@ def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple
     return str(runs[0].get("status", "unknown")), str(runs[0].get("status-details", answer.stderr.strip()[-300:]))
 
 
-def _json(text: str) -> dict[str, object]:
+def _json(text: str) -> Json:
     """Return the JSON object in a command's output, which warnings may precede."""
     start = text.find("{")
     try:
-        content: dict[str, object] = json.loads(text[start:]) if start >= 0 else {}
+        content: Json = json.loads(text[start:]) if start >= 0 else {}
         return content
     except json.JSONDecodeError:
         return {}

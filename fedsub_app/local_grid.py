@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
@@ -35,8 +35,10 @@ class LocalGrid(Grid):
         self.app = app
         self._run = FlowerRun.create_empty(RUN_ID)
         self._run.override_config = dict(overrides)
-        config = {node: {"partition-id": node, "num-partitions": num_nodes} for node in range(num_nodes)}
-        self.contexts = {node + 2: Context(RUN_ID, node + 2, config[node], RecordDict(), {}) for node in config}
+        self.contexts = {}
+        for node in range(num_nodes):
+            config: UserConfig = {"partition-id": node, "num-partitions": num_nodes}
+            self.contexts[node + 2] = Context(RUN_ID, node + 2, config, RecordDict(), {})
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: FlowerRun) -> None:

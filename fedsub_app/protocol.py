@@ -76,9 +76,10 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _encode(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def _encode(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return np.packbits(flat.numpy()) if flat.dtype == torch.bool else flat.view(torch.uint8).numpy()
+    data: np.ndarray[Any, Any] = flat.numpy() if flat.dtype == torch.bool else flat.view(torch.uint8).numpy()
+    return memoryview(np.packbits(data) if flat.dtype == torch.bool else data)  # type: ignore[arg-type]
 
 
 def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]]) -> RecordDict:
@@ -87,14 +88,14 @@ def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]])
     for number, (_, tensors) in enumerate(parts):
         for name, tensor in tensors.items():
             members.setdefault((name, tensor.dtype, tensor.shape), []).append(number)
-    arrays, index = {}, []
+    arrays: dict[str, Array] = {}
+    index: list[list[Any]] = []
     for (name, dtype, shape), numbers in members.items():
         distinct = {id(parts[number][1][name]): parts[number][1][name] for number in numbers}
         rows = {key: row for row, key in enumerate(distinct)}
         key = f"{len(index)}:{name}"
-        arrays[key] = Array(
-            NAMES[dtype], (len(distinct), *shape), STYPE, b"".join(_encode(tensor) for tensor in distinct.values())
-        )
+        data = b"".join(_encode(tensor) for tensor in distinct.values())
+        arrays[key] = Array(NAMES[dtype], (len(distinct), *shape), STYPE, data)
         index.append([key, numbers, [rows[id(parts[number][1][name])] for number in numbers]])
     text = json.dumps(header | {"parts": [config for config, _ in parts], "index": index}, separators=(",", ":"))
     return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord(arrays)})

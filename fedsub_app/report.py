@@ -67,7 +67,9 @@ def summary_table(summary: Json) -> str:
     for way in ("down", "up"):
         sent, formula = summary[f"total-bytes-{way}"], summary[f"total-formula-bytes-{way}"]
         rows.append((f"bytes {way}", f"{human_bytes(sent)} sent, {human_bytes(formula)} by the formula"))
-    rows.append(("training", f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks"))
+    rows.append(
+        ("training", f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks")
+    )
     rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds"))
     folder = Path(summary["run-dir"])
     rows += [("results", str(folder)), ("learning curve", str(folder / "curve.png"))]

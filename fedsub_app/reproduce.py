@@ -166,7 +166,9 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
                 reason = future.exception() or future.result()
                 if reason:
                     failures.append((job, str(reason)))
-                print(f"{'FAILED' if reason else 'done'}  {job.row.setting}  {job.row.label}  seed {job.seed}", flush=True)
+                print(
+                    f"{'FAILED' if reason else 'done'}  {job.row.setting}  {job.row.label}  seed {job.seed}", flush=True
+                )
             if running and time.monotonic() - said > SAY_SECONDS:
                 said = time.monotonic()
                 finished = sum(job.rounds_done() for job in jobs)
@@ -260,4 +262,3 @@ def _write(out: Path, name: str, title: str, facts: Mapping[str, str], rows: lis
         writer = csv.writer(file)
         writer.writerow(HEADER)
         writer.writerows(cells)
-

@@ -22,7 +22,9 @@ def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> to
     )
 
 
-def batches(count: int, batch_size: int, epochs: int, generator: torch.Generator, skip_single: bool) -> Iterator[torch.Tensor]:
+def batches(
+    count: int, batch_size: int, epochs: int, generator: torch.Generator, skip_single: bool
+) -> Iterator[torch.Tensor]:
     """Yield index tensors (int64) of the mini-batches of ``epochs`` passes, each in a fresh order.
 
     ``skip_single`` leaves out a last batch of one sample, which batch normalisation cannot train on.
@@ -33,9 +35,7 @@ def batches(count: int, batch_size: int, epochs: int, generator: torch.Generator
                 yield batch
 
 
-def fit(
-    step: Step, x: torch.Tensor, y: torch.Tensor, order: Iterable[torch.Tensor]
-) -> tuple[float, int]:
+def fit(step: Step, x: torch.Tensor, y: torch.Tensor, order: Iterable[torch.Tensor]) -> tuple[float, int]:
     """Call ``step(x_batch, y_batch) -> loss`` for every batch of ``order``.
 
     Returns

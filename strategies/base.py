@@ -34,7 +34,7 @@ def to_tensors(arrays: ArrayRecord) -> Tensors:
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
     """Named tensors as Flower's record."""
-    return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})  # type: ignore[arg-type]
+    return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 class SubnetStrategy(Strategy):
@@ -78,7 +78,7 @@ class SubnetStrategy(Strategy):
     def merge(self, updates: Sequence[Update]) -> Tensors:
         """Return the next global model from valid updates, sorted by client id.
 
-        ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; server learning rate: Reddi et al. 2021).
+        ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021).
         """
         return masked_mean(
             self.current, [(u.tensors, None, self.weight(u)) for u in updates], server_lr=self.settings.server_lr

@@ -3,8 +3,8 @@
 Tastan, Horváth, Takáč, Nandakumar: FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated
 Learning, 2024, https://arxiv.org/abs/2410.03042.
 
-During the first W rounds a client trains a sub-network of its own; positions that no client covers keep their value, the
-others take the mean over the clients that cover them (Eq. 4). Afterwards it is FedAvg or FedProx.
+During the first W rounds a client trains a sub-network of its own; positions that no client covers keep their value,
+the others take the mean over the clients that cover them (Eq. 4). Afterwards it is FedAvg or FedProx.
 
 Read into the paper, which is silent or contradicts itself there:
 - theta of the others (line 12) is the mean of ``sigmoid(s_j)`` that clients ``j != i`` uploaded last, at first 0.5

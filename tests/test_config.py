@@ -50,7 +50,10 @@ def test_pairs() -> None:
         ({"num-round": 3}, "num-round = 3: unknown key; did you mean num-rounds?"),
         ({"fedpews.lamda": 3}, "fedpews.lamda = 3: unknown key; did you mean fedpews.lambda?"),
         ({"method": "fedavgg"}, "method = 'fedavgg': allowed are fedavg, fedprox, local, fedpews"),
-        ({"experiment": "fedpews/digit"}, "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?"),
+        (
+            {"experiment": "fedpews/digit"},
+            "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?",
+        ),
         ({"lr": -1}, "lr = -1: must be greater than 0"),
         ({"lr": "fast"}, "lr = 'fast': must be number"),
         ({"lr": float("nan")}, "lr = nan: must be a finite number"),

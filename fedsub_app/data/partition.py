@@ -164,7 +164,7 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
     shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
     tests = []
     for client, indices in enumerate(train):
-        labels = dataset.train_y[indices].unique()  # type: ignore[no-untyped-call]
+        labels = dataset.train_y[indices].unique()
         key = tuple(labels.tolist())
         if key not in shared:
             shared[key] = torch.isin(dataset.test_y, labels).nonzero().flatten()

@@ -1,8 +1,9 @@
 """The structure of a network as the subnet methods see it: units, layers, head.
 
 A *unit* is a hidden neuron or channel. Removing it removes row ``j`` of every tensor that produces it (weight, bias,
-the BatchNorm behind it) and column ``j`` of the weight that reads it. :func:`unit_groups` finds these tensors by walking
-the modules, so that masks (FedPeWS), vertical slices (IST) and channel pruning (Sub-FedAvg) share one description.
+the BatchNorm behind it) and column ``j`` of the weight that reads it. :func:`unit_groups` finds these tensors by
+walking the modules, so that masks (FedPeWS), vertical slices (IST) and channel pruning (Sub-FedAvg) share one
+description.
 """
 
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
     ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
-    of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each other
-    through the additions, so they cannot be removed one layer at a time, and belong to no group.
+    of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each
+    other through the additions, so they cannot be removed one layer at a time, and belong to no group.
 
     Raises
     ------

@@ -1,10 +1,10 @@
 """Running a network with some of its hidden units off: ``f(x ∘ m)`` without forming ``x ∘ m``.
 
 Multiplying a unit's row of weights, its bias and its column in the next layer by m (FedPeWS, Eq. 5, rule "and") is
-multiplying what leaves its layer and what enters the next one by m. The values are the same; so are the gradients in the
-weights (zero for units that are off) and in m (both factors count). It costs two products of a vector with the
-activations a layer instead of one with every tensor. With BatchNorm the gate is behind it, so that statistics are those
-of the ungated layer.
+multiplying what leaves its layer and what enters the next one by m. The values are the same; so are the gradients in
+the weights (zero for units that are off) and in m (both factors count). It costs two products of a vector with the
+activations a layer instead of one with every tensor. With BatchNorm the gate is behind it, so that statistics are
+those of the ungated layer.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
 FedPeWS (Tastan et al., "FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated Learning",
 2024; equations 4 to 6). A mask of a network is a dict ``group name -> bool tensor [group.size]``, one entry per hidden
-unit (:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. ``expand`` and ``apply`` take a group
-that has no mask as fully on.
+unit (:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. ``expand`` and ``apply`` take a
+group that has no mask as fully on.
 """
 
 from collections.abc import Mapping, Sequence

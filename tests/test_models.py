@@ -1,0 +1,202 @@
+"""Networks, their tensors and their structure."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedsub_app.errors import UserError
+from fedsub_app.models import (
+    build_model,
+    head_names,
+    layer_groups,
+    load_tensors,
+    mlp,
+    model_names,
+    tensors,
+    unit_groups,
+)
+
+# name, input, classes, parameters as the papers or their code have them
+PAPERS = [
+    ("fedpews-mlp", (5,), 4, 14_884),
+    ("fedpews-cnn", (3, 32, 32), 20, 93_248 + 2048 * 20 + 20),
+    ("lenet5", (3, 32, 32), 10, 62_006),
+    ("lenet5", (3, 32, 32), 100, 69_656),
+    ("lenet5-bn", (3, 32, 32), 10, 62_006 + 44),
+    ("mnist-cnn", (1, 28, 28), 10, 21_840),
+    ("fedpart-cnn", (3, 32, 32), 10, 154_486),
+    ("resnet18", (3, 32, 32), 10, 11_181_642),
+    ("resnet18", (3, 32, 32), 65, 11_209_857),
+    ("feature-mlp", (3072,), 200, 3_275_200),
+]
+
+
+@pytest.mark.parametrize(("name", "in_shape", "classes", "parameters"), PAPERS)
+def test_parameter_counts_are_the_papers(name, in_shape, classes, parameters):
+    model = build_model(name, in_shape, classes, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model(torch.zeros(2, *in_shape)).shape == (2, classes)
+
+
+def test_every_name_has_a_description_and_a_paper_network():
+    assert set(model_names()) == {name for name, *_ in PAPERS}
+    assert all(description and "\n" not in description for description in model_names().values())
+
+
+@pytest.mark.parametrize("name", ["fedpews-mlp", "fedpews-cnn", "resnet18", "feature-mlp"])
+def test_small_grey_digits_fit(name):
+    assert build_model(name, (1, 8, 8), 10, seed=0)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_digits_reach_the_linear_layer_as_one_pixel_per_channel():
+    assert tensors(build_model("fedpews-cnn", (1, 8, 8), 10, seed=0))["fc1.weight"].shape == (10, 128 * 1 * 1)
+
+
+def test_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone():
+    before = torch.get_rng_state()
+    first, again, other = (tensors(build_model("lenet5", (3, 32, 32), 10, seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)  # another state of the global generator must not matter
+    after = tensors(build_model("lenet5", (3, 32, 32), 10, 1))
+    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], after[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_shape", "said"),
+    [
+        ("lenet", (3, 32, 32), ["model", "'lenet'", "lenet5", "resnet18"]),
+        ("lenet5", (1, 8, 8), ["model", "'lenet5'", "(1, 8, 8)", "16 x 16"]),
+        ("fedpews-cnn", (3, 7, 32), ["model", "'fedpews-cnn'", "(3, 7, 32)", "8 x 8"]),
+        ("resnet18", (5,), ["model", "'resnet18'", "(5,)", "channels"]),
+    ],
+)
+def test_bad_model_or_shape_is_named(name, in_shape, said):
+    with pytest.raises(UserError) as error:
+        build_model(name, in_shape, 10, seed=0)
+    message = str(error.value)
+    assert all(word in message for word in said)
+    assert "\n" not in message
+
+
+def test_smallest_image_of_the_message_works():
+    assert build_model("lenet5", (1, 16, 16), 10, seed=0)(torch.zeros(1, 1, 16, 16)).shape == (1, 10)
+
+
+def test_tensors_are_the_models_own_without_integers():
+    model = build_model("lenet5-bn", (3, 32, 32), 10, seed=0)
+    named = tensors(model)
+    assert [n for n in named if n.startswith("bn1")] == [
+        "bn1.weight",
+        "bn1.bias",
+        "bn1.running_mean",
+        "bn1.running_var",
+    ]
+    assert list(named) == [name for name in model.state_dict() if not name.endswith("num_batches_tracked")]
+    assert named["conv1.weight"] is model.conv1.weight
+    assert named["bn1.running_mean"] is model.bn1.running_mean
+
+
+def test_feature_mlp_has_no_running_statistics():
+    assert list(tensors(mlp(3, 2, [4], batch_norm=True))) == [
+        "fc1.weight",
+        "fc1.bias",
+        "bn1.weight",
+        "bn1.bias",
+        "fc2.weight",
+        "fc2.bias",
+    ]
+
+
+def test_load_tensors_copies_in():
+    source, target = (build_model("lenet5-bn", (3, 32, 32), 10, seed) for seed in (0, 1))
+    load_tensors(target, tensors(source))
+    assert all(torch.equal(a, tensors(source)[name]) for name, a in tensors(target).items())
+    assert target.conv1.weight is not source.conv1.weight
+    assert target.conv1.weight.requires_grad
+
+
+@pytest.mark.parametrize("spoil", ["missing", "unknown", "shape"])
+def test_load_tensors_is_strict_and_copies_nothing_then(spoil):
+    model = build_model("fedpews-mlp", (5,), 4, seed=0)
+    new = {name: torch.zeros_like(t) for name, t in tensors(model).items()}
+    if spoil == "missing":
+        del new["fc5.bias"]
+    elif spoil == "unknown":
+        new["fc6.bias"] = torch.zeros(4)
+    else:
+        new["fc5.bias"] = torch.zeros(1)  # would broadcast
+    with pytest.raises(ValueError, match=r"fc[56]\.bias"):
+        load_tensors(model, new)
+    assert all(bool(t.any()) for t in tensors(model).values())
+
+
+def test_units_of_an_mlp():
+    groups = unit_groups(build_model("fedpews-mlp", (5,), 4, seed=0))
+    assert [(g.name, g.size) for g in groups] == [("fc1", 32), ("fc2", 64), ("fc3", 128), ("fc4", 32)]
+    assert groups[0].rows == ("fc1.weight", "fc1.bias")
+    assert groups[0].cols == (("fc2.weight", 1),)
+    assert sum(g.size for g in groups) == 256  # h of the paper
+
+
+def test_units_of_a_cnn_with_batch_norm_and_flatten():
+    conv1, conv2, fc1, fc2 = unit_groups(build_model("lenet5-bn", (3, 32, 32), 10, seed=0))
+    assert conv2.rows == (
+        "conv2.weight",
+        "conv2.bias",
+        "bn2.weight",
+        "bn2.bias",
+        "bn2.running_mean",
+        "bn2.running_var",
+    )
+    assert conv1.cols == (("conv2.weight", 1),)
+    assert conv2.cols == (("fc1.weight", 25),)  # 5 x 5 pixels behind the second pool
+    assert (fc1.size, fc2.size, fc2.cols) == (120, 84, (("fc3.weight", 1),))
+
+
+def test_units_of_a_resnet_are_the_inner_channels_of_its_blocks():
+    groups = unit_groups(build_model("resnet18", (3, 32, 32), 10, seed=0))
+    assert [g.size for g in groups] == [64, 64, 128, 128, 256, 256, 512, 512]
+    assert groups[2].name == "layer2.0.conv1"
+    assert groups[2].rows[:2] == ("layer2.0.conv1.weight", "layer2.0.bn1.weight")
+    assert groups[2].cols == (("layer2.0.conv2.weight", 1),)
+
+
+@pytest.mark.parametrize(("name", "in_shape", "classes", "_"), PAPERS)
+def test_units_fit_the_shapes(name, in_shape, classes, _):
+    model = build_model(name, in_shape, classes, seed=0)
+    named = tensors(model)
+    for group in unit_groups(model):
+        assert all(named[row].shape[0] == group.size for row in group.rows)
+        assert all(named[col].shape[1] == group.size * repeat for col, repeat in group.cols)
+    assert not set(head_names(model)) & {row for group in unit_groups(model) for row in group.rows}
+
+
+def test_unknown_structure_is_refused_not_guessed():
+    with pytest.raises(TypeError, match="Sigmoid"):  # sigmoid(0) is not 0
+        unit_groups(nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 2)))
+    with pytest.raises(TypeError, match="Bilinear"):
+        unit_groups(nn.Bilinear(1, 1, 1))
+
+
+@pytest.mark.parametrize(("name", "in_shape", "classes", "_"), PAPERS)
+def test_layers_hold_every_tensor_once_and_end_with_the_head(name, in_shape, classes, _):
+    model = build_model(name, in_shape, classes, seed=0)
+    layers = layer_groups(model)
+    flat = [tensor for layer in layers for tensor in layer]
+    assert sorted(flat) == sorted(tensors(model))
+    assert len(set(flat)) == len(flat)
+    assert layers[-1] == head_names(model)
+
+
+def test_layers_of_the_fedpart_net_are_the_papers():
+    model = build_model("fedpart-cnn", (3, 32, 32), 10, seed=0)
+    sizes = [sum(tensors(model)[name].numel() for name in layer) for layer in layer_groups(model)]
+    assert sizes == [456, 2416, 72_180, 28_960, 22_540, 16_920, 10_164, 850]
+
+
+def test_layers_of_a_resnet_keep_batch_norm_with_its_convolution():
+    layers = layer_groups(build_model("resnet18", (3, 32, 32), 10, seed=0))
+    assert len(layers) == 21  # stem, 16 convolutions, 3 shortcuts, head
+    assert layers[0] == ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")
+    assert layers[-1] == ("fc.weight", "fc.bias")
