@@ -13,6 +13,10 @@ class Local(SubnetStrategy):
         """Send nothing: the start follows from the seed, the rest is the client's own."""
         return Task(client)
 
+    def evaluation_task(self, client: int) -> Task:
+        """Send the initial model only where its accuracy is asked for."""
+        return super().evaluation_task(client) if "global-local" in self.settings.evaluations else Task(client)
+
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect no tensors."""
         return {}

@@ -1,0 +1,171 @@
+"""A SuperLink of the bench's own: own FLWR_HOME, own ports, two workers; every process it started is stopped at the end."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fedsub_app.config import Value
+from fedsub_app.flower import CONNECTION, environment
+from fedsub_app.protocol import Json
+from fedsub_app.runs import read_rounds
+
+PROJECT = Path(__file__).resolve().parents[1]
+LOOK_SECONDS = 0.5
+STOP_SECONDS = 15.0
+
+
+def run_command(engine: str, settings: Mapping[str, Value]) -> list[str]:
+    """Return the command line of ``fedsub run``."""
+    pairs = [word for key, value in settings.items() for word in ("-s", f"{key}={_toml(value)}")]
+    return [sys.executable, "-m", "fedsub_app.cli", "run", "--engine", engine, *pairs]
+
+
+def _toml(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class FlowerBox:
+    """Runs of the app on Flower's simulation engine, apart from any other SuperLink of this machine.
+
+    Parameters
+    ----------
+    workers : simulated SuperNodes, each with a Ray worker of its own.
+    gpu : let the workers share one GPU.
+    """
+
+    def __init__(self, workers: int = 2, gpu: bool = False) -> None:
+        self._temporary = TemporaryDirectory(prefix="fedsub-bench-", ignore_cleanup_errors=True)
+        self.folder = Path(self._temporary.name)
+        self.peak_mb: dict[str, float] = {}
+        http, control = _free_ports(2)
+        self.environment = environment() | os.environ
+        self.environment |= {
+            "FLWR_HOME": str(self.folder / "flwr"),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http),
+            "FLWR_LOCAL_CONTROL_API_PORT": str(control),
+            "RAY_worker_niceness": "0",  # Flower's default of 15 measures whatever else the machine does
+        }
+        cores = max(workers, os.cpu_count() or 1)
+        lines = [
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = ":local:"',
+            f"options.num-supernodes = {workers}",
+            f"options.backend.client-resources.num-cpus = {cores // workers}",
+            f"options.backend.init-args.num-cpus = {cores // workers * workers}",
+        ]
+        if gpu:
+            lines += [
+                f"options.backend.client-resources.num-gpus = {1 / workers}",
+                "options.backend.init-args.num-gpus = 1",
+            ]
+        (self.folder / "flwr").mkdir()
+        (self.folder / "flwr/config.toml").write_text("\n".join(lines) + "\n")
+
+    def __enter__(self) -> "FlowerBox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._temporary.cleanup()
+
+    def run(self, settings: Mapping[str, Value]) -> list[Json]:
+        """Run the app to its end; returns the lines of its rounds and keeps the peaks of memory in ``peak_mb``."""
+        with TemporaryDirectory(dir=self.folder) as folder:
+            over = threading.Event()
+            watch = threading.Thread(target=self._watch_memory, args=(over,))
+            watch.start()
+            try:
+                done = subprocess.run(
+                    run_command(CONNECTION, {**settings, "run-dir": f"{folder}/run"}),
+                    **self.how(),  # type: ignore[call-overload]
+                    check=False,
+                )
+            finally:
+                over.set()
+                watch.join()
+            if done.returncode:
+                raise RuntimeError(f"fedsub run ended with {done.returncode}:\n{done.stdout[-3000:]}")
+            return read_rounds(Path(folder) / "run")
+
+    def how(self) -> Json:
+        """Return what every process of the box is started with."""
+        return {
+            "env": self.environment,
+            "cwd": PROJECT,
+            "text": True,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+
+    def _watch_memory(self, over: threading.Event) -> None:
+        """Keep the highest peak RSS of the server's process and of one worker in ``peak_mb`` (Linux only)."""
+        self.peak_mb = {}
+        while not over.wait(LOOK_SECONDS):
+            for pid, command in self._ours().items():
+                kind = "worker" if "ray::Client" in command else "server" if "flwr-simulation" in command else ""
+                if kind and (peak := _peak_rss_mb(pid)):
+                    self.peak_mb[kind] = max(self.peak_mb.get(kind, 0.0), peak)
+
+    def _ours(self) -> dict[int, str]:
+        """Return the box's SuperLink, known by its log file, and all its descendants: process id -> command line."""
+        table = _processes()
+        mark = str(self.folder / "flwr")
+        ours = {pid for pid, (_, command) in table.items() if "flower-superlink" in command and mark in command}
+        while more := {pid for pid, (parent, _) in table.items() if parent in ours} - ours:
+            ours |= more
+        return {pid: table[pid][1] for pid in ours}
+
+    def stop(self) -> None:
+        """Stop the SuperLink and wait until all that it started is gone."""
+        ours = self._ours()
+        for pid, command in ours.items():
+            if "flower-superlink" in command:
+                _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while (left := {p: c for p, (_, c) in _processes().items() if ours.get(p)}) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    """Return process id -> (parent's id, command line) of all processes; a zombie's command line is empty."""
+    if not Path("/proc/self/stat").exists():
+        listing = subprocess.run(["ps", "-axo", "pid=,ppid=,command="], capture_output=True, text=True, check=True)
+        rows = (line.split(None, 2) for line in listing.stdout.splitlines())
+        return {int(pid): (int(parent), command) for pid, parent, command in rows}
+    table = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            table[int(folder.name)] = (parent, command)
+    return table
+
+
+def _peak_rss_mb(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 1024
+    return 0.0

@@ -1,0 +1,172 @@
+"""The masked mean, against exact arithmetic in Python and by its invariants."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsub_app.seeds import generator
+from fedsub_app.subnets import averaging
+from fedsub_app.subnets.averaging import masked_mean
+
+
+def slow_mean(old, updates, server_lr):
+    """Eq. 4, one entry at a time, in fractions."""
+    new = {}
+    for name, tensor in old.items():
+        new[name] = torch.empty(tensor.shape)
+        for index in itertools.product(*(range(n) for n in tensor.shape)):
+            numerator = denominator = Fraction(0)
+            for values, masks, weight in updates:
+                if name not in values:
+                    continue
+                mask = (masks or {}).get(name)
+                if mask is None or bool(mask.broadcast_to(tensor.shape)[index]):
+                    numerator += Fraction(weight) * Fraction(values[name][index].item())
+                    denominator += Fraction(weight)
+            value = Fraction(tensor[index].item())
+            if denominator > 0:
+                value += Fraction(server_lr) * (numerator / denominator - value)
+            new[name][index] = float(value)
+    return new
+
+
+@st.composite
+def federations(draw, max_clients=4):
+    """An old model, updates that lack some tensors and masks, masks of broadcastable shapes, positive weights."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3))
+    noise = generator(draw(st.integers(0, 1000)))
+    old = {f"t{k}": torch.randn(shape, generator=noise) for k, shape in enumerate(shapes)}
+    updates = []
+    for _ in range(draw(st.integers(0, max_clients))):
+        names = [name for name in old if draw(st.booleans()) or draw(st.booleans())]
+        values = {name: torch.randn(old[name].shape, generator=noise) for name in names}
+        masks = {}
+        for name in names:
+            if draw(st.booleans()):
+                shape = [n if draw(st.booleans()) else 1 for n in old[name].shape]
+                masks[name] = torch.rand(shape, generator=noise) < 0.6
+        weight = draw(st.sampled_from([0.25, 1.0, 3.0, 500.0, 0.3]))
+        updates.append((values, draw(st.sampled_from([masks, None])), weight))
+    return old, updates
+
+
+@pytest.fixture(params=[1, 5, 1 << 17])
+def block(request, monkeypatch):
+    """Blocks of one entry, of a few with a shorter last one, and of more than there are."""
+    monkeypatch.setattr(averaging, "BLOCK", request.param)
+
+
+def test_three_numbers_by_hand(block):
+    old = {"w": torch.tensor([10.0, 20.0, 30.0])}
+    first = ({"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([True, True, False])}, 1.0)
+    second = ({"w": torch.tensor([5.0, 6.0, 7.0])}, {"w": torch.tensor([True, False, False])}, 3.0)
+    assert masked_mean(old, [first, second])["w"].tolist() == [(1 + 15) / 4, 2.0, 30.0]
+    assert masked_mean(old, [first, second], server_lr=0.5)["w"].tolist() == [7.0, 11.0, 30.0]
+    assert masked_mean(old, [first, second], server_lr=0.0)["w"].tolist() == [10.0, 20.0, 30.0]
+    assert masked_mean(old, [])["w"].tolist() == [10.0, 20.0, 30.0]
+    assert old["w"].tolist() == [10.0, 20.0, 30.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(federation=federations(), server_lr=st.sampled_from([0.25, 0.5, 1.0]), block=st.sampled_from([1, 3, 1 << 17]))
+def test_is_exact_arithmetic_up_to_rounding(federation, server_lr, block):
+    old, updates = federation
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "BLOCK", block)
+        new = masked_mean(old, updates, server_lr)
+    expected = slow_mean(old, updates, server_lr)
+    assert list(new) == list(old)
+    for name in old:
+        assert torch.allclose(new[name], expected[name], rtol=1e-5, atol=1e-5), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(federation=federations())
+def test_stays_between_the_values_that_cover(federation):
+    old, updates = federation
+    new = masked_mean(old, updates)
+    for name, tensor in old.items():
+        low, high = torch.full(tensor.shape, torch.inf), torch.full(tensor.shape, -torch.inf)
+        for values, masks, _ in updates:
+            if name in values:
+                mask = (masks or {}).get(name, torch.tensor(True)).broadcast_to(tensor.shape)
+                low = torch.where(mask, torch.minimum(low, values[name]), low)
+                high = torch.where(mask, torch.maximum(high, values[name]), high)
+        uncovered = low > high
+        assert torch.equal(new[name][uncovered], tensor[uncovered]), "uncovered positions keep the old value"
+        assert bool(((new[name] >= low - 1e-5) & (new[name] <= high + 1e-5))[~uncovered].all())
+
+
+# Odd sizes, so that vectorised and left-over elements are both compared; blocks end inside.
+@pytest.mark.parametrize("shape", [(), (1,), (1003,), (37, 19), (8, 3, 5, 5), (3, 0)])
+@pytest.mark.parametrize("server_lr", [1.0, 0.3])
+def test_mask_of_ones_changes_no_bit(shape, server_lr, monkeypatch):
+    monkeypatch.setattr(averaging, "BLOCK", 100)
+    noise = generator(*shape)
+    old = {"w": torch.randn(shape, generator=noise)}
+    updates = [({"w": torch.randn(shape, generator=noise)}, weight) for weight in (0.1, 7.3, 500.0)]
+    plain = masked_mean(old, [(x, None, w) for x, w in updates], server_lr)["w"]
+    full = masked_mean(old, [(x, {"w": torch.ones(shape).bool()}, w) for x, w in updates], server_lr)["w"]
+    broadcast = masked_mean(old, [(x, {"w": torch.tensor(True)}, w) for x, w in updates], server_lr)["w"]
+    assert torch.equal(plain, full)
+    assert torch.equal(plain, broadcast)
+
+
+def test_mask_of_ones_changes_no_bit_whatever_the_memory_layout():
+    noise = generator(0)
+    old = {"w": torch.randn(6, 5, 3, 3, generator=noise)}
+    value = torch.randn(6, 5, 3, 3, generator=noise)
+    results = [
+        masked_mean(old, [({"w": x}, mask, 0.7), ({"w": old["w"]}, mask, 1.3)])["w"]
+        for x in (value, value.to(memory_format=torch.channels_last))
+        for mask in (None, {"w": torch.ones(6, 5, 3, 3).bool()})
+    ]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[3])
+    assert torch.allclose(results[0], results[2])
+    assert results[2].is_contiguous()
+
+
+def test_equal_tensors(block):
+    x = {"w": torch.randn(50, generator=generator(1))}
+    old = {"w": torch.zeros(50)}
+    assert torch.equal(masked_mean(old, [(x, None, w) for w in (1.0, 1.0, 2.0)])["w"], x["w"])
+    assert torch.allclose(masked_mean(old, [(x, None, w) for w in (0.3, 7.0, 1.1)])["w"], x["w"], rtol=1e-6)
+
+
+def test_a_tensor_that_nobody_trained_stays(block):
+    old = {"a": torch.ones(2), "b": torch.ones(2)}
+    new = masked_mean(old, [({"a": torch.zeros(2)}, None, 1.0)])
+    assert new["a"].tolist() == [0.0, 0.0]
+    assert new["b"].tolist() == [1.0, 1.0]
+    new["b"].zero_()
+    assert old["b"].tolist() == [1.0, 1.0]
+
+
+def test_result_is_float32_and_needs_no_gradient():
+    old = {"w": torch.nn.Parameter(torch.ones(3, dtype=torch.float64))}
+    new = masked_mean(old, [({"w": torch.full((3,), 2.0, dtype=torch.float16)}, None, 1.0)])["w"]
+    assert (new.dtype, new.requires_grad, new.tolist()) == (torch.float32, False, [2.0] * 3)
+
+
+def test_weights_without_a_positive_sum_keep_the_old_value(block):
+    old = {"w": torch.tensor([4.0])}
+    updates = [({"w": torch.tensor([1.0])}, None, 1.0), ({"w": torch.tensor([2.0])}, None, -1.0)]
+    assert masked_mean(old, updates)["w"].tolist() == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "masks"),
+    [
+        ({"v": torch.zeros(2)}, None),
+        ({"w": torch.zeros(1)}, None),  # would broadcast
+        ({"w": torch.zeros(2)}, {"w": torch.ones(2)}),
+    ],
+)
+def test_bad_updates_are_named(values, masks):
+    with pytest.raises(ValueError, match=f" {next(iter(values))} "):
+        masked_mean({"w": torch.zeros(2)}, [(values, masks, 1.0)])

@@ -1,0 +1,202 @@
+"""FedPeWS against a second, slow implementation of Algorithm 1 written from the paper, and its invariants."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedsub_app.config import Value, resolve
+from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.models import build_model, unit_groups
+from fedsub_app.models import tensors as tensors_of
+from fedsub_app.protocol import BadReply, Json, Tensors, Update
+from fedsub_app.runs import read_rounds
+from fedsub_app.seeds import generator
+from fedsub_app.subnets.gates import Gates
+from fedsub_app.subnets.masks import bernoulli_ste, split
+from strategies.fedpews import FedPeWS
+
+Run = Callable[..., tuple[Json, Path]]
+SETTINGS: dict[str, Value] = {
+    "method": "fedpews",
+    "dataset": "synthetic-3k",
+    "model": "fedpews-mlp",
+    "partition": "lists",
+    "class-lists": "0 2 | 1 3",
+    "num-rounds": 3,
+    "batch-size": 64,
+    "lr": 0.05,
+    "momentum": 0.9,
+    "server-lr": 0.5,
+    "fedpews.warmup-rounds": 2,
+    "fedpews.lambda": 0.7,
+    "fedpews.mask-lr": 0.5,
+}
+
+
+def masked_weights(model: nn.Module, mask: torch.Tensor) -> Tensors:
+    """x ∘ m written out for an MLP: W[b, a] m[b] m[a], bias m[b]; inputs and outputs are on."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    widths = [model.get_submodule(name).out_features for name in layers[:-1]]
+    parts = [torch.ones(5), *mask.split(widths), torch.ones(4)]
+    weights = {}
+    for layer, (before, after) in zip(layers, zip(parts[:-1], parts[1:], strict=True), strict=True):
+        weights[f"{layer}.weight"] = model.get_parameter(f"{layer}.weight") * after[:, None] * before[None, :]
+        weights[f"{layer}.bias"] = model.get_parameter(f"{layer}.bias") * after
+    return weights
+
+
+def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None = None) -> Tensors:
+    """Algorithm 1 as a loop over tensors, with the app's random numbers; returns the global model."""
+    s = resolve(settings_keys)
+    options = s.options
+    data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    model = build_model("fedpews-mlp", (5,), 4, s.seed)
+    x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
+    scores = [torch.zeros(256) for _ in range(2)]
+    theta = [torch.full((256,), 0.5) for _ in range(2)]
+    for t in range(1, s.num_rounds + 1):
+        warm = t <= options.warmup_rounds
+        answers = []
+        for i in range(2):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(x_g[name])
+            x, y = data.train_x[partition.train[i]], data.train_y[partition.train[i]]
+            order = torch.randperm(len(y), generator=generator(s.seed, t, i, "batches"))
+            draw = generator(s.seed, t, i, "masks")
+            velocity = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+            for batch in order.split(s.batch_size):
+                if warm and not fixed:
+                    leaf = scores[i].clone().requires_grad_()
+                    sigma = torch.sigmoid(leaf)
+                    m = (torch.bernoulli(sigma.detach(), generator=draw) - sigma).detach() + sigma
+                    loss = F.cross_entropy(functional_call(model, masked_weights(model, m), (x[batch],)), y[batch])
+                    loss = loss - options.lambda_ * ((sigma - theta[1 - i]) ** 2).sum()
+                    scores[i] = scores[i] - options.mask_lr * torch.autograd.grad(loss, leaf)[0]
+                m = torch.ones(256)
+                if warm:
+                    m = fixed[i] if fixed else torch.bernoulli(torch.sigmoid(scores[i]), generator=draw)
+                model.zero_grad()
+                F.cross_entropy(functional_call(model, masked_weights(model, m), (x[batch],)), y[batch]).backward()
+                with torch.no_grad():
+                    for name, p in model.named_parameters():
+                        gradient = p.grad + options.mu * (p - x_g[name])
+                        velocity[name] = s.momentum * velocity[name] + gradient
+                        p -= s.lr * velocity[name]
+            m = torch.ones(256)
+            if warm:
+                m = fixed[i] if fixed else torch.bernoulli(torch.sigmoid(scores[i]), generator=draw)
+            trained = {k: v.detach().clone() for k, v in model.named_parameters()}
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.fill_(1.0)
+                cover = {k: v.detach() for k, v in masked_weights(model, m).items()}
+            answers.append((trained, cover))
+        if warm and not fixed:
+            theta = [torch.sigmoid(score) for score in scores]
+        for name, old in x_g.items():
+            total = sum(trained[name] * cover[name] for trained, cover in answers)
+            count = sum(cover[name] for _, cover in answers)
+            mean = torch.where(count > 0, total / count.clamp(min=1), old)
+            x_g[name] = old - s.server_lr * (old - mean)
+    return x_g
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.3])
+def test_learned_masks_follow_algorithm_1(run_local: Run, mu: float) -> None:
+    keys = SETTINGS | {"fedpews.mu": mu}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    ours, expected = load_file(folder / "model.safetensors"), reference(keys)
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_fixed_masks_follow_algorithm_1(run_local: Run) -> None:
+    keys = SETTINGS | {"fedpews.masks": "fixed"}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    first = torch.cat([(torch.arange(width) < width // 2).float() for width in (32, 64, 128, 32)])
+    ours, expected = load_file(folder / "model.safetensors"), reference(keys, [first, 1 - first])
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_without_warm_up_it_is_fedavg_bit_for_bit(run_local: Run) -> None:
+    _, fedavg = run_local("fedavg")
+    _, fedpews = run_local("fedpews", method="fedpews", fedpews__warmup_rounds=0)
+    left, right = load_file(fedavg / "model.safetensors"), load_file(fedpews / "model.safetensors")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_only_covered_values_travel(run_local: Run) -> None:
+    """Fixed masks, two clients: 3,860 of 14,884 parameters each, both ways; the mask's 256 bits on the way down."""
+    keys = SETTINGS | {"fedpews.masks": "fixed", "num-rounds": 2}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    line = read_rounds(folder)[1]
+    assert line["formula-bytes-up"] == 2 * 4 * 3860
+    assert line["formula-bytes-down"] == 2 * (4 * 3860 + 256 // 8)
+    assert line["subnet-flops"] < line["flops"] / 2
+
+
+def test_gates_are_masked_weights_also_in_the_gradients() -> None:
+    """Conv, flatten and linear layers: value, weight gradient and mask gradient as if the weights were multiplied."""
+    model = build_model("fedpews-cnn", (1, 8, 8), 3, 0)
+    groups = unit_groups(model)
+    x, y = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
+    mask = (torch.rand(sum(group.size for group in groups)) > 0.4).float().requires_grad_()
+    gates = Gates(model, groups)
+    gates.masks = split(mask, groups)
+    gated = model(x)
+    weights = [p for _, p in model.named_parameters()]
+    got = torch.autograd.grad(F.cross_entropy(gated, y), [*weights, mask])
+    gates.masks = {}
+    parameters = dict(model.named_parameters())
+    for group, part in zip(groups, split(mask, groups).values(), strict=True):
+        for name in group.rows:
+            parameters[name] = parameters[name] * part.view(-1, *[1] * (parameters[name].dim() - 1))
+        for name, repeat in group.cols:
+            columns = part.repeat_interleave(repeat)
+            parameters[name] = parameters[name] * columns.view(1, -1, *[1] * (parameters[name].dim() - 2))
+    literal = functional_call(model, parameters, (x,))
+    want = torch.autograd.grad(F.cross_entropy(literal, y), [*weights, mask])
+    torch.testing.assert_close(gated, literal)
+    for left, right in zip(got, want, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+    gates.remove()
+    assert torch.equal(model(x), functional_call(model, dict(model.named_parameters()), (x,)))
+
+
+def test_straight_through_gradient_by_hand() -> None:
+    scores = torch.tensor([0.0, 2.0, -1.0], requires_grad=True)
+    mask = bernoulli_ste(scores, torch.Generator().manual_seed(0))
+    (mask * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+    theta = [0.5, 0.880797, 0.268941]
+    expected = [factor * p * (1 - p) for factor, p in zip([1, 10, 100], theta, strict=True)]
+    torch.testing.assert_close(scores.grad, torch.tensor(expected))
+
+
+def test_theta_of_the_others_by_hand() -> None:
+    settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0 | 1 | 2 3"})
+    strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy.round = 1
+    strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
+    assert strategy.task(0).tensors["theta"][0].item() == pytest.approx((0.4 + 0.9) / 2)
+    assert strategy.task(2).tensors["theta"][0].item() == pytest.approx(0.3)
+
+
+def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
+    strategy = FedPeWS(resolve(SETTINGS), build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy.round = 1
+    mask = torch.ones(256, dtype=torch.bool)
+    values = {name: tensor.flatten() for name, tensor in strategy.current.items()}
+    good: Tensors = values | {"mask": mask, "theta": torch.rand(256)}
+    strategy.decode(Update(0, good, {}, 1))
+    with pytest.raises(BadReply, match="'fc1.bias': 32 values, its mask covers 0"):
+        strategy.decode(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
+    with pytest.raises(BadReply, match=r"'theta': probabilities outside \[0, 1\]"):
+        strategy.decode(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))

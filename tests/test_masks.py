@@ -1,0 +1,276 @@
+"""Neuron masks: expansion, application, drawing, counting."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from fedsub_app.errors import UserError
+from fedsub_app.models import UnitGroup, build_model, tensors, unit_groups
+from fedsub_app.seeds import generator
+from fedsub_app.subnets import masks
+
+
+def tiny(kind: str) -> nn.Sequential:
+    """Small networks of every structure that the masks know: MLP, and convolutions with BatchNorm and a flatten."""
+    torch.manual_seed(0)
+    if kind == "mlp":
+        named = {"fc1": nn.Linear(2, 3), "relu1": nn.ReLU(), "fc2": nn.Linear(3, 4), "fc3": nn.Linear(4, 2)}
+    else:
+        named = {
+            "conv1": nn.Conv2d(2, 3, 3, padding=1),
+            "bn1": nn.BatchNorm2d(3),
+            "relu1": nn.ReLU(),
+            "conv2": nn.Conv2d(3, 2, 3, padding=1),
+            "pool2": nn.MaxPool2d(2),
+            "flatten": nn.Flatten(),
+            "fc1": nn.Linear(2 * 2 * 3, 4),
+            "relu3": nn.ReLU(),
+            "fc2": nn.Linear(4, 3),
+        }
+    model = nn.Sequential()
+    for name, layer in named.items():
+        model.add_module(name, layer)
+    for name, tensor in tensors(model).items():
+        if name.startswith("bn"):  # defaults of 0 and 1 would hide mistakes
+            tensor.data = torch.rand_like(tensor) + 0.5
+    return model
+
+
+INPUTS = {"mlp": (5, 2), "cnn": (5, 2, 4, 6)}
+
+
+def owners(kind: str) -> dict[str, tuple[str | None, str | None, int]]:
+    """Layer of each tensor's units, layer of its inputs' units, inputs per unit: written by hand, not found."""
+    if kind == "mlp":
+        return {
+            "fc1.weight": ("fc1", None, 1),
+            "fc1.bias": ("fc1", None, 1),
+            "fc2.weight": ("fc2", "fc1", 1),
+            "fc2.bias": ("fc2", None, 1),
+            "fc3.weight": (None, "fc2", 1),
+            "fc3.bias": (None, None, 1),
+        }
+    batch_norm = {f"bn1.{name}": ("conv1", None, 1) for name in ("weight", "bias", "running_mean", "running_var")}
+    return batch_norm | {
+        "conv1.weight": ("conv1", None, 1),
+        "conv1.bias": ("conv1", None, 1),
+        "conv2.weight": ("conv2", "conv1", 1),
+        "conv2.bias": ("conv2", None, 1),
+        "fc1.weight": ("fc1", "conv2", 6),
+        "fc1.bias": ("fc1", None, 1),
+        "fc2.weight": (None, "fc1", 1),
+        "fc2.bias": (None, None, 1),
+    }
+
+
+def slow_expand(kind: str, unit_masks, shapes):
+    """The rule "and", one entry at a time."""
+    full = {}
+    for name, shape in shapes.items():
+        producer, consumer, per_unit = owners(kind)[name]
+        full[name] = torch.zeros(shape, dtype=torch.bool)
+        for index in itertools.product(*(range(n) for n in shape)):
+            on = producer is None or bool(unit_masks[producer][index[0]])
+            on = on and (consumer is None or bool(unit_masks[consumer][index[1] // per_unit]))
+            full[name][index] = on
+    return full
+
+
+def shapes_of(model):
+    return {name: tensor.shape for name, tensor in tensors(model).items()}
+
+
+def draw_masks(groups, data):
+    return {g.name: torch.tensor(data.draw(st.lists(st.booleans(), min_size=g.size, max_size=g.size))) for g in groups}
+
+
+def test_expand_by_hand():
+    groups = (UnitGroup("a", 2, ("a.weight", "a.bias"), (("b.weight", 2),)),)
+    shapes = {name: torch.Size(s) for name, s in {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (1, 4)}.items()}
+    full = masks.expand(groups, {"a": torch.tensor([True, False])}, shapes | {"b.bias": torch.Size([1])})
+    assert full["a.weight"].tolist() == [[True] * 3, [False] * 3]
+    assert full["a.bias"].tolist() == [True, False]
+    assert full["b.weight"].tolist() == [[True, True, False, False]]
+    assert full["b.bias"].tolist() == [True]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_expand_is_the_slow_reference(kind, data):
+    model = tiny(kind)
+    groups = unit_groups(model)
+    unit_masks = draw_masks(groups, data)
+    full = masks.expand(groups, unit_masks, shapes_of(model))
+    expected = slow_expand(kind, unit_masks, shapes_of(model))
+    assert full.keys() == expected.keys()
+    for name in full:
+        assert torch.equal(full[name], expected[name]), name
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_permuting_units_permutes_the_expanded_mask(data):
+    model = tiny("mlp")
+    groups = unit_groups(model)
+    unit_masks = draw_masks(groups, data)
+    order = torch.tensor(data.draw(st.permutations(range(3))))
+    before = masks.expand(groups, unit_masks, shapes_of(model))
+    after = masks.expand(groups, unit_masks | {"fc1": unit_masks["fc1"][order]}, shapes_of(model))
+    assert torch.equal(after["fc1.weight"], before["fc1.weight"][order])
+    assert torch.equal(after["fc1.bias"], before["fc1.bias"][order])
+    assert torch.equal(after["fc2.weight"], before["fc2.weight"][:, order])
+    assert torch.equal(after["fc3.weight"], before["fc3.weight"])
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_apply_is_the_product_with_the_expanded_mask_but_for_statistics(kind, data):
+    model = tiny(kind)
+    groups = unit_groups(model)
+    unit_masks = draw_masks(groups, data)
+    named = tensors(model)
+    full = slow_expand(kind, unit_masks, shapes_of(model))
+    masked = masks.apply(named, groups, {name: m.float() for name, m in unit_masks.items()})
+    assert list(masked) == list(named)
+    for name in named:
+        if "running" in name:
+            assert masked[name] is named[name]
+        else:
+            assert torch.equal(masked[name], named[name] * full[name]), name
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_masked_units_have_no_gradient_and_no_influence(kind):
+    model = tiny(kind)
+    groups = unit_groups(model)
+    unit_masks = {g.name: torch.arange(g.size) % 2 == 0 for g in groups}
+    full = slow_expand(kind, unit_masks, shapes_of(model))
+    inputs = torch.randn(INPUTS[kind], generator=generator(0))
+
+    def loss():
+        masked = masks.apply(tensors(model), groups, {name: m.float() for name, m in unit_masks.items()})
+        return functional_call(model, masked, (inputs,)).square().sum()
+
+    before = loss()
+    before.backward()
+    for name, parameter in model.named_parameters():
+        assert not parameter.grad[~full[name]].any(), name
+    assert any(parameter.grad.any() for parameter in model.parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter[~full[name]] = 77.0
+    assert torch.allclose(loss(), before)
+
+
+def test_apply_gradient_of_a_mask_by_hand():
+    groups = (UnitGroup("a", 2, ("a.weight",), (("b.weight", 1),)),)
+    named = {"a.weight": torch.tensor([[2.0], [3.0]]), "b.weight": torch.tensor([[5.0, 7.0]])}
+    mask = torch.tensor([1.0, 0.0], requires_grad=True)
+    masked = masks.apply(named, groups, {"a": mask})
+    (masked["a.weight"].sum() + 10 * masked["b.weight"].sum()).backward()
+    assert mask.grad.tolist() == [2 + 10 * 5, 3 + 10 * 7]
+
+
+@pytest.mark.parametrize("unit_masks", [{"fc9": torch.ones(3)}, {"fc1": torch.ones(4)}])
+def test_masks_of_no_group_or_wrong_size_are_named(unit_masks):
+    model = tiny("mlp")
+    (name,) = unit_masks
+    with pytest.raises(ValueError, match=name):
+        masks.apply(tensors(model), unit_groups(model), unit_masks)
+    with pytest.raises(ValueError, match=name):
+        masks.expand(unit_groups(model), unit_masks, shapes_of(model))
+
+
+def test_group_without_mask_is_on():
+    model = tiny("mlp")
+    groups = unit_groups(model)
+    assert all(bool(mask.all()) for mask in masks.expand(groups, {}, shapes_of(model)).values())
+    assert all(a is tensors(model)[name] for name, a in masks.apply(tensors(model), groups, {}).items())
+
+
+def test_bernoulli_gradient_by_hand():
+    scores = torch.tensor([0.0, 1.0, -2.0], requires_grad=True)
+    mask = masks.bernoulli_ste(scores, generator(1))
+    (mask * torch.tensor([1.0, 10.0, -3.0])).sum().backward()
+    theta = torch.tensor([0.5, 0.7310586, 0.1192029])  # sigmoid, from a table
+    assert torch.allclose(scores.grad, torch.tensor([1.0, 10.0, -3.0]) * theta * (1 - theta), rtol=1e-5)
+
+
+def test_bernoulli_draws_exact_bits_of_the_right_frequency():
+    scores = torch.full((40_000,), 1.0)
+    mask = masks.bernoulli_ste(scores, generator(2))
+    assert set(mask.tolist()) == {0.0, 1.0}
+    assert mask.mean().item() == pytest.approx(0.7310586, abs=0.01)  # 4.5 standard deviations
+    assert torch.equal(mask, masks.bernoulli_ste(scores, generator(2)))
+    assert not torch.equal(mask, masks.bernoulli_ste(scores, generator(3)))
+
+
+def test_bernoulli_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    masks.bernoulli_ste(torch.zeros(10), generator(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("num_clients", "covered", "uncovered"), [(2, 3860, 7168), (4, 1036, 10_752)])
+def test_fixed_masks_cover_what_the_note_says(num_clients, covered, uncovered):
+    model = build_model("fedpews-mlp", (5,), 4, seed=0)
+    groups = unit_groups(model)
+    full = [masks.expand(groups, m, shapes_of(model)) for m in masks.fixed_masks(groups, num_clients)]
+    assert [sum(int(mask.sum()) for mask in client.values()) for client in full] == [covered] * num_clients
+    by_nobody = sum(int((~torch.stack([c[name] for c in full]).any(dim=0)).sum()) for name in full[0])
+    assert by_nobody == uncovered
+
+
+@given(width=st.integers(1, 300), num_clients=st.integers(1, 60))
+def test_fixed_masks_are_the_papers_slices(width, num_clients):
+    groups = (UnitGroup("a", width, ("a.weight",), ()),)
+    if num_clients > width:
+        with pytest.raises(UserError, match=f"num-clients = {num_clients}.*layer a"):
+            masks.fixed_masks(groups, num_clients)
+        return
+    for i, mask in enumerate(masks.fixed_masks(groups, num_clients)):
+        expected = set(range(width * i // num_clients, width * (i + 1) // num_clients))
+        assert set(mask["a"].nonzero().flatten().tolist()) == expected
+
+
+def test_fixed_masks_with_shares():
+    groups = (UnitGroup("a", 10, ("a.weight",), ()),)
+    assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, 2, [0.25, 0.75])] == [2, 8]
+    assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, 3, [0.1, 0.2, 0.7])] == [1, 2, 7]
+    for shares in ([0.5], [0.5, 0.6], [1.5, -0.5]):
+        with pytest.raises(ValueError, match="shares"):
+            masks.fixed_masks(groups, 2, shares)
+
+
+def test_coverage_counts_clients():
+    count = masks.coverage([{"a": torch.tensor(m)} for m in ([True, False, True], [True, False, False])])
+    assert count["a"].tolist() == [2, 0, 1]
+    assert count["a"].dtype == torch.int64
+    assert masks.coverage([]) == {}
+
+
+def test_diversity_by_hand():
+    scores = torch.zeros(2, requires_grad=True)
+    value = masks.diversity(scores, torch.tensor([0.25, 1.0]))
+    assert value.item() == 0.25**2 + 0.5**2
+    value.backward()  # 2 (theta - other) theta (1 - theta)
+    assert scores.grad.tolist() == [2 * 0.25 * 0.25, 2 * -0.5 * 0.25]
+
+
+def test_split_gather_scatter():
+    model = tiny("mlp")
+    groups = unit_groups(model)
+    unit_masks = masks.split(torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool(), groups)
+    assert [m.tolist() for m in unit_masks.values()] == [[True, False, True], [False, False, True, True]]
+    full = masks.expand(groups, unit_masks, shapes_of(model))
+    named = {name: t.detach() for name, t in tensors(model).items()}
+    values = masks.gather(named, full)
+    assert {name: len(v) for name, v in values.items()} == {name: int(m.sum()) for name, m in full.items()}
+    assert all(torch.equal(t, named[name] * full[name]) for name, t in masks.scatter(values, full).items())

@@ -1,0 +1,113 @@
+"""FedAvg, FedProx and local training: numbers by hand, invariants, evaluation as it is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedsub_app.config import resolve
+from fedsub_app.models import build_model
+from fedsub_app.protocol import Json, Update
+from fedsub_app.runs import read_rounds
+from strategies.base import SubnetStrategy, to_arrays, to_tensors
+
+Run = Callable[..., tuple[Json, Path]]
+
+
+def same_model(left: Path, right: Path) -> bool:
+    a, b = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "server_lr", "expected"),
+    [
+        ("uniform", 1.0, [2.0, 4.0, 0.0]),
+        ("examples", 1.0, [2.5, 5.0, 0.5]),  # weights 1 and 3
+        ("uniform", 0.5, [1.5, 2.5, 0.5]),
+    ],
+)
+def test_mean_of_three_numbers(weighting: str, server_lr: float, expected: list[float]) -> None:
+    settings = resolve({"method": "fedavg", "weighting": weighting, "server-lr": server_lr})
+    strategy = SubnetStrategy(settings, build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy.current = {"w": torch.ones(3)}
+    updates = [
+        Update(0, {"w": torch.tensor([1.0, 2.0, -1.0])}, {}, 10),
+        Update(1, {"w": torch.tensor([3.0, 6.0, 1.0])}, {}, 30),
+    ]
+    torch.testing.assert_close(strategy.merge(updates)["w"], torch.tensor(expected))
+
+
+def test_fedprox_without_its_term_is_fedavg_bit_for_bit(run_local: Run) -> None:
+    _, fedavg = run_local("fedavg")
+    _, fedprox = run_local("fedprox", method="fedprox", fedprox__mu=0.0)
+    _, pulled = run_local("pulled", method="fedprox", fedprox__mu=1.0)
+    assert same_model(fedavg, fedprox)
+    assert not same_model(fedavg, pulled)
+
+
+def test_fedprox_gradient_is_the_terms_derivative(run_local: Run) -> None:
+    """A strong pull keeps the model near where it started."""
+
+    def moved(folder: Path) -> float:
+        start = build_model("feature-mlp", (1, 8, 8), 10, 0).state_dict()
+        end = load_file(folder / "model.safetensors")
+        return sum(float((end[name] - start[name]).norm()) for name in end)
+
+    _, weak = run_local("weak", method="fedprox", fedprox__mu=0.01, local_epochs=5)
+    _, strong = run_local("strong", method="fedprox", fedprox__mu=10.0, local_epochs=5)
+    assert moved(strong) < 0.5 * moved(weak)
+
+
+def test_local_training_sends_nothing_and_keeps_its_own_models(run_local: Run) -> None:
+    summary, folder = run_local(method="local", evaluate="personal", client_test="labels")
+    assert summary["total-formula-bytes-down"] == summary["total-formula-bytes-up"] == 0
+    rounds = [line["personal-accuracy"] for line in read_rounds(folder) if "personal-accuracy" in line]
+    assert rounds[-1] > 80  # five classes a client, evaluated on these
+    assert len(list((folder / "clients").glob("client-*"))) == 2
+
+
+def test_one_client_makes_local_and_fedavg_the_same(run_local: Run) -> None:
+    one = {"num_clients": 1, "partition": "iid", "evaluate": "personal", "momentum": 0.0}
+    _, fedavg = run_local("fedavg", **one)
+    _, local = run_local("local", method="local", **one)
+    left, right = (
+        [line["personal-accuracy"] for line in read_rounds(folder) if line["round"]] for folder in (fedavg, local)
+    )
+    assert left == right
+
+
+def test_evaluations_are_what_they_are_named(run_local: Run) -> None:
+    _, folder = run_local(evaluate="global,global-local,personal", eval_every=2)
+    lines = read_rounds(folder)
+    assert ["global-accuracy" in line for line in lines] == [True, False, True, True]  # round 0, 2 and the last
+    last = lines[-1]
+    own = last["evaluated"]
+    assert set(own) == {"0", "1"}
+    assert last["global-local-accuracy"] == pytest.approx(sum(v["global-local-accuracy"] for v in own.values()) / 2)
+    assert last["personal-accuracy"] == last["global-local-accuracy"]  # FedAvg has no model but the global one
+
+
+def test_seeds_decide_and_nothing_else(run_local: Run) -> None:
+    torch.manual_seed(1)
+    _, first = run_local("first")
+    torch.manual_seed(2)
+    _, second = run_local("second")
+    _, third = run_local("third", seed=1)
+    assert same_model(first, second)
+    assert not same_model(first, third)
+
+
+def test_partial_participation_trains_only_the_sampled(run_local: Run) -> None:
+    _, folder = run_local(num_clients=6, partition="iid", participation=0.5, num_rounds=4)
+    groups = [tuple(line["clients"]) for line in read_rounds(folder) if line["round"]]
+    assert all(len(group) == 3 for group in groups)
+    assert len(set(groups)) > 1
+
+
+def test_arrays_and_tensors_convert_both_ways() -> None:
+    tensors = {"w": torch.randn(3, 2), "b": torch.tensor(1.5)}
+    back = to_tensors(to_arrays(tensors))
+    assert all(torch.equal(tensors[name], back[name]) for name in tensors)
