@@ -17,7 +17,7 @@ CLASSES = 10
 LR = 0.01
 
 State = dict[str, torch.Tensor]
-Arrays = dict[str, np.ndarray]  # type: ignore[type-arg]
+Arrays = dict[str, np.ndarray]
 
 
 class PlainClients:
@@ -43,7 +43,7 @@ class PlainClients:
             for index in torch.randperm(len(y)).split(self.batch):
                 on_device = index.to(self.device)
                 optimizer.zero_grad()
-                F.cross_entropy(self.model(x[on_device]), y[on_device]).backward()  # type: ignore[no-untyped-call]
+                F.cross_entropy(self.model(x[on_device]), y[on_device]).backward()
                 optimizer.step()
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
 
@@ -69,7 +69,7 @@ def loop_rounds(clients: PlainClients, rounds: int) -> list[float]:
 
 
 class IdealPool:
-    """Processes that are there already, with their clients' data: send the model, train, fetch the models, take the mean.
+    """Processes that are there already, with their clients' data: send the model, train, fetch, take the mean.
 
     Use it in a ``with`` statement. All processes get the same number of clients.
     """

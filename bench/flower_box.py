@@ -1,4 +1,4 @@
-"""A SuperLink of the bench's own: own FLWR_HOME, own ports, two workers; every process it started is stopped at the end."""
+"""A SuperLink of the bench's own: own FLWR_HOME, ports and workers; all that it started is stopped at the end."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ class FlowerBox:
             try:
                 done = subprocess.run(
                     run_command(CONNECTION, {**settings, "run-dir": f"{folder}/run"}),
-                    **self.how(),  # type: ignore[call-overload]
+                    **self.how(),
                     check=False,
                 )
             finally:
@@ -129,7 +129,7 @@ class FlowerBox:
             if "flower-superlink" in command:
                 _signal(pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
-        while (left := {p: c for p, (_, c) in _processes().items() if ours.get(p)}) and time.monotonic() < deadline:
+        while (left := _alive(ours)) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in left:
             _signal(pid, signal.SIGKILL)
@@ -161,6 +161,10 @@ def _processes() -> dict[int, tuple[int, str]]:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             table[int(folder.name)] = (parent, command)
     return table
+
+
+def _alive(known: Mapping[int, str]) -> set[int]:
+    return {pid for pid, (_, command) in _processes().items() if pid in known and command}  # not a zombie
 
 
 def _peak_rss_mb(pid: int) -> float:

@@ -99,9 +99,11 @@ def draw_partition(folder: Path) -> Path:
     return folder / "partition.png"
 
 
-def draw_run(folder: Path) -> Path:
-    """Draw one run's learning curves into its directory; returns the picture."""
-    return draw_curves([folder], folder / "curve.png")
+def draw_run(folder: Path) -> None:
+    """Draw one run's partition and, where anything was evaluated, its learning curves into its directory."""
+    draw_partition(folder)
+    if any(key in line for line in read_rounds(folder) for key in ACCURACIES):
+        draw_curves([folder], folder / "curve.png")
 
 
 def draw_curves(folders: Sequence[Path], target: Path) -> Path:

@@ -87,7 +87,6 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     strategy = METHODS[settings.method].strategy(settings, model, header)
     if not settings.resume:
         run.write_json("partition.json", partition_summary(dataset, partition))
-        report.draw_partition(run.folder)
     for note in dataset.notes:
         log.info("note: %s", note)
     strategy.summary()
@@ -123,6 +122,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:
             run.finish("failed", to_tensors(arrays))
+            report.draw_run(run.folder)
             reason = line["dropped"][0]["reason"] if line["dropped"] else "no replies"
             raise RunFailed(
                 f"{abandoned} rounds in a row had fewer than min-replies = {settings.min_replies} valid replies "

@@ -1,0 +1,331 @@
+"""The six measures. Each returns its value and the spread of what it was made of; none of them judges."""
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Message, MessageType
+
+from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
+from bench.flower_box import FlowerBox, run_command
+from fedsub_app.config import Value, resolve
+from fedsub_app.flower import CONNECTION
+from fedsub_app.local_grid import LocalGrid
+from fedsub_app.models import build_model
+from fedsub_app.models import tensors as tensors_of
+from fedsub_app.protocol import HEADER, Json
+from fedsub_app.runs import read_rounds
+from fedsub_app.subnets.averaging import masked_mean
+
+CLIENTS, SAMPLES, BATCH, WORKERS = 10, 500, 10, 2
+POOL_EPOCHS = 5
+MANY_CLIENTS = 1000
+UPDATES = 10
+DATASET = "random-images"
+# What a short run needs to show all phases of a method, and the variants that send different things.
+VARIANTS: dict[str, list[dict[str, Value]]] = {
+    "fedpews": [{"fedpews.masks": masks, "fedpews.warmup-rounds": 2} for masks in ("learned", "fixed")]
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often things are repeated."""
+
+    repeats: int
+    rounds: int  # counted ones, of a run
+
+
+FULL, QUICK = Effort(3, 4), Effort(1, 3)
+
+
+@dataclass
+class Result:
+    """A measure's value (or why it failed), the spread of its sides, and what else came out of it."""
+
+    value: Any = None
+    spread: Json | None = None
+    settings: Json | None = None
+    memory: Json | None = None
+    extra_mb: float | None = None
+    error: str = ""
+
+
+def spread(seconds: Sequence[float]) -> Json:
+    """Return minimum, median and maximum."""
+    return {"min": min(seconds), "median": statistics.median(seconds), "max": max(seconds), "n": len(seconds)}
+
+
+def ratio(upper: Sequence[float], lower: Sequence[float], names: tuple[str, str]) -> tuple[float, Json]:
+    """Return the ratio of the medians, and the spread of both sides with the ratio of the minima."""
+    sides: Json = {names[0]: spread(upper), names[1]: spread(lower)}
+    return statistics.median(upper) / statistics.median(lower), sides | {"ratio-of-minima": min(upper) / min(lower)}
+
+
+def apart(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call ``function`` in a fresh process of its own: memory, thread counts and Flower's globals start anew."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def write_images(folder: Path, train: int, test: int = 100) -> None:
+    """Write random images of CIFAR's shape as ``random-images.npz``."""
+    random = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for split, count in (("train", train), ("test", test)):
+        arrays[f"{split}_images"] = random.integers(0, 256, (count, *IMAGE[1:], IMAGE[0]), dtype=np.uint8)
+        arrays[f"{split}_labels"] = np.arange(count) % CLASSES
+    np.savez(folder / f"{DATASET}.npz", allow_pickle=False, **arrays)
+
+
+def experiment(folder: Path, clients: int, epochs: int, rounds: int, device: str) -> dict[str, Value]:
+    """Return the settings of a FedAvg run of LeNet-5 on the images in ``folder``; evaluation is off the clock."""
+    return {
+        "method": "fedavg",
+        "model": "lenet5",
+        "dataset": DATASET,
+        "data-dir": str(folder),
+        "partition": "iid",
+        "num-clients": clients,
+        "batch-size": BATCH,
+        "lr": LR,
+        "local-epochs": epochs,
+        "num-rounds": rounds,
+        "eval-every": 1000,
+        "device": device,
+    }
+
+
+def shown(settings: dict[str, Value]) -> Json:
+    """Return the settings without the folders, which are temporary."""
+    return {key: value for key, value in settings.items() if key not in ("data-dir", "run-dir")}
+
+
+def run_local(settings: dict[str, Value], grid: type[LocalGrid] = LocalGrid, nodes: int = 1) -> tuple[list[Json], Any]:
+    """Run an experiment on the local engine, here; returns its rounds' lines and the grid."""
+    from fedsub_app.client_app import app
+    from fedsub_app.server_app import run_experiment
+
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        overrides = {**settings, "run-dir": f"{folder}/run"}
+        engine = grid(app, overrides, nodes)
+        run_experiment(engine, resolve(overrides))
+        return read_rounds(Path(folder) / "run"), engine
+
+
+def counted(lines: list[Json], skip: int) -> list[Json]:
+    """Return the lines of the rounds after the first ``skip``, all of which must have gone well."""
+    rounds = [line for line in lines if line["round"] > skip]
+    if not rounds or any(line["status"] != "ok" or line["dropped"] for line in rounds):
+        raise RuntimeError(f"a round went wrong: {rounds}")
+    return rounds
+
+
+# --- local_over_loop --------------------------------------------------------------------------------------------------
+
+
+def local_over_loop(effort: Effort, device: str) -> Result:
+    """Round on the local engine over the plain loop that does the same training; in turn, in one process."""
+    return apart(_local_over_loop, effort, device)
+
+
+def _local_over_loop(effort: Effort, device: str) -> Result:
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), CLIENTS * SAMPLES)
+        settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
+        plain = PlainClients(CLIENTS, SAMPLES, 1, BATCH, device)
+        loop_rounds(plain, 1)
+        engine, loop = [], []
+        for _ in range(effort.repeats):
+            engine += [line["seconds"] for line in counted(run_local(settings)[0], skip=1)]
+            loop += loop_rounds(plain, effort.rounds)
+    value, sides = ratio(engine, loop, ("local", "loop"))
+    return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES})
+
+
+# --- flwr_over_pool ---------------------------------------------------------------------------------------------------
+
+
+def flwr_over_pool(effort: Effort, device: str) -> Result:
+    """Round of a ``flwr run`` on two workers over a round of an ideal pool of two processes; in turn."""
+    flower: list[float] = []
+    pool: list[float] = []
+    with FlowerBox(WORKERS, gpu=device == "cuda") as box:
+        write_images(box.folder, CLIENTS * SAMPLES)
+        settings = experiment(box.folder, CLIENTS, POOL_EPOCHS, effort.rounds + 1, device)
+        with IdealPool(WORKERS, CLIENTS, SAMPLES, POOL_EPOCHS, BATCH, device) as ideal:
+            for _ in range(max(2, effort.repeats)):
+                pool += ideal.rounds(effort.rounds)
+                flower += [line["seconds"] for line in counted(box.run(settings), skip=1)]
+        value, sides = ratio(flower, pool, ("flwr", "pool"))
+        memory = {f"{CLIENTS}-clients": dict(box.peak_mb)}
+    return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES, "workers": WORKERS}, memory)
+
+
+# --- overhead_1000_clients_s ------------------------------------------------------------------------------------------
+
+
+def overhead_1000_clients_s(effort: Effort, device: str) -> Result:
+    """Seconds of a ``flwr run`` round in which 1,000 clients get LeNet-5, do not train it and send it back."""
+    with FlowerBox(WORKERS, gpu=device == "cuda") as box:
+        write_images(box.folder, 5 * MANY_CLIENTS)
+        settings = experiment(box.folder, MANY_CLIENTS, 0, 2 * effort.rounds + 2, device)
+        lines = counted(box.run(settings), skip=2)
+        memory = {f"{MANY_CLIENTS}-clients": dict(box.peak_mb)}
+    parts = {key: spread([line[key] for line in lines]) for key in ("seconds", "merge-seconds", "compute-seconds")}
+    return Result(parts["seconds"]["median"], parts, shown(settings) | {"workers": WORKERS}, memory)
+
+
+# --- wire_over_formula ------------------------------------------------------------------------------------------------
+
+
+class CountingGrid(LocalGrid):
+    """Counts the JSON headers of the training phase, which the formula does not have."""
+
+    header_bytes = 0
+
+    def push_messages(self, messages: Any) -> Any:
+        """Answer every message, and count."""
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message, message_id in zip(messages, ids, strict=True):
+            if message.metadata.message_type == MessageType.TRAIN:
+                self.header_bytes += sum(map(_header_bytes, (message, self._replies[message_id])))
+        return ids
+
+
+def _header_bytes(message: Message) -> int:
+    return 0 if message.has_error() else len(str(message.content.config_records[HEADER]["json"]))
+
+
+def wire_over_formula(effort: Effort, device: str) -> Result:
+    """Bytes sent over the bytes of the papers' formula, one client a node, of the method where it is the most."""
+    return apart(_wire_over_formula, device)
+
+
+def _wire_over_formula(device: str) -> Result:
+    from fedsub_app.methods import METHODS
+
+    clients, rounds, found = 4, 4, {}
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), 20 * clients)
+        base = experiment(Path(folder), clients, 1, rounds, device)
+        for method in METHODS:
+            for variant in VARIANTS.get(method, [{}]):
+                lines, grid = run_local({**base, "method": method, **variant}, CountingGrid, clients)
+                sent, formula = (
+                    sum(line[f"{prefix}bytes-down"] + line[f"{prefix}bytes-up"] for line in counted(lines, skip=0))
+                    for prefix in ("", "formula-")
+                )
+                if formula:
+                    name = " ".join([method, *(str(value) for value in variant.values() if isinstance(value, str))])
+                    bare = (sent - grid.header_bytes) / formula
+                    found[name] = {"ratio": sent / formula, "ratio-without-headers": bare, "formula-bytes": formula}
+    worst = max(entry["ratio"] for entry in found.values())
+    return Result(worst, found, shown(base) | {"nodes": clients, "samples-per-client": 20})
+
+
+# --- averaging_over_bandwidth -----------------------------------------------------------------------------------------
+
+
+def averaging_over_bandwidth(effort: Effort, device: str) -> Result:
+    """Masked mean of ten ResNet-18 over the time to copy them once; and the memory it takes besides its result."""
+    return apart(_averaging_over_bandwidth, effort)
+
+
+def _averaging_over_bandwidth(effort: Effort) -> Result:
+    torch.set_num_threads(1)  # as the server
+    old = {name: t.detach().clone() for name, t in tensors_of(build_model("resnet18", IMAGE, CLASSES, 0)).items()}
+    masks = {name: torch.ones_like(t, dtype=torch.bool) for name, t in old.items()}
+    updates = [
+        ({name: t + i for name, t in old.items()}, {n: m.clone() for n, m in masks.items()}, 1.0) for i in range(10)
+    ]
+    pairs = [(t, torch.empty_like(t)) for x, m, _ in updates for part in (x, m) for t in part.values()]
+    for source, target in pairs:  # touch all pages
+        target.copy_(source)
+    extra_mb = _peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20
+    averaging, moving = [], []
+    for _ in range(3 * effort.repeats):
+        start = time.perf_counter()
+        masked_mean(old, updates)
+        middle = time.perf_counter()
+        for source, target in pairs:
+            target.copy_(source)
+        averaging.append(middle - start)
+        moving.append(time.perf_counter() - middle)
+    value, sides = ratio(averaging, moving, ("masked-mean", "copy"))
+    size = sum(t.numel() for t in old.values())
+    return Result(
+        value, sides, {"updates": UPDATES, "elements": size, "masks": "all ones", "threads": 1}, None, extra_mb
+    )
+
+
+def _peak_above_now_mb(action: Callable[[], object]) -> float:
+    """Return by how much the peak of resident memory during ``action`` is above the memory before it (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present
+    before = _status_mb("VmRSS")
+    action()
+    return _status_mb("VmHWM") - before
+
+
+def _status_mb(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+# --- startup_s --------------------------------------------------------------------------------------------------------
+
+
+def startup_s(effort: Effort, device: str) -> Result:
+    """Seconds from the command to the first round of the default experiment, for both engines."""
+    found: dict[str, list[float]] = {"local": [], "flwr": [], "flwr, SuperLink running": []}
+    training: dict[str, list[float]] = {f"{name}: of it in round 1": [] for name in found}
+    for _ in range(effort.repeats):
+        with FlowerBox(WORKERS, gpu=device == "cuda") as box:
+            for name, engine in (("local", "local"), ("flwr", CONNECTION), ("flwr, SuperLink running", CONNECTION)):
+                until, inside = _first_round(box, engine, f"{box.folder}/{name}", device)
+                found[name].append(until)
+                training[f"{name}: of it in round 1"].append(inside)
+    spreads = {name: spread(seconds) for name, seconds in (found | training).items()}
+    value = {name: spreads[name]["median"] for name in ("local", "flwr")}
+    return Result(value, spreads, {"experiment": "pyproject's defaults", "num-rounds": 1, "workers": WORKERS})
+
+
+def _first_round(box: FlowerBox, engine: str, folder: str, device: str) -> tuple[float, float]:
+    """Return the seconds until round 1 is written, and how many of them are the round itself with its evaluation."""
+    settings: dict[str, Value] = {"num-rounds": 1, "fedpews.warmup-rounds": 1, "device": device, "run-dir": folder}
+    start = time.perf_counter()
+    process = subprocess.Popen(run_command(engine, settings), **{**box.how(), "stdout": subprocess.DEVNULL})
+    while True:
+        over = process.poll() is not None
+        seconds = time.perf_counter() - start
+        first = [line for line in read_rounds(Path(folder)) if line["round"] == 1]
+        if first or over:
+            break
+        time.sleep(0.01)
+    process.wait()
+    if not first:
+        raise RuntimeError(f"fedsub run on {engine} ended with {process.returncode} before round 1")
+    return seconds, first[0]["seconds"] + first[0].get("evaluate-seconds", 0.0)
+
+
+MEASURES: dict[str, Callable[[Effort, str], Result]] = {
+    measure.__name__: measure
+    for measure in (
+        local_over_loop,
+        flwr_over_pool,
+        overhead_1000_clients_s,
+        wire_over_formula,
+        averaging_over_bandwidth,
+        startup_s,
+    )
+}

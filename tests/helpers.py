@@ -1,0 +1,213 @@
+"""What the tests of whole runs share: `fedsub …` in a fresh process, and ways to kill it at a chosen moment.
+
+A fresh process is forked from one that has imported everything and computed nothing: it costs no seconds of imports,
+and nothing survives in it from one run to the next.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from fedsub_app.protocol import Json
+
+TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
+# Messages hold the run directory's path and the clients' seconds as text.
+SENT = ("bytes-down", "bytes-up")
+PATIENCE = 300  # seconds after which a process that should have ended is killed and its test fails
+
+_processes = get_context("forkserver")
+_processes.set_forkserver_preload(
+    [
+        "fedsub_app.cli",
+        "fedsub_app.client_app",
+        "fedsub_app.local_grid",
+        "fedsub_app.server_app",
+        "flwr_datasets.partitioner",
+        "matplotlib.pyplot",
+        "sklearn.datasets",
+        "torch._dynamo",  # which the first optimizer imports
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended: exit code (negative: the signal that killed it) and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def fedsub(scratch: Path, *arguments: str, die: tuple[str, int] | None = None) -> Finished:
+    """Run ``fedsub <arguments>`` in a fresh process; ``die``: kill -9 at this moment of this round (``MOMENTS``)."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    files = scratch / "stdout.txt", scratch / "stderr.txt"
+    target_arguments = (arguments, die, files, dict(os.environ))
+    process = _processes.Process(target=_main, args=target_arguments, daemon=True)
+    process.start()
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        pytest.fail(f"fedsub {' '.join(arguments)}: still running after {PATIENCE} s")
+    out, err = (file.read_text() for file in files)
+    return Finished(process.exitcode, out, err)
+
+
+def _main(
+    arguments: tuple[str, ...], die: tuple[str, int] | None, files: tuple[Path, Path], variables: dict[str, str]
+) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    for file, stream in zip(files, (1, 2), strict=True):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    from fedsub_app.cli import main
+
+    if die:
+        moment, server_round = die
+        MOMENTS[moment](server_round)
+    raise SystemExit(main(list(arguments)))
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wrap(owner: Any, name: str, before: Callable[..., bool] | None = None, after: Callable[..., bool] | None = None):
+    """Kill this process when ``owner.name`` is called (or has returned) with arguments of which the condition holds."""
+    original = getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if before and before(*args, **kwargs):
+            _kill()
+        result = original(*args, **kwargs)
+        if after and after(*args, **kwargs):
+            _kill()
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _before_training(number: int) -> None:
+    from strategies.base import SubnetStrategy
+
+    _wrap(SubnetStrategy, "configure_train", before=lambda self, server_round, *_: server_round == number)
+
+
+def _while_a_client_trains(number: int) -> None:
+    """In the third step of the second client: the first one has written its state."""
+    import client_apps.base as module
+
+    original = module.fit
+
+    def fit(step: Any, *args: Any) -> Any:
+        client, steps = step.__self__, iter(range(1000))
+
+        def deadly(*batch: Any) -> Any:
+            if (client.round, client.id, next(steps)) == (number, 1, 2):
+                _kill()
+            return step(*batch)
+
+        return original(deadly, *args)
+
+    module.fit = fit
+
+
+def _client_state_half_written(number: int) -> None:
+    _wrap(Path, "replace", before=lambda self, to: (to.parent.name, to.name) == ("client-000000", _file(number)))
+
+
+def _client_state_written(number: int) -> None:
+    from fedsub_app.state import ClientState
+
+    _wrap(ClientState, "save", after=lambda self, round_, *_: round_ == number)
+
+
+def _line_written(number: int) -> None:
+    from fedsub_app.runs import Run
+
+    _wrap(Run, "log_round", after=lambda self, line: line["round"] == number)
+
+
+def _checkpoint_half_written(number: int) -> None:
+    """The temporary file is there, the checkpoint is not."""
+    _wrap(Path, "replace", before=lambda self, to: (to.parent.name, to.name) == ("checkpoints", _file(number)))
+
+
+def _checkpoint_written(number: int) -> None:
+    from fedsub_app.runs import Run
+
+    _wrap(Run, "checkpoint", after=lambda self, server_round, *_: server_round == number)
+
+
+def _before_the_summary(number: int) -> None:
+    from fedsub_app.runs import Run
+
+    _wrap(Run, "finish", before=lambda self, *_: self.lines[-1]["round"] == number)
+
+
+def _summary_half_written(number: int) -> None:
+    _wrap(Path, "replace", before=lambda self, to: to.name == "summary.json")
+
+
+def _settings_written(number: int) -> None:
+    from fedsub_app.runs import Run
+
+    _wrap(Run, "write_json", after=lambda self, name, content: name == "settings.json")
+
+
+def _file(number: int) -> str:
+    return f"round-{number:06d}.safetensors"
+
+
+MOMENTS: dict[str, Callable[[int], None]] = {
+    "settings written": _settings_written,
+    "before training": _before_training,
+    "while a client trains": _while_a_client_trains,
+    "client state half written": _client_state_half_written,
+    "client state written": _client_state_written,
+    "line written": _line_written,
+    "checkpoint half written": _checkpoint_half_written,
+    "checkpoint written": _checkpoint_written,
+    "before the summary": _before_the_summary,
+    "summary half written": _summary_half_written,
+}
+
+
+def rounds(folder: Path, without: tuple[str, ...] = TIMINGS + SENT) -> list[Json]:
+    """The lines of a run, without what the clock and the length of paths decide."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in without} for line in lines]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder and their content."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def result(folder: Path) -> Json:
+    """All that must be the same of two equal runs: weights bit for bit, client states, metrics, summary."""
+    states = {name: data for name, data in tree(folder / "clients").items() if not Path(name).name.startswith(".")}
+    summary = json.loads((folder / "summary.json").read_text())
+    without = ["run-dir", *(f"total-{key}" for key in TIMINGS + SENT)]
+    return {
+        "model": (folder / "model.safetensors").read_bytes(),
+        "last checkpoint": {
+            name: tensor.numpy().tobytes()
+            for name, tensor in load_file(max((folder / "checkpoints").glob("round-*"))).items()
+        },
+        "client states": states,
+        "rounds": rounds(folder),
+        "summary": {key: value for key, value in summary.items() if key not in without},
+    }

@@ -1,0 +1,152 @@
+"""Tables, reports and the command line."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedsub_app import cli, config, reproduce
+from fedsub_app.protocol import Json
+from fedsub_app.report import human_bytes, human_seconds
+
+Run = Callable[..., tuple[Json, Path]]
+TABLE = """# A small table
+title = "A small table"
+seeds = 2
+
+[[row]]
+setting = "digits"
+label = "FedAvg"
+experiment = "fedpews/digits"
+set = { method = "fedavg", num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 1.0 }
+paper-rounds = "7"
+paper-final = "12.3 ± 0.4"
+
+[[row]]
+setting = "digits"
+label = "local"
+experiment = "fedpews/digits"
+set = { method = "local", num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 0.0 }
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The project's conf/ with one more table."""
+    conf = tmp_path / "conf"
+    (conf / "tables").mkdir(parents=True)
+    (conf / "fedpews").symlink_to(config.conf_folder() / "fedpews")
+    (conf / "tables/small.toml").write_text(TABLE)
+    monkeypatch.setattr(reproduce, "conf_folder", lambda: conf)
+    return "small"
+
+
+@pytest.mark.parametrize("name", sorted(reproduce.tables()))
+def test_every_table_resolves(name: str) -> None:
+    content, rows = reproduce.read_table(name)
+    assert content["seeds"] >= 1
+    for row in rows:
+        config.resolve(row.overrides)
+    assert len({row.slug for row in rows}) == len(rows)
+
+
+def test_a_table_is_run_written_and_not_run_twice(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["reproduce", table, "--out", str(out), "--workers", "2"]) == 0
+    assert capsys.readouterr().out.count("done  ") == 4
+    rows = list(csv.reader((out / "small.csv").open()))
+    assert rows[0] == list(reproduce.HEADER)
+    fedavg = rows[1]
+    finals = [
+        json.loads((out / f"digits-fedavg/seed{seed}/summary.json").read_text())["final-global-accuracy"]
+        for seed in (0, 1)
+    ]
+    mean, spread = sum(finals) / 2, abs(finals[0] - finals[1]) / 2**0.5
+    assert fedavg[4] == f"{mean:.2f} ± {spread:.2f}"
+    assert fedavg[3] == "7"
+    assert fedavg[5] == "12.3 ± 0.4"
+    text = (out / "small.md").read_text()
+    for fact in ("# A small table", "- commit: ", "- seeds: 0, 1", "- machine: ", "- data: digits"):
+        assert fact in text
+    assert cli.main(["reproduce", table, "--out", str(out)]) == 0  # all there: nothing is run again
+    assert "done  " not in capsys.readouterr().out
+    assert cli.main(["reproduce", table, "--out", str(out), "-s", "lr=0.01", "--seeds", "1"]) == 0  # other settings
+    assert capsys.readouterr().out.count("done  ") == 2
+
+
+def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
+    """A run with a checkpoint but no summary is resumed, not started again."""
+    _, rows = reproduce.read_table(table)
+    job = reproduce.Job(rows[0], 0, tmp_path / "run")
+    assert reproduce.run_job(job.overrides, job.folder) == ""
+    (job.folder / "summary.json").unlink()
+    (job.folder / "checkpoints/round-000002.safetensors").unlink()
+    assert job.summary() is None
+    assert reproduce.run_job(job.overrides, job.folder) == ""
+    assert "resumed after round 1 of 2" in (tmp_path / "run.log").read_text()
+    assert job.summary() is not None
+
+
+def test_a_failing_row_is_named(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["reproduce", table, "--out", str(tmp_path / "out"), "--seeds", "1", "-s", "dataset=nothing"]
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: dataset = 'nothing'")
+
+
+def test_unknown_names_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", "fedpews-table99"]) == 2
+    assert cli.main(["report", "/nonexistent"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].startswith("error: table 'fedpews-table99': allowed are ")
+    assert errors[1] == "error: /nonexistent: not the directory of a run (no readable settings.json)"
+
+
+def test_report_draws_runs_into_one_picture(run_local: Run, tmp_path: Path) -> None:
+    folders = [str(run_local(name, method=name)[1]) for name in ("fedavg", "fedprox")]
+    assert cli.main(["report", *folders, "--out", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_leaves_what_it_should(run_local: Run) -> None:
+    summary, folder = run_local(target_accuracy=30.0)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "settings.json",
+        "rounds.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "partition.json",
+        "partition.png",
+        "curve.png",
+    }
+    assert summary["rounds-to-target"] in (None, 1, 2, 3)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2, 3]
+    for key in ("bytes-up", "formula-bytes-up", "flops", "subnet-flops", "compute-seconds"):
+        assert summary[f"total-{key}"] == pytest.approx(sum(line.get(key, 0) for line in lines))
+
+
+def test_list_shows_every_room(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    text = capsys.readouterr().out
+    for name in ("fedpews", "synthetic-3k", "lenet5", "fedpews/digits", "fedpews-first"):
+        assert name in text
+    assert cli.main(["list", "settings"]) == 0
+    assert "'sgd'" in capsys.readouterr().out
+
+
+def test_env_prints_defaults_that_a_shell_may_override(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        'export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION="${FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION:-1}"'
+    )
+
+
+def test_units_for_people() -> None:
+    assert [human_bytes(n) for n in (0, 999, 1500, 2.5e6, 3e9)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3 GB"]
+    assert [human_seconds(s) for s in (4.4, 187, 3720)] == ["4 s", "3:07 min", "1:02 h"]

@@ -1,0 +1,220 @@
+"""kill -9 at any moment, resume, and the result is bit-identical to that of a run that was never killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import PATIENCE, fedsub, result, rounds, tree
+
+KEYS = {
+    "model": "feature-mlp",
+    "lr": "0.05",
+    "batch-size": "32",
+    "train-per-class": "40",
+    "num-clients": "3",
+    "clients-per-round": "2",  # a client's state may be some rounds old
+    "num-rounds": "4",
+    "fedpews.warmup-rounds": "3",
+    "evaluate": "global,personal",
+}
+METHODS = ("fedpews", "local")  # one keeps mask scores in its clients' state, the other whole models
+
+
+def keys(method: str, folder: Path, **more: str) -> list[str]:
+    values = KEYS | {"method": method, "run-dir": str(folder)} | {k.replace("_", "-"): v for k, v in more.items()}
+    return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The run directory of a method that nobody killed."""
+    made: dict[str, Path] = {}
+
+    def run(method: str, **more: str) -> Path:
+        name = "-".join((method, *more, *more.values()))
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("whole") / name
+            done = fedsub(made[name].parent, "run", *keys(method, made[name], **more))
+            assert done.code == 0, done.err
+        return made[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A FedPeWS run that was killed in round 4 after its first client wrote its state; copy it before changing it."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    done = fedsub(folder.parent, "run", *keys("fedpews", folder), die=("client state written", 4))
+    assert done.code == -signal.SIGKILL, done.err
+    return folder
+
+
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "run"))
+
+
+def checkpoint(folder: Path, number: int) -> Path:
+    return folder / "checkpoints" / f"round-{number:06d}.safetensors"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("moment", "server_round"),
+    [
+        ("settings written", 0),
+        ("line written", 1),  # no checkpoint yet
+        ("before training", 2),
+        ("while a client trains", 2),
+        ("client state half written", 2),
+        ("client state written", 2),
+        ("line written", 2),
+        ("checkpoint half written", 2),
+        ("checkpoint written", 2),
+        ("before the summary", 4),
+        ("summary half written", 4),
+    ],
+)
+def test_killed_and_resumed_is_as_never_killed(
+    method: str, moment: str, server_round: int, uninterrupted: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    died = fedsub(tmp_path, "run", *keys(method, folder), die=(moment, server_round))
+    assert died.code == -signal.SIGKILL, died.err
+    assert not (folder / "summary.json").exists()
+    resumed = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert resumed.code == 0, resumed.err
+    assert result(folder) == result(uninterrupted(method))
+
+
+def test_a_command_killed_from_outside(uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    """The real command, killed at whatever it was doing when its second line appeared."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "fedsub_app.cli", "run"]
+    process = subprocess.Popen([*command, *keys("fedpews", folder)], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "rounds.jsonl").exists() or len(rounds(folder)) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            os.sched_yield()
+    finally:
+        process.kill()
+        process.wait()
+    subprocess.run([*command, "--resume", str(folder)], check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    assert result(folder) == result(uninterrupted("fedpews"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_after_the_last_checkpoint_are_computed_again(
+    method: str, uninterrupted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Client states of rounds 3 and 4 lie there when round 3 starts once more from the checkpoint of round 2."""
+    folder = tmp_path / "run"
+    more = {"checkpoint_every": "2"}
+    assert fedsub(tmp_path, "run", *keys(method, folder, **more), die=("client state written", 4)).code < 0
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round-000002.safetensors"]
+    assert fedsub(tmp_path, "run", "--resume", str(folder)).code == 0
+    assert result(folder) == result(uninterrupted(method, **more))
+
+
+def test_a_run_may_be_killed_twice(uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert fedsub(tmp_path, "run", *keys("fedpews", folder), die=("client state written", 2)).code < 0
+    assert fedsub(tmp_path, "run", "--resume", str(folder), die=("line written", 3)).code < 0
+    assert fedsub(tmp_path, "run", "--resume", str(folder)).code == 0
+    assert result(folder) == result(uninterrupted("fedpews"))
+
+
+@pytest.mark.parametrize("kept", [0, 7, 0.5, -1], ids=["empty", "in the header", "half", "last byte missing"])
+def test_a_truncated_checkpoint_is_refused(kept: float, killed: Path, tmp_path: Path) -> None:
+    folder = copy(killed, tmp_path)
+    path = checkpoint(folder, 3)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * kept) if kept == 0.5 else int(kept)])
+    before = tree(folder)
+    refused = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert refused.code == 2
+    (line,) = refused.err.splitlines()
+    assert line.startswith(f"error: {path}: checkpoint is truncated or damaged")
+    assert line.endswith("delete it to resume from the one before")
+    assert tree(folder) == before
+
+
+def test_without_the_damaged_checkpoint_the_one_before_is_used(
+    killed: Path, uninterrupted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The client states that belong to it must still be there, although a later checkpoint was written."""
+    folder = copy(killed, tmp_path)
+    checkpoint(folder, 3).unlink()
+    resumed = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert "resumed after round 2 of 4" in resumed.out
+    assert result(folder) == result(uninterrupted("fedpews"))
+
+
+def test_a_checkpoint_of_other_settings_is_refused(killed: Path, tmp_path: Path) -> None:
+    folder = copy(killed, tmp_path)
+    settings = json.loads((folder / "settings.json").read_text())
+    settings["settings"]["lr"] = 0.5
+    (folder / "settings.json").write_text(json.dumps(settings))
+    refused = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert refused.code == 2
+    (line,) = refused.err.splitlines()
+    assert line.startswith(f"error: {checkpoint(folder, 3)}: checkpoint of other settings (digest ")
+
+
+def test_a_contradicting_key_is_refused(killed: Path, tmp_path: Path) -> None:
+    before = tree(killed)
+    refused = fedsub(tmp_path, "run", "--resume", str(killed), "-s", "lr=0.1")
+    assert refused.code == 2
+    assert refused.err == f"error: lr = 0.1: the run to resume in {killed} has 0.05\n"
+    assert tree(killed) == before
+
+
+def test_a_key_that_says_the_same_is_not(killed: Path, uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy(killed, tmp_path)
+    assert fedsub(tmp_path, "run", "--resume", str(folder), "-s", "lr=0.05", "-s", "node-timeout=5").code == 0
+    assert result(folder) == result(uninterrupted("fedpews"))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused = fedsub(tmp_path, "run", "--resume", str(tmp_path / "empty"))
+    assert refused.code == 2
+    (line,) = refused.err.splitlines()
+    assert line == (
+        f"error: {tmp_path / 'empty' / 'settings.json'}: not there; run-dir must be the directory of an earlier run"
+    )
+
+
+def test_a_run_directory_in_use_is_left_alone(uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    folder = uninterrupted("fedpews")
+    before = tree(folder)
+    refused = fedsub(tmp_path, "run", *keys("fedpews", folder))
+    assert refused.code == 2
+    assert refused.err == f"error: run-dir = '{folder}': exists and is not empty; resume = true continues it\n"
+    assert tree(folder) == before
+
+
+def test_a_torn_last_line_is_left_out(killed: Path, uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    """The machine died while the line of round 4 was written."""
+    folder = copy(killed, tmp_path)
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4, "status": "ok", "seco')
+    resumed = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert resumed.code == 0, resumed.err
+    assert result(folder) == result(uninterrupted("fedpews"))
+
+
+def test_a_finished_run_resumed_stays_as_it_is(uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy(uninterrupted("local"), tmp_path)
+    resumed = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert resumed.code == 0, resumed.err
+    assert result(folder) == result(uninterrupted("local"))
