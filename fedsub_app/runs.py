@@ -104,6 +104,11 @@ class Run:
         for path in self._checkpoints()[: -keep or len(self._checkpoints())] if keep else []:
             path.unlink(missing_ok=True)
 
+    @property
+    def oldest_round(self) -> int:
+        """Round of the oldest checkpoint there, from which a resume may start; 0 without one."""
+        return int(found[0].stem.removeprefix("round-")) if (found := self._checkpoints()) else 0
+
     def _checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("round-*.safetensors"))
 

@@ -103,7 +103,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
-    strategy.committed = last
+    strategy.committed = run.oldest_round
     strategy.federation.meet(grid)  # before the clock starts: Ray takes seconds to come up
     began = time.perf_counter()
     for number in range(last + 1, settings.num_rounds + 1):
@@ -117,7 +117,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
-            strategy.committed = number
+            strategy.committed = run.oldest_round
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:

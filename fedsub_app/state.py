@@ -63,7 +63,7 @@ class ClientState:
     def save(self, round_: int, tensors: Tensors, committed: int) -> None:
         """Write the state of ``round_``; drop those that no resume can ask for.
 
-        ``committed`` is the server's last checkpoint: states older than the newest one up to it are never read again.
+        ``committed`` is the server's oldest checkpoint: states older than the newest one up to it are never read again.
         """
         data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         write_atomic(self.folder / f"round-{round_:06d}.safetensors", data)

@@ -57,7 +57,7 @@ class SubnetStrategy(Strategy):
         self.federation = Federation(settings, header)
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
-        self.committed = 0  # last round that a checkpoint holds
+        self.committed = 0  # oldest round that a resume may start from
         self.report: Json = {}
         self._dropped: list[Dropped] = []
 

@@ -55,6 +55,7 @@ class FedPeWS(SubnetStrategy):
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
         self.theta = torch.full((settings.num_clients, self.hidden), 0.5)
+        self.covered: dict[int, torch.Tensor] = {}  # the running round's neuron masks
         self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:
             fixed = fixed_masks(self.units, settings.num_clients)
@@ -93,7 +94,8 @@ class FedPeWS(SubnetStrategy):
         if not self.warming_up:
             return update
         learned = self.options.masks == "learned"
-        positions = self.positions(update.tensors["mask"] if learned else self.fixed[update.client])
+        units = update.tensors["mask"] if learned else self.fixed[update.client]
+        positions = self.positions(units)
         for name, mask in positions.items():
             count, covered = update.tensors[name].numel(), int(mask.sum())
             if count != covered:
@@ -103,6 +105,7 @@ class FedPeWS(SubnetStrategy):
             if not bool(((theta >= 0) & (theta <= 1)).all()):
                 raise BadReply("tensor 'theta': probabilities outside [0, 1]")
             self.theta[update.client] = theta
+        self.covered[update.client] = units
         masks = {f"mask/{name}": mask for name, mask in positions.items()}
         return Update(update.client, scatter(update.tensors, positions) | masks, update.metrics, update.num_examples)
 
@@ -110,6 +113,9 @@ class FedPeWS(SubnetStrategy):
         """Line 20, Eq. 4; after the warm-up FedAvg (all masks 1)."""
         if not self.warming_up:
             return super().merge(updates)
+        times = torch.stack([self.covered[update.client] for update in updates]).sum(0)
+        # How many hidden units nobody, one client, two clients … cover.
+        self.report["units-covered-by"] = torch.bincount(times, minlength=len(updates) + 1).tolist()
         parts = [
             (
                 {name: update.tensors[name] for name in self.shapes},

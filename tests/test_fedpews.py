@@ -1,6 +1,7 @@
 """FedPeWS against a second, slow implementation of Algorithm 1 written from the paper, and its invariants."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def masked_weights(model: nn.Module, mask: torch.Tensor) -> Tensors:
     widths = [model.get_submodule(name).out_features for name in layers[:-1]]
     parts = [torch.ones(5), *mask.split(widths), torch.ones(4)]
     weights = {}
-    for layer, (before, after) in zip(layers, zip(parts[:-1], parts[1:], strict=True), strict=True):
+    for layer, (before, after) in zip(layers, pairwise(parts), strict=True):
         weights[f"{layer}.weight"] = model.get_parameter(f"{layer}.weight") * after[:, None] * before[None, :]
         weights[f"{layer}.bias"] = model.get_parameter(f"{layer}.bias") * after
     return weights
@@ -94,7 +95,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
                 m = fixed[i] if fixed else torch.bernoulli(torch.sigmoid(scores[i]), generator=draw)
             trained = {k: v.detach().clone() for k, v in model.named_parameters()}
             with torch.no_grad():
-                for name, parameter in model.named_parameters():
+                for parameter in model.parameters():
                     parameter.fill_(1.0)
                 cover = {k: v.detach() for k, v in masked_weights(model, m).items()}
             answers.append((trained, cover))
@@ -196,7 +197,7 @@ def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
     values = {name: tensor.flatten() for name, tensor in strategy.current.items()}
     good: Tensors = values | {"mask": mask, "theta": torch.rand(256)}
     strategy.decode(Update(0, good, {}, 1))
-    with pytest.raises(BadReply, match="'fc1.bias': 32 values, its mask covers 0"):
+    with pytest.raises(BadReply, match=r"'fc1\.bias': 32 values, its mask covers 0"):
         strategy.decode(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
     with pytest.raises(BadReply, match=r"'theta': probabilities outside \[0, 1\]"):
         strategy.decode(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))

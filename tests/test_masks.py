@@ -1,4 +1,4 @@
-"""Neuron masks: expansion, application, drawing, counting."""
+"""Neuron masks: expansion, gates, drawing, fixed slices."""
 
 import itertools
 
@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import functional_call
 
 from fedsub_app.errors import UserError
 from fedsub_app.models import UnitGroup, build_model, tensors, unit_groups
 from fedsub_app.seeds import generator
 from fedsub_app.subnets import masks
+from fedsub_app.subnets.gates import Gates
 
 
 def tiny(kind: str) -> nn.Sequential:
@@ -129,24 +129,6 @@ def test_permuting_units_permutes_the_expanded_mask(data):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_apply_is_the_product_with_the_expanded_mask_but_for_statistics(kind, data):
-    model = tiny(kind)
-    groups = unit_groups(model)
-    unit_masks = draw_masks(groups, data)
-    named = tensors(model)
-    full = slow_expand(kind, unit_masks, shapes_of(model))
-    masked = masks.apply(named, groups, {name: m.float() for name, m in unit_masks.items()})
-    assert list(masked) == list(named)
-    for name in named:
-        if "running" in name:
-            assert masked[name] is named[name]
-        else:
-            assert torch.equal(masked[name], named[name] * full[name]), name
-
-
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_masked_units_have_no_gradient_and_no_influence(kind):
     model = tiny(kind)
     groups = unit_groups(model)
@@ -154,9 +136,11 @@ def test_masked_units_have_no_gradient_and_no_influence(kind):
     full = slow_expand(kind, unit_masks, shapes_of(model))
     inputs = torch.randn(INPUTS[kind], generator=generator(0))
 
+    gates = Gates(model, groups)
+    gates.masks = {name: mask.float() for name, mask in unit_masks.items()}
+
     def loss():
-        masked = masks.apply(tensors(model), groups, {name: m.float() for name, m in unit_masks.items()})
-        return functional_call(model, masked, (inputs,)).square().sum()
+        return model(inputs).square().sum()
 
     before = loss()
     before.backward()
@@ -169,21 +153,10 @@ def test_masked_units_have_no_gradient_and_no_influence(kind):
     assert torch.allclose(loss(), before)
 
 
-def test_apply_gradient_of_a_mask_by_hand():
-    groups = (UnitGroup("a", 2, ("a.weight",), (("b.weight", 1),)),)
-    named = {"a.weight": torch.tensor([[2.0], [3.0]]), "b.weight": torch.tensor([[5.0, 7.0]])}
-    mask = torch.tensor([1.0, 0.0], requires_grad=True)
-    masked = masks.apply(named, groups, {"a": mask})
-    (masked["a.weight"].sum() + 10 * masked["b.weight"].sum()).backward()
-    assert mask.grad.tolist() == [2 + 10 * 5, 3 + 10 * 7]
-
-
 @pytest.mark.parametrize("unit_masks", [{"fc9": torch.ones(3)}, {"fc1": torch.ones(4)}])
 def test_masks_of_no_group_or_wrong_size_are_named(unit_masks):
     model = tiny("mlp")
     (name,) = unit_masks
-    with pytest.raises(ValueError, match=name):
-        masks.apply(tensors(model), unit_groups(model), unit_masks)
     with pytest.raises(ValueError, match=name):
         masks.expand(unit_groups(model), unit_masks, shapes_of(model))
 
@@ -192,7 +165,6 @@ def test_group_without_mask_is_on():
     model = tiny("mlp")
     groups = unit_groups(model)
     assert all(bool(mask.all()) for mask in masks.expand(groups, {}, shapes_of(model)).values())
-    assert all(a is tensors(model)[name] for name, a in masks.apply(tensors(model), groups, {}).items())
 
 
 def test_bernoulli_gradient_by_hand():
@@ -247,13 +219,6 @@ def test_fixed_masks_with_shares():
     for shares in ([0.5], [0.5, 0.6], [1.5, -0.5]):
         with pytest.raises(ValueError, match="shares"):
             masks.fixed_masks(groups, 2, shares)
-
-
-def test_coverage_counts_clients():
-    count = masks.coverage([{"a": torch.tensor(m)} for m in ([True, False, True], [True, False, False])])
-    assert count["a"].tolist() == [2, 0, 1]
-    assert count["a"].dtype == torch.int64
-    assert masks.coverage([]) == {}
 
 
 def test_diversity_by_hand():

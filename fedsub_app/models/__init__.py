@@ -1,13 +1,12 @@
 """Networks by name, their tensors by name, and their structure (units, layers, head)."""
 
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors
-from fedsub_app.models.units import UnitGroup, head_names, is_running_stat, layer_groups, unit_groups
+from fedsub_app.models.units import UnitGroup, head_names, layer_groups, unit_groups
 
 __all__ = [
     "UnitGroup",
     "build_model",
     "head_names",
-    "is_running_stat",
     "layer_groups",
     "load_tensors",
     "mlp",

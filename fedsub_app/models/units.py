@@ -46,11 +46,6 @@ class UnitGroup:
     cols: tuple[tuple[str, int], ...]
 
 
-def is_running_stat(name: str) -> bool:
-    """Tell whether the tensor ``name`` is a running statistic of a BatchNorm: averaged, but not trained or masked."""
-    return name.endswith((".running_mean", ".running_var"))
-
-
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
     """Full names of a leaf module's tensors."""
     return tuple(f"{prefix}.{name}" for name in tensors(module))

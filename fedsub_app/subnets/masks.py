@@ -1,9 +1,9 @@
-"""Neuron masks: drawing them, fixing them, applying them to a network, counting them.
+"""Neuron masks: drawing them, fixing them, expanding them to the positions they cover.
 
 FedPeWS (Tastan et al., "FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated Learning",
 2024; equations 4 to 6). A mask of a network is a dict ``group name -> bool tensor [group.size]``, one entry per hidden
-unit (:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. ``expand`` and ``apply`` take a
-group that has no mask as fully on.
+unit (:class:`fedsub_app.models.units.UnitGroup`); inputs and outputs are always on. A group
+that has no mask is fully on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.errors import UserError
-from fedsub_app.models.units import UnitGroup, is_running_stat
+from fedsub_app.models.units import UnitGroup
 
 
 def _check(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]) -> None:
@@ -67,45 +67,6 @@ def expand(
             if name in masks:
                 masks[name] &= _along(mask.repeat_interleave(repeat), 1, masks[name].dim())
     return masks
-
-
-def apply(
-    tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return ``x ∘ m``: the tensors multiplied by the expanded mask, differentiable in tensors and masks.
-
-    With ``torch.func.functional_call(model, apply(...), (inputs,))`` this is ``f(x ∘ G(s))`` of FedPeWS, Eq. 5. Running
-    statistics are returned as they are: they are measured, not trained. The full mask is never formed.
-
-    Parameters
-    ----------
-    tensors : tensor name -> float tensor.
-    groups : the network's unit groups; names that ``tensors`` lacks are skipped.
-    unit_masks : group name -> float ``[group.size]``, usually of 0 and 1; may require a gradient.
-
-    Raises
-    ------
-    ValueError
-        If a mask is of no group or of the wrong size.
-    """
-    _check(groups, unit_masks)
-    masked = dict(tensors)
-    for group in groups:
-        mask = unit_masks.get(group.name)
-        if mask is None:
-            continue
-        for name in group.rows:
-            if name in masked and not is_running_stat(name):
-                masked[name] = masked[name] * _along(mask, 0, masked[name].dim())
-        for name, repeat in group.cols:
-            if name not in masked:
-                continue
-            if repeat == 1:
-                masked[name] = masked[name] * _along(mask, 1, masked[name].dim())
-            else:  # a linear layer behind a flatten: its columns as (unit, pixel)
-                weight = masked[name]
-                masked[name] = (weight.view(len(weight), group.size, repeat) * mask.view(1, -1, 1)).flatten(1)
-    return masked
 
 
 def bernoulli_ste(scores: Tensor, generator: torch.Generator) -> Tensor:
@@ -168,16 +129,6 @@ def fixed_masks(
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool)
             masks[group.name][bounds[client] : bounds[client + 1]] = True
     return clients
-
-
-def coverage(masks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return by how many of the clients' masks each unit is covered: group name -> int64 ``[size]``.
-
-    All clients have the same groups. Without clients there are no groups either.
-    """
-    if not masks:
-        return {}
-    return {name: torch.stack([m[name] for m in masks]).sum(dim=0, dtype=torch.int64) for name in masks[0]}
 
 
 def diversity(scores: Tensor, others: Tensor) -> Tensor:
