@@ -85,7 +85,7 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     header = {"run": run.run_id, "settings": settings.flat() | {"experiment": "", "resume": False}}
     header["state-dir"] = str(run.state_folder)
     strategy = METHODS[settings.method].strategy(settings, model, header)
-    if not settings.resume:
+    if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
         run.write_json("partition.json", partition_summary(dataset, partition))
     for note in dataset.notes:
         log.info("note: %s", note)
