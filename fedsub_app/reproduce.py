@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 import tomllib
@@ -28,7 +27,6 @@ import torch
 
 from fedsub_app.config import Settings, Value, conf_folder, resolve
 from fedsub_app.errors import UserError
-from fedsub_app.federation import code_digest
 from fedsub_app.protocol import Json
 from fedsub_app.report import human_seconds
 from fedsub_app.runs import read_rounds
@@ -127,9 +125,8 @@ def reproduce(
     failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)
     machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
-        "command": " ".join(["fedsub", *sys.argv[1:]]),
-        "commit": _commit(),
-        "code digest": code_digest(),
+        "command": " ".join(["fedsub reproduce", name, *(f"-s {key}={value}" for key, value in overrides.items())]),
+        "commit": ", ".join(sorted({_recorded(job, "commit") for job in jobs})),
         "seeds": ", ".join(map(str, numbers)),
         "machine": f"{machine}; one run a core, one thread a run",
         "wall clock": f"{human_seconds(time.monotonic() - start)} for what was not there yet",
@@ -140,6 +137,13 @@ def reproduce(
     for job, reason in failures:
         print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _recorded(job: Job, key: str) -> str:
+    """Return what the run's settings.json says of where it was made."""
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        return str(json.loads((job.folder / "settings.json").read_text()).get(key, "unknown"))
+    return "not run"
 
 
 def _notes(job: Job) -> str:
@@ -202,12 +206,6 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     except (UserError, RunFailed) as error:
         return str(error)
     return ""
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "not a git checkout"
 
 
 HEADER = (

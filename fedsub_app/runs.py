@@ -16,6 +16,7 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 import json
 import os
 import platform
+import subprocess
 import time
 import uuid
 from collections.abc import Mapping
@@ -193,11 +194,22 @@ def open_run(settings: Settings) -> Run:
             "digest": settings.digest(),
             "settings": settings.flat(),
             "code": code_digest(),
+            "commit": _commit(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "flwr": flwr.__version__},
             "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
         },
     )
     return run
+
+
+def _commit() -> str:
+    """Return the checkout's commit, ``-dirty`` with changes; from a bundle there is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "not a git checkout"
 
 
 def read_rounds(folder: Path) -> list[Json]:
