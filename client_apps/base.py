@@ -50,7 +50,7 @@ class Workplace:
         """Hidden units of the network."""
         return unit_groups(self.model)
 
-    @property
+    @cached_property
     def tensors(self) -> Tensors:
         """The network's tensors by name, live."""
         return tensors_of(self.model)

@@ -23,6 +23,7 @@ from fedsub_app.protocol import BadReply, Json, Task, Tensors, pack, unpack, wir
 from fedsub_app.seeds import generator
 
 log = logging.getLogger("fedsub")
+LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up
 
 
 @cache
@@ -76,6 +77,7 @@ class Federation:
         self.settings = settings
         self.header = header
         self.nodes: dict[int, Node] = {}
+        self.refused: set[int] = set()  # node ids that are not asked again
         self.asked: list[tuple[Message, list[int]]] = []  # messages of the current phase and their clients
 
     def sample(self, server_round: int) -> list[int]:
@@ -88,21 +90,22 @@ class Federation:
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.
 
-        The first call waits until ``min-nodes`` (or as many as the nodes themselves say there are) have answered.
+        The first call waits until ``min-nodes`` (or as many as the nodes themselves say there are) have answered, and
+        takes no node that is not as it should be. In later rounds such a node is left alone, with a warning.
 
         Raises
         ------
         UserError
-            ``node-timeout`` is over; the message says who is missing.
+            At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
         """
         deadline = time.monotonic() + self.settings.node_timeout
         first = not self.nodes
         while True:
             present = set(grid.get_node_ids())
             self.nodes = {node_id: node for node_id, node in self.nodes.items() if node_id in present}
-            new = sorted(present - set(self.nodes))
+            new = sorted(present - set(self.nodes) - self.refused)
             if new:
-                self._call_roll(grid, new, max(1.0, deadline - time.monotonic()))
+                self._call_roll(grid, new, first, deadline)
             missing = self._missing()
             if not first or not missing:
                 return
@@ -121,25 +124,28 @@ class Federation:
             return f"{short} of min-nodes = {self.settings.min_nodes}" if short > 0 else ""
         return f"nodes with partition-id {', '.join(map(str, absent))} of {announced}" if absent else ""
 
-    def _call_roll(self, grid: Grid, node_ids: Sequence[int], timeout: float) -> None:
-        header = {"code": code_digest(), "phase": MessageType.QUERY}
-        asked = [
-            Message(pack(header, []), dst_node_id=node_id, message_type=MessageType.QUERY, group_id="roll")
-            for node_id in node_ids
-        ]
-        replies = exchange(grid, asked, timeout)
-        asked_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+    def _call_roll(self, grid: Grid, node_ids: Sequence[int], first: bool, deadline: float) -> None:
+        timeout = deadline - time.monotonic() if first else LATE_ROLL_CALL_S
+        content = pack({"code": code_digest(), "phase": MessageType.QUERY}, [])
+        asked = [Message(content, node_id, MessageType.QUERY, group_id="roll call") for node_id in node_ids]
+        replies = exchange(grid, asked, max(1.0, timeout))
+        node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
         for reply in replies:
-            node_id = asked_of[reply.metadata.reply_to_message_id]
-            if reply.has_error():
-                raise UserError(f"node {node_id} did not answer the roll call: {_brief(reply.error.reason)}")
-            answer, _ = unpack(reply.content)
-            if "error" in answer:
-                raise UserError(f"node {node_id}: {answer['error']}")
-            node = Node(node_id, answer["partition-id"], answer["num-partitions"], answer["simulated"])
-            twin = next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
-            if twin:
-                raise UserError(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
+            node_id = node_of[reply.metadata.reply_to_message_id]
+            try:
+                node = _read_roll_call(node_id, reply)
+                twin = next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
+                if twin and first:
+                    raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
+            except BadReply as error:
+                if first:
+                    raise UserError(f"node {node_id}: {error}") from None
+                log.warning("node %s stays out: %s", node_id, error)
+                self.refused.add(node_id)
+                continue
+            if twin:  # restarted under a new id while Flower still lists the old one
+                del self.nodes[twin.node_id]
+                self.refused.add(twin.node_id)
             self.nodes[node_id] = node
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, list[int]], list[Dropped]]:
@@ -211,13 +217,25 @@ class Federation:
             reasons |= dict.fromkeys(clients, "its node's reply does not hold it")
             for config, tensors in answered_parts:
                 client = config.get("client")
-                if client not in clients or client in parts:
+                if type(client) is not int or client not in clients or client in parts:
                     log.warning("ignored a part for client %r: not asked of this node, or twice", client)
                     continue
                 parts[client] = (config, tensors)
         found = [(client, *parts[client]) for client in sorted(parts)]
         dropped = [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
         return Answers(found, dropped, received)
+
+
+def _read_roll_call(node_id: int, reply: Message) -> Node:
+    if reply.has_error():
+        raise BadReply(f"did not answer the roll call: {_brief(reply.error.reason)}")
+    answer, _ = unpack(reply.content)
+    if "error" in answer:
+        raise BadReply(str(answer["error"]))
+    number, count = answer.get("partition-id"), answer.get("num-partitions")
+    if type(number) is not int or type(count) is not int or not 0 <= number < count:
+        raise BadReply(f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num")
+    return Node(node_id, number, count, answer.get("simulated") is True)
 
 
 def _brief(reason: str | None) -> str:
@@ -232,13 +250,14 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Me
     Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this one starts at 5 ms
     and backs off to 0.5 s, so short rounds are not dominated by the wait.
     """
-    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
+    waiting = [message_id for message_id in grid.push_messages(messages) if message_id]
     replies: list[Message] = []
     start = time.monotonic()
     while waiting:
-        found = list(grid.pull_messages(list(waiting)))
+        found = list(grid.pull_messages(waiting))
         replies += found
-        waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        answered = {reply.metadata.reply_to_message_id for reply in found}
+        waiting = [message_id for message_id in waiting if message_id not in answered]
         elapsed = time.monotonic() - start
         if not waiting or elapsed > timeout:
             break

@@ -44,23 +44,28 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     if not overrides.get("resume"):
         return resolve(overrides)
     folder = Path(str(overrides.get("run-dir", "")))
-    recorded = _read_json(folder / "settings.json")["settings"]
+    recorded = _recorded(folder)["settings"]
     for key, value in overrides.items():
         if key not in LOCATION_KEYS and recorded.get(key) != value:
             raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {recorded.get(key)!r}")
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
     settings = resolve({key: value for key, value in recorded.items() if key != "experiment"} | location)
-    return settings.model_copy(update={"experiment": recorded["experiment"]})
+    return settings.model_copy(update={"experiment": str(recorded.get("experiment", ""))})
 
 
-def _read_json(path: Path) -> Json:
+def _recorded(folder: Path) -> Json:
+    """Return what ``open_run`` wrote into a run's settings.json."""
+    path = folder / "settings.json"
     try:
-        content: Json = json.loads(path.read_text())
-        return content
-    except FileNotFoundError:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
+    found: Json = content if isinstance(content, dict) else {}
+    if not isinstance(found.get("settings"), dict) or "run-id" not in found:
+        raise UserError(f"{path}: not a run's settings (settings, run-id)")
+    return found
 
 
 def _write_json(path: Path, content: Json) -> None:
@@ -167,14 +172,14 @@ def open_run(settings: Settings) -> Run:
     Raises
     ------
     UserError
-        The directory exists and is not empty, or (resume) is not one of a run.
+        The directory exists and is not empty, cannot be made, or (resume) is not one of a run.
     """
     if settings.resume:
         folder = Path(settings.run_dir).resolve()
-        return Run(folder, settings, str(_read_json(folder / "settings.json")["run-id"]))
+        return Run(folder, settings, str(_recorded(folder)["run-id"]))
     if settings.run_dir:
         folder = Path(settings.run_dir).resolve()
-        if folder.exists() and any(folder.iterdir()):
+        if folder.is_dir() and any(folder.iterdir()):
             raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
     else:
         root = Path(os.environ.get("FEDSUB_RUNS", "runs")).resolve()
@@ -185,7 +190,10 @@ def open_run(settings: Settings) -> Run:
             for number in range(1, 1000)
             if not (path := root / (stamp if number == 1 else f"{stamp}-{number}")).exists()
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file of that name, no permission, read-only disk
+        raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
     run = Run(folder, settings, uuid.uuid4().hex[:12])
     run.write_json(
         "settings.json",

@@ -75,7 +75,8 @@ def _mean_of_one(old: Tensor, updates: Sequence[tuple[Tensor, Tensor | None, flo
             old[None], [(x[None], None if m is None else m[None], w) for x, m, w in updates], server_lr
         )[0]
     rows = max(1, BLOCK * len(new) // new.numel())
-    values = [x.split(rows) for x, _, _ in updates]
+    # Splitting a tensor that fits one block costs as much as summing it: a third of the time of 1,000 LeNets.
+    values = [x.split(rows) if rows < len(new) else (x,) for x, _, _ in updates]
     # uint8 is the same bytes as bool and becomes a float two to three times faster. expand is a view, for any mask.
     masks = [None if m is None else m.view(torch.uint8).expand(new.shape).split(rows) for _, m, _ in updates]
     weights = [weight for _, _, weight in updates]

@@ -1,0 +1,445 @@
+"""Nodes and clients: who hosts whom, who takes part, and what happens when a node is late, away, wrong or broken."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from helpers import rounds
+from safetensors.torch import load_file
+
+import fedsub_app.client_app
+from fedsub_app.client_app import app
+from fedsub_app.config import Value, resolve
+from fedsub_app.data import load_dataset
+from fedsub_app.errors import UserError
+from fedsub_app.federation import Answers, Dropped, Federation, Node, exchange
+from fedsub_app.local_grid import LocalGrid
+from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model
+from fedsub_app.protocol import Json, Task, Tensors, pack, unpack
+from strategies.base import to_arrays, to_tensors
+
+RunLocal = Callable[..., tuple[Json, Path]]
+
+
+def federation(**keys: Value) -> Federation:
+    settings = resolve({name.replace("_", "-"): value for name, value in keys.items()})
+    return Federation(settings, {"run": "this"})
+
+
+def nodes(count: int, simulated: bool = True) -> dict[int, Node]:
+    return {number + 2: Node(number + 2, number, count, simulated) for number in range(count)}
+
+
+class Comings(LocalGrid):
+    """A grid of three nodes whose ``away(round)`` names the partition ids that are not there before that round."""
+
+    def __init__(self, app: Any, overrides: Any, away: Callable[[int], set[int]]) -> None:
+        super().__init__(app, overrides, 3)
+        self.away = away
+        self.round = 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sent = list(messages)
+        self.round += any(message.metadata.message_type == MessageType.TRAIN for message in sent)
+        return super().push_messages(sent)
+
+    def get_node_ids(self) -> Iterable[int]:
+        away = self.away(self.round + 1)
+        return [node for node, context in self.contexts.items() if context.node_config["partition-id"] not in away]
+
+
+class Restarting(Comings):
+    """The node of partition 1 is away in round 2 and back in round 3 with another id, as after a restart."""
+
+    def __init__(self, app: Any, overrides: Any) -> None:
+        super().__init__(app, overrides, lambda number: {1} if number == 2 else set())
+
+    def get_node_ids(self) -> Iterable[int]:
+        if self.round == 2 and 3 in self.contexts:
+            self.contexts[77] = self.contexts.pop(3)
+        return super().get_node_ids()
+
+
+# --- who takes part -------------------------------------------------------------------------------------------------
+
+
+def test_the_sample_depends_on_seed_and_round_only() -> None:
+    drawn = []
+    for count in (1, 2, 5):
+        fed = federation(num_clients=50, clients_per_round=7, seed=3)
+        fed.meet(LocalGrid(app, {}, count))
+        drawn.append([fed.sample(number) for number in range(1, 80)])
+    assert drawn[0] == drawn[1] == drawn[2]
+    for clients in drawn[0]:
+        assert clients == sorted(set(clients))
+        assert len(clients) == 7
+        assert set(clients) <= set(range(50))
+    assert drawn[0][0] != drawn[0][1]
+    assert len({client for clients in drawn[0] for client in clients}) == 50  # everybody has a turn
+    assert federation(num_clients=50, clients_per_round=7, seed=4).sample(1) != drawn[0][0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({}, 10),
+        ({"participation": 0.3}, 3),
+        ({"participation": 0.01}, 1),  # never nobody
+        ({"clients-per-round": 4}, 4),
+        ({"clients-per-round": 4, "participation": 0.9}, 4),
+        ({"participation": 0.26}, 3),
+    ],
+)
+def test_fraction_and_number_of_participants(keys: dict[str, Value], size: int) -> None:
+    settings = resolve({"num-clients": 10} | keys)
+    assert len(Federation(settings, {}).sample(1)) == settings.sample_size == size
+
+
+# --- who hosts whom -------------------------------------------------------------------------------------------------
+
+
+def test_pinned_and_balanced() -> None:
+    clients = [0, 3, 4, 6, 9]
+    pinned = federation(num_clients=10, placement="pinned")
+    pinned.nodes = nodes(3)
+    assert pinned.hosts(clients) == ({2: [0, 3, 6, 9], 3: [4]}, [])
+    balanced = federation(num_clients=10, placement="balanced")
+    balanced.nodes = nodes(3)
+    assert balanced.hosts(clients) == ({2: [0, 3], 3: [4, 6], 4: [9]}, [])
+
+
+def test_auto_is_balanced_only_where_all_nodes_share_a_disk() -> None:
+    fed = federation(num_clients=4)
+    fed.nodes = nodes(2)
+    assert fed.hosts([0, 2]) == ({2: [0], 3: [2]}, [])
+    fed.nodes = nodes(2, simulated=False)
+    assert fed.hosts([0, 2]) == ({2: [0, 2]}, [])
+
+
+def test_more_nodes_than_clients() -> None:
+    for placement in ("pinned", "balanced"):
+        fed = federation(num_clients=2, placement=placement)
+        fed.nodes = nodes(5)
+        assigned, dropped = fed.hosts([0, 1])
+        assert sorted(client for clients in assigned.values() for client in clients) == [0, 1]
+        assert len(assigned) == 2
+        assert dropped == []
+
+
+def test_clients_of_an_absent_node_are_dropped() -> None:
+    fed = federation(num_clients=6, placement="pinned")
+    fed.nodes = {node_id: node for node_id, node in nodes(3).items() if node.partition_id != 1}
+    assert fed.hosts([0, 1, 4, 5]) == (
+        {2: [0], 4: [5]},
+        [Dropped(1, "its node is away"), Dropped(4, "its node is away")],
+    )
+    for placement in ("pinned", "balanced"):
+        alone = federation(num_clients=6, placement=placement)
+        assert alone.hosts([2]) == ({}, [Dropped(2, "its node is away")])
+
+
+def test_one_message_a_node() -> None:
+    fed = federation(num_clients=1000)
+    fed.nodes = nodes(2)
+    shared = torch.zeros(100)
+    messages, _ = fed.messages("train", 1, {client: Task(client, {"w": shared}) for client in range(1000)}, {})
+    assert len(messages) == 2
+    assert [len(unpack(message.content)[1]) for message in messages] == [500, 500]
+
+
+# --- the roll call --------------------------------------------------------------------------------------------------
+
+
+def test_the_roll_call_finds_all_nodes() -> None:
+    fed = federation()
+    fed.meet(LocalGrid(app, {}, 3))
+    assert fed.nodes == nodes(3)
+
+
+@pytest.mark.parametrize(
+    ("away", "min_nodes", "missing"),
+    [
+        ({1}, 0, "2 nodes there, missing: nodes with partition-id 1 of 3"),
+        ({0, 2}, 0, "1 nodes there, missing: nodes with partition-id 0, 2 of 3"),
+        ({0, 1, 2}, 0, "0 nodes there, missing: nodes with partition-id 0 of 1"),
+        ({1}, 3, "2 nodes there, missing: 1 of min-nodes = 3"),
+    ],
+)
+def test_after_the_deadline_it_says_who_is_missing(away: set[int], min_nodes: int, missing: str) -> None:
+    fed = federation(node_timeout=0.05, min_nodes=min_nodes)
+    with pytest.raises(UserError) as caught:
+        fed.meet(Comings(app, {}, lambda _: away))
+    assert str(caught.value) == f"node-timeout = 0.05: {missing}"
+
+
+def test_min_nodes_are_enough() -> None:
+    fed = federation(node_timeout=0.05, min_nodes=2)
+    fed.meet(Comings(app, {}, lambda _: {1}))
+    assert [node.partition_id for node in fed.nodes.values()] == [0, 2]
+
+
+def test_late_nodes_are_waited_for() -> None:
+    """As Flower's simulation: the ServerApp is there before the nodes are."""
+    looks = iter([{0, 1, 2}, {0, 1, 2}, {1}, set()])
+    fed = federation()
+    fed.meet(Comings(app, {}, lambda _: next(looks)))
+    assert fed.nodes == nodes(3)
+
+
+def test_two_nodes_of_one_partition() -> None:
+    grid = LocalGrid(app, {}, 3)
+    grid.contexts[4].node_config["partition-id"] = 1
+    with pytest.raises(UserError, match=r"^node 4: partition-id = 1: two nodes have it \(3, 4\)$"):
+        federation().meet(grid)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "node 2: --node-config = {}: needs partition-id=<int> num-partitions=<int>"),
+        (
+            {"partition-id": "0", "num-partitions": 2},
+            "node 2: --node-config = {'partition-id': '0', 'num-partitions': 2}: "
+            "needs partition-id=<int> num-partitions=<int>",
+        ),
+        ({"partition-id": 2, "num-partitions": 2}, "node 2: partition-id = 2: must be 0 to num-partitions - 1"),
+        ({"partition-id": -1, "num-partitions": 2}, "node 2: partition-id = -1: must be 0 to num-partitions - 1"),
+    ],
+)
+def test_a_wrong_node_config(config: dict[str, Any], said: str) -> None:
+    grid = LocalGrid(app, {})
+    grid.contexts[2].node_config = config
+    with pytest.raises(UserError) as caught:
+        federation().meet(grid)
+    assert str(caught.value) == said
+
+
+def test_a_node_of_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = federation()
+    grid = LocalGrid(app, {})
+    monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
+    with pytest.raises(UserError, match=r"^node 2: this node runs other code \(digest f00d\) than the server \("):
+        fed.meet(grid)
+
+
+def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = federation()
+    grid = LocalGrid(app, {}, 2)
+    fed.meet(grid)
+    messages, _ = fed.messages("train", 1, {0: Task(0)}, {})
+    monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
+    answers = fed.answers("train", 1, grid.send_and_receive(messages))
+    assert answers.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
+
+
+def breaking(message_type: str, node_id: int) -> Callable[[Message, Context], Message]:
+    """The ClientApp, which raises on one node."""
+
+    def run(message: Message, context: Context) -> Message:
+        if (message.metadata.message_type, context.node_id) == (message_type, node_id):
+            raise OSError("disk full")
+        return app(message=message, context=context)
+
+    return run
+
+
+def test_a_node_that_fails_the_roll_call() -> None:
+    with pytest.raises(UserError, match=r"^node 3: did not answer the roll call: OSError: disk full$"):
+        federation().meet(LocalGrid(breaking(MessageType.QUERY, 3), {}, 2))  # type: ignore[arg-type]
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------
+
+
+def exchanged(reply: Callable[[Json, list[tuple[Json, Tensors]]], RecordDict], again: bool = False) -> Answers:
+    """Ask clients 0, 2 (on one node) and 1 (on another) in round 5; ``reply`` makes the answer of the first node."""
+
+    def honest(header: Json, parts: list[tuple[Json, Tensors]]) -> RecordDict:
+        return pack(header, [({"client": config["client"]}, {}) for config, _ in parts])
+
+    def run(message: Message, context: Context) -> Message:
+        header, parts = unpack(message.content)
+        stamp = {key: header[key] for key in ("run", "round", "phase")}
+        answer = reply if context.node_id == 2 else honest
+        return Message(answer(stamp, parts), reply_to=message)
+
+    fed = federation(num_clients=3, placement="pinned")
+    fed.nodes = nodes(2)
+    messages, dropped = fed.messages("train", 5, {client: Task(client) for client in range(3)}, {})
+    assert not dropped
+    replies = exchange(LocalGrid(run, {}, 2), messages, 10)  # type: ignore[arg-type]
+    return fed.answers("train", 5, replies * 2 if again else replies)
+
+
+def both(header: Json, *clients: Any) -> RecordDict:
+    return pack(header, [({"client": client}, {}) for client in clients])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reasons"),
+    [
+        (lambda header, parts: both(header, 0, 2), {}),
+        (
+            lambda header, parts: both(header | {"round": 4}, 0, 2),
+            dict.fromkeys((0, 2), "stale reply: run, round, phase = ('this', 4, 'train')"),
+        ),
+        (
+            lambda header, parts: both(header | {"run": "other"}, 0, 2),
+            dict.fromkeys((0, 2), "stale reply: run, round, phase = ('other', 5, 'train')"),
+        ),
+        (
+            lambda header, parts: both(header | {"phase": "evaluate"}, 0, 2),
+            dict.fromkeys((0, 2), "stale reply: run, round, phase = ('this', 5, 'evaluate')"),
+        ),
+        (
+            lambda header, parts: both({}, 0, 2),
+            dict.fromkeys((0, 2), "stale reply: run, round, phase = (None, None, None)"),
+        ),
+        (
+            lambda header, parts: RecordDict({"arrays": ArrayRecord({})}),
+            dict.fromkeys((0, 2), "not fedsub's wire format (KeyError: 'fedsub.header')"),
+        ),
+        (
+            lambda header, parts: both(header | {"error": "data-dir is empty"}),
+            dict.fromkeys((0, 2), "node failed: data-dir is empty"),
+        ),
+        (lambda header, parts: both(header, 0), {2: "its node's reply does not hold it"}),
+        (lambda header, parts: both(header, 0, 0, 2), {}),  # twice: the first one counts
+        (lambda header, parts: both(header, 0, 2, 1), {}),  # 1 lives on the other node
+        (lambda header, parts: both(header, 0, 2, 99, -1), {}),
+        (lambda header, parts: both(header, 0, "2"), {2: "its node's reply does not hold it"}),
+        (lambda header, parts: both(header, False, 2.0), dict.fromkeys((0, 2), "its node's reply does not hold it")),
+        (lambda header, parts: both(header, None, [0], {"client": 0}, 0, 2), {}),
+    ],
+)
+def test_answers_that_were_not_asked_for(reply: Any, reasons: dict[int, str]) -> None:
+    """Whatever one node says, the other node's client counts, and nobody counts twice."""
+    answers = exchanged(reply)
+    assert answers.dropped == [Dropped(client, reason) for client, reason in reasons.items()]
+    assert [client for client, _, _ in answers.parts] == [client for client in range(3) if client not in reasons]
+
+
+def test_the_first_of_two_parts_counts() -> None:
+    def twice(header: Json, parts: list[tuple[Json, Tensors]]) -> RecordDict:
+        return pack(header, [({"client": 0}, {"w": torch.ones(1)}), ({"client": 0}, {"w": torch.zeros(1)})])
+
+    (client, _, tensors), _ = exchanged(twice).parts
+    assert (client, tensors["w"].item()) == (0, 1)
+
+
+def test_a_second_reply_is_ignored() -> None:
+    answers = exchanged(lambda header, parts: both(header, 0, 2), again=True)
+    once = exchanged(lambda header, parts: both(header, 0, 2))
+    assert answers == once
+
+
+def test_replies_to_an_earlier_round_are_ignored() -> None:
+    """A reply that arrives after its round's timeout must not count as one of the next round."""
+    grid = LocalGrid(lambda message, context: Message(both({"run": "this", "round": 1}, 0), reply_to=message), {})  # type: ignore[arg-type]
+    fed = federation(num_clients=1)
+    fed.nodes = nodes(1)
+    first, _ = fed.messages("train", 1, {0: Task(0)}, {})
+    late = exchange(grid, first, 10)
+    fed.messages("train", 2, {0: Task(0)}, {})
+    answers = fed.answers("train", 2, late)
+    assert answers.parts == []
+    assert answers.dropped == [Dropped(0, "no reply within round-timeout")]
+
+
+class Silent(LocalGrid):
+    """The node with id 3 never answers a training message."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        found = super().pull_messages(message_ids)
+        return [m for m in found if (m.metadata.src_node_id, m.metadata.message_type) != (3, MessageType.TRAIN)]
+
+
+def test_a_silent_node_costs_the_timeout_and_its_own_clients(run_local: RunLocal) -> None:
+    _, folder = run_local(
+        grid=lambda app, keys: Silent(app, keys, 2), num_clients=3, placement="pinned", round_timeout=0.5, num_rounds=1
+    )
+    line = rounds(folder)[1]
+    assert line["status"] == "ok"
+    assert line["dropped"] == [{"client": 1, "reason": "no reply within round-timeout"}]
+
+
+def test_a_node_that_fails_loses_its_own_clients_only(run_local: RunLocal) -> None:
+    broken = breaking(MessageType.TRAIN, 3)
+    _, folder = run_local(
+        grid=lambda app, keys: LocalGrid(broken, keys, 2),  # type: ignore[arg-type]
+        num_clients=3,
+        placement="pinned",
+        num_rounds=1,
+    )
+    assert rounds(folder)[1]["dropped"] == [{"client": 1, "reason": "node failed: OSError: disk full"}]
+    assert rounds(folder)[1]["status"] == "ok"
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_node_misses_its_round_only(run_local: RunLocal) -> None:
+    _, folder = run_local(grid=Restarting, num_clients=3, placement="pinned")
+    assert [line["dropped"] for line in rounds(folder)[1:]] == [
+        [],
+        [{"client": 1, "reason": "its node is away"}],
+        [],
+    ]
+    assert all(line["clients"] == [0, 1, 2] for line in rounds(folder)[1:])
+
+
+def test_simulated_nodes_stand_in_for_each_other(run_local: RunLocal) -> None:
+    _, whole = run_local("whole", num_clients=3)
+    _, folder = run_local(grid=Restarting, num_clients=3, placement="auto")
+    assert rounds(folder) == rounds(whole)
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+METHOD_KEYS: dict[str, dict[str, Value]] = {
+    "fedavg": {"weighting": "examples"},
+    "fedprox": {"fedprox__mu": 0.1},
+    "fedpews": {"fedpews__warmup_rounds": 2},
+}
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_the_number_of_nodes_does_not_matter(method: str, run_local: RunLocal) -> None:
+    def run(count: int, placement: str) -> tuple[list[Json], bytes]:
+        keys: dict[str, Value] = {"num_clients": 4, "clients_per_round": 3, "evaluate": "global,global-local"}
+        _, folder = run_local(
+            f"{count} {placement}",
+            grid=lambda app, overrides: LocalGrid(app, overrides, count),
+            **keys | METHOD_KEYS[method] | {"method": method, "placement": placement},
+        )
+        return rounds(folder), (folder / "model.safetensors").read_bytes()
+
+    alone = run(1, "auto")
+    assert run(2, "auto") == alone
+    assert run(3, "pinned") == alone
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_flowers_own_loop_gives_our_model(method: str, run_local: RunLocal, tmp_path: Path) -> None:
+    """``strategy.start`` of stock Flower instead of our loop."""
+    keys = METHOD_KEYS[method] | {"method": method, "num_clients": 3, "evaluate": "global-local"}
+    _, folder = run_local("ours", **keys)
+    settings = resolve(json.loads((folder / "settings.json").read_text())["settings"])
+    dataset = load_dataset(settings.data)
+    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    header = {"run": "flowers", "settings": settings.flat(), "state-dir": str(tmp_path / "state")}
+    strategy = METHODS[method].strategy(settings, model, header)
+    grid = LocalGrid(app, settings.flat(), 2)
+    result = strategy.start(grid, initial_arrays=to_arrays(strategy.current), num_rounds=settings.num_rounds)
+    theirs, ours = to_tensors(result.arrays), load_file(folder / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    for line in rounds(folder):
+        assert result.train_metrics_clientapp[line["round"]]["train-loss"] == line["train-loss"]
+        assert (
+            result.evaluate_metrics_clientapp[line["round"]]["global-local-accuracy"] == line["global-local-accuracy"]
+        )
