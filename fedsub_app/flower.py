@@ -14,9 +14,10 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedsub_app.config import Value, resolve
+from fedsub_app.config import Value
 from fedsub_app.errors import UserError
 from fedsub_app.protocol import Json
+from fedsub_app.runs import settings_of
 
 CONNECTION = "local-simulation"
 PROJECT = Path(__file__).resolve().parents[1]
@@ -80,7 +81,13 @@ def _flwr(*arguments: str) -> list[str]:
 
 def run(connection: str, overrides: Mapping[str, Value]) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    resolve({key: value for key, value in overrides.items() if key not in ("run-dir", "resume")})  # fail early
+    settings_of(overrides)  # fail early
+    overrides = dict(overrides)
+    if connection == CONNECTION:  # the SuperLink has its own working directory and the environment of its first start
+        if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
+            overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
+        if overrides.get("run-dir"):
+            overrides["run-dir"] = str(Path(str(overrides["run-dir"])).resolve())
     # Flower looks for flower-superlink and its other commands on the PATH.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     variables = environment() | os.environ | {"PATH": path}
