@@ -253,7 +253,7 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
     for source, target in pairs:  # touch all pages
         target.copy_(source)
     extra_mb = _peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20
-    averaging, moving = [], []
+    averaging, moving, cloning = [], [], []
     for _ in range(3 * effort.repeats):
         start = time.perf_counter()
         masked_mean(old, updates)
@@ -261,8 +261,14 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
         for source, target in pairs:
             target.copy_(source)
         averaging.append(middle - start)
-        moving.append(time.perf_counter() - middle)
+        moving.append((end := time.perf_counter()) - middle)
+        copies = [
+            source.clone() for source, _ in pairs
+        ]  # as the copy, into memory that the system has to provide first
+        cloning.append(time.perf_counter() - end)
+        del copies
     value, sides = ratio(averaging, moving, ("masked-mean", "copy"))
+    sides["clone"] = spread(cloning)
     size = sum(t.numel() for t in old.values())
     return Result(
         value, sides, {"updates": UPDATES, "elements": size, "masks": "all ones", "threads": 1}, None, extra_mb

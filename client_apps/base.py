@@ -151,17 +151,22 @@ class Client:
     # --- what methods use -------------------------------------------------------------------------------------------
 
     def load(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """Copy named tensors into the model, in training mode, with a fresh optimizer."""
+        """Copy named tensors into the model."""
         load_tensors(self.model, sent)
-        self.model.train()
-        self.optimizer = make_optimizer(self.settings, self.model.parameters())
 
     def trained(self) -> Tensors:
         """Return a copy of the model's tensors (the next client reuses the model)."""
         return {name: tensor.detach().clone() for name, tensor in self.place.tensors.items()}
 
     def fit(self, passes: int = 1) -> None:
-        """Train ``local-epochs`` with :meth:`step`; ``passes``: forward and backward passes in one step, for costs."""
+        """Train ``local-epochs`` with :meth:`step` and a fresh optimizer.
+
+        ``passes``: forward and backward passes in one step, for the costs.
+        """
+        if self.settings.local_epochs == 0:
+            return
+        self.model.train()
+        self.optimizer = make_optimizer(self.settings, self.model.parameters())
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         order = batches(
             len(self.y), self.settings.batch_size, self.settings.local_epochs, self.generator("batches"), normalised

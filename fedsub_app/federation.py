@@ -77,6 +77,7 @@ class Federation:
         self.settings = settings
         self.header = header
         self.nodes: dict[int, Node] = {}
+        self.met = False
         self.refused: set[int] = set()  # node ids that are not asked again
         self.asked: list[tuple[Message, list[int]]] = []  # messages of the current phase and their clients
 
@@ -99,15 +100,16 @@ class Federation:
             At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
         """
         deadline = time.monotonic() + self.settings.node_timeout
-        first = not self.nodes
+        wait = not self.nodes  # also when all have left: the round is abandoned if none comes back in time
         while True:
             present = set(grid.get_node_ids())
             self.nodes = {node_id: node for node_id, node in self.nodes.items() if node_id in present}
             new = sorted(present - set(self.nodes) - self.refused)
             if new:
-                self._call_roll(grid, new, first, deadline)
+                self._call_roll(grid, new, not self.met, deadline)
             missing = self._missing()
-            if not first or not missing:
+            if not wait or not missing or (self.met and time.monotonic() > deadline):
+                self.met = True
                 return
             if time.monotonic() > deadline:
                 raise UserError(

@@ -62,13 +62,19 @@ def setup() -> list[str]:
 
 
 def _connection() -> str:
-    cores = os.cpu_count() or 1
-    return f"""[superlink.{CONNECTION}]
-address = ":local:"
-options.num-supernodes = {cores}
-options.backend.client-resources.num-cpus = 1
-options.backend.init-args.num-cpus = {cores}
-"""
+    import torch  # on demand: only this needs it
+
+    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    lines = [
+        f"[superlink.{CONNECTION}]",
+        'address = ":local:"',
+        f"options.num-supernodes = {cores}",
+        "options.backend.client-resources.num-cpus = 1",
+        f"options.backend.init-args.num-cpus = {cores}",
+    ]
+    if gpus:  # the workers share them; without a share Ray hides them
+        lines.append(f"options.backend.client-resources.num-gpus = {gpus / cores}")
+    return "\n".join(lines) + "\n"
 
 
 def _toml(value: Value) -> str:

@@ -60,6 +60,7 @@ class SubnetStrategy(Strategy):
         self.committed = 0  # oldest round that a resume may start from
         self.report: Json = {}
         self._dropped: list[Dropped] = []
+        self._like_current = specs(self.current)
 
     # --- what a method overrides ------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ class SubnetStrategy(Strategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Return the tensors that ``client`` must answer with: a model like the one it was sent."""
-        return specs(self.current)
+        return self._like_current
 
     def decode(self, update: Update) -> Update:
         """Check what only the method knows and undo its encoding; raise :class:`BadReply` to drop the update."""
@@ -107,6 +108,7 @@ class SubnetStrategy(Strategy):
         """Sample the round's clients and return one message a node with their tasks."""
         self.federation.meet(grid)
         self.round, self.current = server_round, to_tensors(arrays)
+        self._like_current = specs(self.current)
         tasks = {client: self.task(client) for client in self.federation.sample(server_round)}
         messages, self._dropped = self.federation.messages(
             MessageType.TRAIN, server_round, tasks, {"committed": self.committed}

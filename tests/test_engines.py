@@ -1,0 +1,190 @@
+"""The same settings give the same metrics on the local engine and on Flower's simulation, and the exit code is honest.
+
+One SuperLink of its own serves this module; it is stopped at the end.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import PATIENCE, fedsub, rounds
+
+from fedsub_app.flower import PROJECT, environment
+from fedsub_app.protocol import Json
+
+KEYS = {
+    "model": "feature-mlp",
+    "method": "fedpews",
+    "lr": "0.05",
+    "train-per-class": "40",
+    "num-clients": "3",
+    "num-rounds": "2",
+    "fedpews.warmup-rounds": "1",
+    "evaluate": "global,global-local",
+    "node-timeout": "90.0",
+}
+
+
+def pairs(**more: str | Path) -> list[str]:
+    values = KEYS | {name.replace("_", "-"): str(value) for name, value in more.items()}
+    return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a Flower of its own: home, port, connections; what it started is stopped."""
+    home = tmp_path_factory.mktemp("flwr")
+    variables = os.environ | {
+        **environment(),
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "RAY_worker_niceness": "0",
+    }
+    subprocess.run([sys.executable, "-m", "fedsub_app.cli", "setup"], env=variables, check=True, timeout=PATIENCE)
+    config = (home / "config.toml").read_text()
+    two = re.sub(r"num-supernodes = \d+", "num-supernodes = 2", config).replace(
+        "init-args.num-cpus = 1", "init-args.num-cpus = 2"
+    )
+    one = two[two.index("[superlink.local-simulation]") :].replace("local-simulation", "one-worker")
+    one = one.replace("num-supernodes = 2", "num-supernodes = 1")
+    (home / "config.toml").write_text(f"{two}\n{re.sub(r'init-args.num-cpus = .*', 'init-args.num-cpus = 1', one)}")
+    try:
+        yield variables
+    finally:
+        stop(variables["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"])
+
+
+def stop(port: str) -> None:
+    """End the SuperLink on this port and all processes that it started, and theirs."""
+    ours: list[int] = []
+    for pid, parent, command in processes():
+        if parent in ours or ("flower-superlink" in command and f"127.0.0.1:{port}" in command):
+            ours.append(pid)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + 15
+        while ours and time.monotonic() < deadline:
+            running = {pid for pid, _, command in processes() if "<defunct>" not in command}
+            ours = [pid for pid in ours if pid in running]
+            time.sleep(0.1)
+    assert not ours
+
+
+def processes() -> list[tuple[int, int, str]]:
+    """Pid, parent and command line of all processes, a parent before its children as far as pids tell."""
+    listed = subprocess.run(["ps", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    found = [line.split(None, 2) for line in listed.splitlines()]
+    return sorted((int(pid), int(parent), " ".join(command)) for pid, parent, *command in found)
+
+
+def run_flower(
+    variables: dict[str, str], *arguments: str, project: Path = PROJECT
+) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fedsub_app.cli", "run", *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=project,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        out, err = process.communicate()
+        pytest.fail(f"{' '.join(command)}: still running after {PATIENCE} s\n{out[-3000:]}\n{err[-3000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
+    """The rounds of the local engine."""
+    folder = tmp_path_factory.mktemp("local")
+    done = fedsub(folder, "run", *pairs(run_dir=folder / "run"))
+    assert done.code == 0, done.err
+    return rounds(folder / "run")
+
+
+def tracked() -> str:
+    return subprocess.run(
+        ["git", "status", "--porcelain", "--", "pyproject.toml", "conf", "README.md"],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+@pytest.mark.parametrize("connection", ["local-simulation", "one-worker"])
+def test_flowers_simulation_is_the_local_engine(
+    connection: str, flower: dict[str, str], local: list[Json], tmp_path: Path
+) -> None:
+    """With two Ray workers and with one: all metrics but seconds and bytes as sent."""
+    done = run_flower(flower, "--engine", connection, *pairs(run_dir=tmp_path / "run"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rounds(tmp_path / "run") == local
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.skipif(not (PROJECT / ".git").exists(), reason="not a git checkout")
+def test_a_run_that_fails_says_so_and_changes_no_tracked_file(flower: dict[str, str], tmp_path: Path) -> None:
+    """``flwr run`` itself exits 0."""
+    before = (PROJECT / "pyproject.toml").read_bytes(), tracked()
+    keys = pairs(run_dir=tmp_path / "run", data_dir=tmp_path, dataset="nowhere")
+    done = run_flower(flower, "--engine", "local-simulation", *keys)
+    assert done.returncode != 0
+    assert "dataset = 'nowhere': no such name" in done.stdout + done.stderr
+    assert re.search(r"^failed: run \d+ is finished:failed", done.stderr, re.MULTILINE)
+    assert ((PROJECT / "pyproject.toml").read_bytes(), tracked()) == before
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named_and_does_not_hang(flower: dict[str, str], tmp_path: Path) -> None:
+    """Client 1 takes its Ray worker down in round 2. The pool does not recover: the run must not pretend it did."""
+    project = tmp_path / "project"
+    for name in ("fedsub_app", "strategies", "client_apps", "conf"):
+        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(PROJECT / name, project / name)
+    base = project / "client_apps" / "base.py"
+    text = base.read_text()
+    line = "        start = time.perf_counter()\n        answer = self.train(sent, config)\n"
+    assert text.count(line) == 1
+    base.write_text(
+        text.replace(
+            line, f"        if (self.round, self.id) == (2, 1):\n            __import__('os')._exit(1)\n{line}"
+        )
+    )
+    folder = tmp_path / "run"
+    keys = pairs(run_dir=folder, num_rounds=4, min_replies=2, max_abandoned=2, round_timeout=60.0)
+    done = run_flower(flower, "--engine", "local-simulation", *keys, project=project)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = rounds(folder)
+    assert [line["status"] for line in lines] == ["ok", "ok", "abandoned", "abandoned"]
+    reasons = {drop["client"]: drop["reason"] for drop in lines[2]["dropped"]}
+    assert 1 in reasons
+    assert all(reason.startswith(("node failed: ", "no reply within")) for reason in reasons.values())
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert "max-abandoned = 2" in done.stdout + done.stderr
