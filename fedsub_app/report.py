@@ -88,8 +88,9 @@ def draw_partition(folder: Path) -> Path:
     content = json.loads((folder / "partition.json").read_text())
     counts = content["counts"]
     clients, classes = len(counts), len(counts[0])
-    figure = _figure(min(16.0, 2 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
+    figure = _figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
     axes = figure.subplots()
+    axes.locator_params(integer=True)
     most = max(max(row) for row in counts) or 1
     points = [(c, k, 180 * row[k] / most) for c, row in enumerate(counts) for k in range(classes) if row[k]]
     axes.scatter(*zip(*points, strict=True), color=COLOURS[0])

@@ -67,14 +67,14 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     try:
         yield variables
     finally:
-        stop(variables["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"])
+        stop(home)
 
 
-def stop(port: str) -> None:
-    """End the SuperLink on this port and all processes that it started, and theirs."""
+def stop(home: Path) -> None:
+    """End the SuperLink of this FLWR_HOME (its log lies there) and all processes that it started, and theirs."""
     ours: list[int] = []
     for pid, parent, command in processes():
-        if parent in ours or ("flower-superlink" in command and f"127.0.0.1:{port}" in command):
+        if parent in ours or ("flower-superlink" in command and str(home) in command):
             ours.append(pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in ours:
