@@ -7,6 +7,9 @@ and nothing survives in it from one run to the next.
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from fedsub_app.flower import PROJECT
 from fedsub_app.protocol import Json
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
@@ -211,3 +215,33 @@ def result(folder: Path) -> Json:
         "rounds": rounds(folder),
         "summary": {key: value for key, value in summary.items() if key not in without},
     }
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_flower(
+    variables: dict[str, str], *arguments: str, project: Path = PROJECT
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``fedsub run <arguments>`` of ``project`` with this environment; a run that hangs fails the test."""
+    command = [sys.executable, "-m", "fedsub_app.cli", "run", *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=project,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        out, err = process.communicate()
+        pytest.fail(f"{' '.join(command)}: still running after {PATIENCE} s\n{out[-3000:]}\n{err[-3000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
