@@ -88,7 +88,7 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
         if worker.state:
             store.save(header["round"], worker.state, header["committed"])
         return update
-    except Exception as error:  # any client may fail without taking the others of its node along
+    except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
         return Update(client, error=f"{type(error).__name__}: {error}"[:300])
 
 

@@ -184,7 +184,7 @@ def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec]) ->
             want not in (None, have) for have, want in zip(sizes, spec.shape, strict=True)
         ):
             raise BadReply(f"tensor {name!r}: shape {sizes}, expected {spec.shape}")
-        if tensor.is_floating_point() and tensor.numel() and not _finite(tensor):
+        if not finite(tensor):
             raise BadReply(f"tensor {name!r}: NaN or infinite values")
     count = config.get("num-examples")
     if type(count) is not int or not 1 <= count <= MAX_EXAMPLES:
@@ -198,6 +198,9 @@ def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec]) ->
     return Update(int(config["client"]), tensors, metrics, count)
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def finite(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor holds neither NaN nor infinities."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
     low, high = torch.aminmax(tensor)  # one pass; NaN propagates
     return math.isfinite(low.item()) and math.isfinite(high.item())  # a fifth of the time of torch.isfinite

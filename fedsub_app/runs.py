@@ -179,7 +179,7 @@ def open_run(settings: Settings) -> Run:
         return Run(folder, settings, str(_recorded(folder)["run-id"]))
     if settings.run_dir:
         folder = Path(settings.run_dir).resolve()
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
     else:
         root = Path(os.environ.get("FEDSUB_RUNS", "runs")).resolve()

@@ -21,7 +21,7 @@ from fedsub_app.costs import formula_bytes
 from fedsub_app.federation import Dropped, Federation
 from fedsub_app.models import tensors as tensors_of
 from fedsub_app.models import unit_groups
-from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update, read_update, specs, wire_bytes
+from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update, finite, read_update, specs, wire_bytes
 from fedsub_app.subnets.averaging import masked_mean
 
 log = logging.getLogger("fedsub")
@@ -135,8 +135,14 @@ class SubnetStrategy(Strategy):
         if len(updates) < self.settings.min_replies:
             return None, record
         start = time.perf_counter()
-        self.current = self.merge(updates)
+        merged = self.merge(updates)
         self.report["merge-seconds"] = time.perf_counter() - start
+        broken = [name for name, tensor in merged.items() if not finite(tensor)]
+        if broken:  # finite values of clients may add up to infinity
+            everybody = [{"client": u.client, "reason": f"the mean of {broken[0]!r} is not finite"} for u in updates]
+            self.report["dropped"] += everybody
+            return None, record
+        self.current = merged
         return to_arrays(self.current), record
 
     def evaluation_due(self, server_round: int) -> bool:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from client_apps.base import Client
 from fedsub_app.config import resolve
 from fedsub_app.models import build_model
 from fedsub_app.protocol import Json, Update
-from fedsub_app.runs import read_rounds
+from fedsub_app.runs import RunFailed, read_rounds
 from strategies.base import SubnetStrategy, to_arrays, to_tensors
 
 Run = Callable[..., tuple[Json, Path]]
@@ -111,3 +112,22 @@ def test_arrays_and_tensors_convert_both_ways() -> None:
     tensors = {"w": torch.randn(3, 2), "b": torch.tensor(1.5)}
     back = to_tensors(to_arrays(tensors))
     assert all(torch.equal(tensors[name], back[name]) for name in tensors)
+
+
+def test_a_mean_that_overflows_leaves_the_model_alone(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value is finite, their weighted sum is not."""
+    monkeypatch.setattr(
+        Client, "trained", lambda self: {k: torch.full_like(v, 3e38) for k, v in self.place.tensors.items()}
+    )
+    with pytest.raises(RunFailed, match=r"the mean of '\S+' is not finite"):
+        run_local(num_rounds=5)
+
+
+def test_a_client_that_exits_is_dropped_like_one_that_raises(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(self: Client) -> None:
+        if self.id == 1:
+            raise SystemExit(3)
+
+    monkeypatch.setattr(Client, "correct_gradients", leave)
+    _, folder = run_local()
+    assert read_rounds(folder)[1]["dropped"] == [{"client": 1, "reason": "client failed: SystemExit: 3"}]
