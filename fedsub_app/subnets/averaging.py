@@ -81,23 +81,36 @@ def _mean_of_one(old: Tensor, updates: Sequence[tuple[Tensor, Tensor | None, flo
     masks = [None if m is None else m.view(torch.uint8).expand(new.shape).split(rows) for _, m, _ in updates]
     weights = [weight for _, _, weight in updates]
     any_mask = any(m is not None for m in masks)
+    equal = weights[0] > 0 and len(set(weights)) == 1
+    if equal:  # they cancel, and what is left of the denominator is a count: a byte a position instead of a float
+        weights = [1.0] * len(weights)
+    counted = any_mask and equal and len(weights) < 256
     numerator, denominator, buffer, ones = (torch.ones_like(new[:rows]) for _ in range(4))
+    count = torch.empty_like(numerator, dtype=torch.uint8)
     if not any_mask:  # the same for all blocks
         denominator.zero_()
         for weight in weights:
             denominator.add_(ones, alpha=weight)
     for k, result in enumerate(new.split(rows)):
         if len(result) < rows:  # the last block
-            numerator, denominator, buffer, ones = (t[: len(result)] for t in (numerator, denominator, buffer, ones))
+            numerator, denominator, buffer, ones, count = (
+                t[: len(result)] for t in (numerator, denominator, buffer, ones, count)
+            )
         numerator.zero_()
-        if any_mask:
+        if counted:
+            count.zero_()
+        elif any_mask:
             denominator.zero_()
         for x, m, weight in zip(values, masks, weights, strict=True):
             # The same operations with and without a mask, so that a mask of ones changes no bit.
             mask = ones if m is None else buffer.copy_(m[k])
             numerator.addcmul_(x[k], mask, value=weight)
-            if any_mask:
+            if counted:
+                count.add_(1 if m is None else m[k])
+            elif any_mask:
                 denominator.add_(mask, alpha=weight)
+        if counted:
+            denominator.copy_(count)
         mean = numerator.div_(denominator)
         if server_lr != 1:
             torch.lerp(result, mean, server_lr, out=mean)
