@@ -292,18 +292,18 @@ def _status_mb(key: str) -> float:
 
 
 def startup_s(effort: Effort, device: str) -> Result:
-    """Seconds from the command until round 1 of the default experiment is written, for both engines.
+    """Seconds from the command to the first round of the default experiment (its start), for both engines.
 
     ``flwr`` has no SuperLink to begin with; ``flwr-again``, in the spread, finds the one that it started.
     """
     found: dict[str, list[float]] = {"local": [], "flwr": [], "flwr-again": []}
-    training: dict[str, list[float]] = {f"{name}: of it in round 1": [] for name in found}
+    training: dict[str, list[float]] = {f"{name}: round 1 itself": [] for name in found}
     for _ in range(effort.repeats):
         with FlowerBox(WORKERS, gpu=device == "cuda") as box:
             for name, engine in (("local", "local"), ("flwr", CONNECTION), ("flwr-again", CONNECTION)):
                 until, inside = _first_round(box, engine, box.folder / f"run-of-{name}", device)
-                found[name].append(until)
-                training[f"{name}: of it in round 1"].append(inside)
+                found[name].append(until - inside)
+                training[f"{name}: round 1 itself"].append(inside)
     spreads = {name: spread(seconds) for name, seconds in (found | training).items()}
     value = {name: spreads[name]["median"] for name in ("local", "flwr")}
     return Result(value, spreads, {"experiment": "pyproject's defaults", "num-rounds": 1, "workers": WORKERS})

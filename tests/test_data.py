@@ -145,6 +145,16 @@ def test_synthetic_depends_on_the_seed_only() -> None:
     assert not train_points & test_points
 
 
+def test_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    theirs = load_digits()
+    ours = load("digits", normalise="none")
+    pixels, labels = torch.cat((ours.train_x, ours.test_x)), torch.cat((ours.train_y, ours.test_y))
+    expected = sorted((label, *image.flatten() / 16) for image, label in zip(theirs.images, theirs.target, strict=True))
+    assert sorted((y, *x) for x, y in zip(pixels.flatten(1).tolist(), labels.tolist(), strict=True)) == expected
+
+
 def test_digits_are_split_by_class_and_seed() -> None:
     data = load("digits")
     assert data.train_x.shape == (1438, 1, 8, 8)

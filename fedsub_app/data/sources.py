@@ -1,5 +1,6 @@
 """Where each data set comes from: generated, installed, torchvision's, medmnist's, or your own files."""
 
+import importlib.util
 import os
 import re
 import socket
@@ -87,10 +88,11 @@ def load_source(name: str, data: Path, seed: int) -> Source:
 
 
 def _digits(seed: int) -> Source:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x, y = torch.from_numpy(bunch.images / 16).float()[:, None], torch.from_numpy(bunch.target).long()
+    # scikit-learn's own file, read as its load_digits reads it: importing scikit-learn costs every start a second.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    table = np.loadtxt(Path(str(package.origin)).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    x, y = torch.from_numpy(table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), torch.from_numpy(table[:, -1]).long()
     order = torch.randperm(len(y), generator=generator(seed, "digits", "split"))
     in_test = torch.zeros(len(y), dtype=torch.bool)
     for label in range(10):
