@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from fedsub_app import flower
+
+    waking = flower.wake(options.engine) if options.engine != "local" else None
     from fedsub_app.config import parse_pairs
 
     overrides = parse_pairs(options.set)
@@ -80,9 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         overrides |= {"run-dir": str(options.resume.resolve()), "resume": True}
     if options.engine == "local":
         return _run_local(overrides)
-    from fedsub_app import flower
-
-    return flower.run(options.engine, overrides)
+    return flower.run(options.engine, overrides, waking)
 
 
 def _run_local(overrides: dict[str, str | int | float | bool]) -> int:

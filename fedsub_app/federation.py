@@ -263,5 +263,5 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Me
         elapsed = time.monotonic() - start
         if not waiting or elapsed > timeout:
             break
-        time.sleep(min(0.5, max(0.005, elapsed / 20)))
+        time.sleep(min(0.5, max(0.005, elapsed / 50)))
     return replies

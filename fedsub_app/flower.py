@@ -13,11 +13,12 @@ import sysconfig
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fedsub_app.config import Value
 from fedsub_app.errors import UserError
-from fedsub_app.protocol import Json
-from fedsub_app.runs import settings_of
+
+if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
+    from fedsub_app.config import Value
 
 CONNECTION = "local-simulation"
 PROJECT = Path(__file__).resolve().parents[1]
@@ -77,7 +78,7 @@ def _connection() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Value) -> str:
+def _toml(value: "Value") -> str:
     return json.dumps(value)  # strings, numbers and booleans are written alike in TOML and JSON
 
 
@@ -85,8 +86,22 @@ def _flwr(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).parent / "flwr"), *arguments]
 
 
-def run(connection: str, overrides: Mapping[str, Value]) -> int:
+def _variables() -> dict[str, str]:
+    # Flower looks for flower-superlink and its other commands on the PATH.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    return environment() | os.environ | {"PATH": path}
+
+
+def wake(connection: str) -> "subprocess.Popen[bytes]":
+    """Let Flower start its local SuperLink, where the connection has one, while this process goes on importing."""
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(_flwr("list", connection, "--limit", "1"), env=_variables(), stdout=quiet, stderr=quiet)
+
+
+def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.Popen[bytes] | None" = None) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
+    from fedsub_app.runs import settings_of
+
     settings_of(overrides)  # fail early
     overrides = dict(overrides)
     if connection == CONNECTION:  # the SuperLink has its own working directory and the environment of its first start
@@ -94,9 +109,9 @@ def run(connection: str, overrides: Mapping[str, Value]) -> int:
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         if overrides.get("run-dir"):
             overrides["run-dir"] = str(Path(str(overrides["run-dir"])).resolve())
-    # Flower looks for flower-superlink and its other commands on the PATH.
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    variables = environment() | os.environ | {"PATH": path}
+    if waking:  # two at a time would both start a SuperLink
+        waking.wait()
+    variables = _variables()
     command = _flwr("run", str(PROJECT), connection, "--format", "json")
     if overrides:
         command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
@@ -121,11 +136,11 @@ def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple
     return str(runs[0].get("status", "unknown")), str(runs[0].get("status-details", answer.stderr.strip()[-300:]))
 
 
-def _json(text: str) -> Json:
+def _json(text: str) -> dict[str, Any]:
     """Return the JSON object in a command's output, which warnings may precede."""
     start = text.find("{")
     try:
-        content: Json = json.loads(text[start:]) if start >= 0 else {}
+        content: dict[str, Any] = json.loads(text[start:]) if start >= 0 else {}
         return content
     except json.JSONDecodeError:
         return {}
