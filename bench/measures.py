@@ -17,13 +17,14 @@ from flwr.app import Message, MessageType
 
 from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
 from bench.flower_box import FlowerBox, run_command
-from fedsub_app.config import Value, resolve
+from fedsub_app.config import resolve
 from fedsub_app.flower import CONNECTION
 from fedsub_app.local_grid import LocalGrid
 from fedsub_app.models import build_model
 from fedsub_app.models import tensors as tensors_of
 from fedsub_app.protocol import HEADER, Json
 from fedsub_app.runs import read_rounds
+from fedsub_app.settings import Value
 from fedsub_app.subnets.averaging import masked_mean
 
 CLIENTS, SAMPLES, BATCH, WORKERS = 10, 500, 10, 2
@@ -253,7 +254,7 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
     for source, target in pairs:  # touch all pages
         target.copy_(source)
     extra_mb = _peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20
-    averaging, moving, cloning = [], [], []
+    averaging, moving = [], []
     for _ in range(3 * effort.repeats):
         start = time.perf_counter()
         masked_mean(old, updates)
@@ -261,14 +262,8 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
         for source, target in pairs:
             target.copy_(source)
         averaging.append(middle - start)
-        moving.append((end := time.perf_counter()) - middle)
-        copies = [
-            source.clone() for source, _ in pairs
-        ]  # as the copy, into memory that the system has to provide first
-        cloning.append(time.perf_counter() - end)
-        del copies
+        moving.append(time.perf_counter() - middle)
     value, sides = ratio(averaging, moving, ("masked-mean", "copy"))
-    sides["clone"] = spread(cloning)
     size = sum(t.numel() for t in old.values())
     return Result(
         value, sides, {"updates": UPDATES, "elements": size, "masks": "all ones", "threads": 1}, None, extra_mb

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedsub_app import costs
-from fedsub_app.config import Settings
 from fedsub_app.data import Dataset, Partition, load_dataset, make_partition
 from fedsub_app.errors import UserError
 from fedsub_app.models import build_model, load_tensors, unit_groups
@@ -23,6 +22,7 @@ from fedsub_app.models import tensors as tensors_of
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.protocol import Json, Tensors, Update
 from fedsub_app.seeds import generator
+from fedsub_app.settings import Settings
 from fedsub_app.training import batches, evaluate, fit, make_optimizer
 
 

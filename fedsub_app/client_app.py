@@ -11,11 +11,12 @@ from flwr.app import Context, Message, MessageType
 from flwr.clientapp import ClientApp
 
 from client_apps.base import Workplace, workplace
-from fedsub_app.config import Settings, resolve
+from fedsub_app.config import resolve
 from fedsub_app.errors import UserError
 from fedsub_app.federation import code_digest
 from fedsub_app.methods import METHODS
 from fedsub_app.protocol import Json, Tensors, Update, pack, unpack, update_part
+from fedsub_app.settings import Settings
 from fedsub_app.state import ClientState
 
 app = ClientApp()

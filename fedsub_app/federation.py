@@ -17,10 +17,10 @@ import torch
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from fedsub_app.config import Settings
 from fedsub_app.errors import UserError
 from fedsub_app.protocol import BadReply, Json, Task, Tensors, pack, unpack, wire_bytes
 from fedsub_app.seeds import generator
+from fedsub_app.settings import Settings
 
 log = logging.getLogger("fedsub")
 LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up

@@ -6,7 +6,7 @@ from client_apps.base import Client
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedprox import FedProxClient
 from client_apps.local import LocalClient
-from fedsub_app.config import MethodSettings
+from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedprox import FedProxSettings

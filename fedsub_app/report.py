@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsub_app.config import Settings
 from fedsub_app.errors import UserError
 from fedsub_app.protocol import Json
 from fedsub_app.runs import ACCURACIES, read_rounds
+from fedsub_app.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

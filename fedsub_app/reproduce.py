@@ -25,11 +25,12 @@ from pathlib import Path
 
 import torch
 
-from fedsub_app.config import Settings, Value, conf_folder, resolve
+from fedsub_app.config import conf_folder, resolve
 from fedsub_app.errors import UserError
 from fedsub_app.protocol import Json
 from fedsub_app.report import human_seconds
 from fedsub_app.runs import read_rounds
+from fedsub_app.settings import Settings, Value
 
 LOOK_SECONDS = 2.0
 SAY_SECONDS = 30.0

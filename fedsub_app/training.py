@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedsub_app.config import Settings
+from fedsub_app.settings import Settings
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EVALUATION_BATCH = 512

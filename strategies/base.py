@@ -16,12 +16,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
-from fedsub_app.config import Settings
 from fedsub_app.costs import formula_bytes
 from fedsub_app.federation import Dropped, Federation
 from fedsub_app.models import tensors as tensors_of
 from fedsub_app.models import unit_groups
 from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update, finite, read_update, specs, wire_bytes
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import masked_mean
 
 log = logging.getLogger("fedsub")

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fedsub_app.config import CountOrZero, MethodSettings, NonNegative, Positive, Settings
 from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
+from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy

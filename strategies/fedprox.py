@@ -4,7 +4,7 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogen
 https://arxiv.org/abs/1812.06127. Deviation: every client trains all its epochs (no partial work, no inexactness gamma).
 """
 
-from fedsub_app.config import MethodSettings, NonNegative
+from fedsub_app.settings import MethodSettings, NonNegative
 
 
 class FedProxSettings(MethodSettings):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from fedsub_app.client_app import app
-from fedsub_app.config import Value
 from fedsub_app.local_grid import LocalGrid
 from fedsub_app.protocol import Json
 from fedsub_app.runs import settings_of
 from fedsub_app.server_app import run_experiment
+from fedsub_app.settings import Value
 
 # Small enough that a run takes a second: digits, a small network, three rounds.
 SMALL: dict[str, Value] = {

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 from fedsub_app import cli
 from fedsub_app.client_app import app
-from fedsub_app.config import Value
 from fedsub_app.local_grid import LocalGrid
 from fedsub_app.methods import METHODS
 from fedsub_app.protocol import Json, Tensors, Update
 from fedsub_app.runs import RunFailed, settings_of
 from fedsub_app.server_app import run_experiment
+from fedsub_app.settings import Value
 
 RunLocal = Callable[..., tuple[Json, Path]]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import fedsub_app.client_app
 from fedsub_app.client_app import app
-from fedsub_app.config import Value, resolve
+from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.errors import UserError
 from fedsub_app.federation import Answers, Dropped, Federation, Node, exchange
@@ -21,6 +21,7 @@ from fedsub_app.local_grid import LocalGrid
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
 from fedsub_app.protocol import Json, Task, Tensors, pack, unpack
+from fedsub_app.settings import Value
 from strategies.base import to_arrays, to_tensors
 
 RunLocal = Callable[..., tuple[Json, Path]]

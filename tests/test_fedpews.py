@@ -11,13 +11,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedsub_app.config import Value, resolve
+from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.models import tensors as tensors_of
 from fedsub_app.protocol import BadReply, Json, Tensors, Update
 from fedsub_app.runs import read_rounds
 from fedsub_app.seeds import generator
+from fedsub_app.settings import Value
 from fedsub_app.subnets.gates import Gates
 from fedsub_app.subnets.masks import bernoulli_ste, split
 from strategies.fedpews import FedPeWS
