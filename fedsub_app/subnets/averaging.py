@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Elements that are summed over all updates before the next ones are touched. Four float32 buffers of this size stay in
 # the processor's cache, so that each update is read from memory once and nothing but the result is written to it.
-BLOCK = 1 << 17
+BLOCK = 1 << 16
 
 Update = tuple[Mapping[str, Tensor], Mapping[str, Tensor] | None, float]
 
