@@ -47,6 +47,7 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         **environment(),
         "FLWR_HOME": str(home),
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
         "RAY_worker_niceness": "0",
     }
     subprocess.run([sys.executable, "-m", "fedsub_app.cli", "setup"], env=variables, check=True, timeout=PATIENCE)
