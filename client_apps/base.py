@@ -23,7 +23,7 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.protocol import Json, Tensors, Update
 from fedsub_app.seeds import generator
 from fedsub_app.settings import Settings
-from fedsub_app.training import batches, evaluate, fit, make_optimizer
+from fedsub_app.training import Optimizer, batches, evaluate, fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,15 +134,12 @@ class Client:
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """One optimizer step on a mini-batch; returns the detached loss before it."""
-        self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(x), y)
-        loss.backward()
-        self.correct_gradients()
-        self.optimizer.step()
+        self.descend(loss)
         return loss.detach()
 
-    def correct_gradients(self) -> None:
-        """Change the gradients between backward pass and step."""
+    def correct_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """Change the gradients, in place, before the step; they are those of ``self.optimizer.parameters``."""
 
     def personal(self, sent: Tensors) -> Tensors:
         """Return the client's own model; for a method without one, the global model it was sent."""
@@ -158,6 +155,12 @@ class Client:
         """Return a copy of the model's tensors (the next client reuses the model)."""
         return {name: tensor.detach().clone() for name, tensor in self.place.tensors.items()}
 
+    def descend(self, loss: torch.Tensor) -> None:
+        """One optimizer step down the (corrected) gradients of ``loss``."""
+        gradients = self.optimizer.gradients(loss)
+        self.correct_gradients(gradients)
+        self.optimizer.step(gradients)
+
     def fit(self, passes: int = 1) -> None:
         """Train ``local-epochs`` with :meth:`step` and a fresh optimizer.
 
@@ -166,7 +169,7 @@ class Client:
         if self.settings.local_epochs == 0:
             return
         self.model.train()
-        self.optimizer = make_optimizer(self.settings, self.model.parameters())
+        self.optimizer = Optimizer(self.settings, self.model.parameters())
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         order = batches(
             len(self.y), self.settings.batch_size, self.settings.local_epochs, self.generator("batches"), normalised

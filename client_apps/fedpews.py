@@ -77,9 +77,6 @@ class FedPeWSClient(FedProxClient):
             (gradient,) = torch.autograd.grad(objective, [self.scores])
             with torch.no_grad():
                 self.scores -= self.options.mask_lr * gradient
-        self.optimizer.zero_grad()  # Procedure II: the mask scores are frozen
-        loss = self.loss(self.draw().detach(), x, y)
-        loss.backward()
-        self.correct_gradients()
-        self.optimizer.step()
+        loss = self.loss(self.draw().detach(), x, y)  # Procedure II: the mask scores are frozen
+        self.descend(loss)
         return loss.detach()

@@ -18,12 +18,10 @@ class FedProxClient(Client):
         super().load(sent)
         self.start = [parameter.detach().clone() for parameter in self.model.parameters()]
 
-    def correct_gradients(self) -> None:
-        """Add ``mu * (w - w_global)`` to the gradients of the parameters that are trained."""
+    def correct_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """Add ``mu * (w - w_global)``."""
         if self.options.mu == 0:
             return
-        pairs = zip(self.model.parameters(), self.start, strict=True)
-        trained = [(p, p.grad, start) for p, start in pairs if p.grad is not None]
         with torch.no_grad():
-            away = torch._foreach_sub([p for p, _, _ in trained], [start for _, _, start in trained])
-            torch._foreach_add_([gradient for _, gradient, _ in trained], away, alpha=self.options.mu)
+            away = torch._foreach_sub(self.optimizer.parameters, self.start)
+            torch._foreach_add_(gradients, away, alpha=self.options.mu)

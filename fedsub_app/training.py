@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from fedsub_app.settings import Settings
 
@@ -12,14 +14,68 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EVALUATION_BATCH = 512
 
 
-def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return a fresh optimizer over ``parameters`` (fused kernels: one call a step instead of one a tensor)."""
-    trained = list(parameters)
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
-    return torch.optim.SGD(
-        trained, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
-    )
+class Optimizer:
+    """SGD with momentum or Adam on a fixed list of parameters, fresh; as ``torch.optim.SGD`` and ``Adam`` bit for bit.
+
+    It calls what those call, torch's functional forms (fused: one kernel for all tensors). On a small network the
+    classes' own bookkeeping and ``backward()`` into ``.grad`` take a fifth of a step.
+
+    Attributes
+    ----------
+    parameters : what is trained; gradients are computed for these only.
+    first, second : Adam's moments, shaped as the parameters; with SGD ``first`` is the momentum.
+    """
+
+    def __init__(self, settings: Settings, parameters: Iterable[nn.Parameter]) -> None:
+        self.settings = settings
+        self.parameters = list(parameters)
+        adaptive = settings.optimizer == "adam"
+        self.first = [torch.zeros_like(p) for p in self.parameters] if adaptive or settings.momentum else []
+        self.second = [torch.zeros_like(p) for p in self.parameters] if adaptive else []
+        self._steps = [torch.zeros((), device=p.device) for p in self.parameters]
+
+    def gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients of ``loss`` in the parameters, laid out as these."""
+        found = torch.autograd.grad(loss, self.parameters)
+        return [
+            gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+            for gradient, p in zip(found, self.parameters, strict=True)
+        ]
+
+    @torch.no_grad()
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        """Move the parameters, in place."""
+        lr, weight_decay = self.settings.lr, self.settings.weight_decay
+        if self.settings.optimizer == "adam":
+            adam(
+                self.parameters,
+                gradients,
+                self.first,
+                self.second,
+                [],
+                self._steps,
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=1e-8,
+                maximize=False,
+            )
+        else:
+            sgd(
+                self.parameters,
+                gradients,
+                self.first or [None] * len(gradients),
+                fused=True,
+                weight_decay=weight_decay,
+                momentum=self.settings.momentum,
+                lr=lr,
+                dampening=0,
+                nesterov=False,
+                maximize=False,
+            )
 
 
 def batches(

@@ -124,7 +124,7 @@ def test_a_mean_that_overflows_leaves_the_model_alone(run_local: Run, monkeypatc
 
 
 def test_a_client_that_exits_is_dropped_like_one_that_raises(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(self: Client) -> None:
+    def leave(self: Client, gradients: list[torch.Tensor]) -> None:
         if self.id == 1:
             raise SystemExit(3)
 
