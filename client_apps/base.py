@@ -169,7 +169,7 @@ class Client:
         if self.settings.local_epochs == 0:
             return
         self.model.train()
-        self.optimizer = Optimizer(self.settings, self.model.parameters())
+        self.optimizer = Optimizer(self.settings, self.model.parameters(), self.round)
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         order = batches(
             len(self.y), self.settings.batch_size, self.settings.local_epochs, self.generator("batches"), normalised

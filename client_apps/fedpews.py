@@ -1,7 +1,6 @@
 """FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); what it deviates in: ``strategies/fedpews.py``.
 
-A neuron mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step. The gradient of the loss in
-the mask passes straight through the sampling; that of the diversity term is exact.
+A neuron mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step.
 """
 
 import torch
@@ -11,8 +10,10 @@ from client_apps.fedprox import FedProxClient
 from fedsub_app.costs import subnet_flops
 from fedsub_app.protocol import Json, Tensors
 from fedsub_app.subnets.gates import Gates
-from fedsub_app.subnets.masks import bernoulli_ste, diversity, expand, gather, scatter, split
+from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
 from strategies.fedpews import FedPeWSSettings
+
+NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU
 
 
 class FedPeWSClient(FedProxClient):
@@ -25,7 +26,7 @@ class FedPeWSClient(FedProxClient):
         """Lines 8 to 18."""
         if not config.get("warm-up"):
             return super().train(sent, config)
-        self.gates = Gates(self.model, self.units)
+        self.gates = Gates(self.model, self.units, self.narrow)
         try:
             mask = self.warm_up(sent)
         finally:
@@ -35,48 +36,61 @@ class FedPeWSClient(FedProxClient):
         self.subnet_share = flops / self.place.flops_per_sample
         self.metrics["mask-density"] = float(mask.float().mean())
         trained = self.trained()
-        shapes = {name: tensor.shape for name, tensor in trained.items()}
-        answer = gather(trained, expand(self.units, units, shapes))
-        return answer if "mask" in sent else answer | {"mask": mask, "theta": torch.sigmoid(self.state["scores"])}
+        answer = gather(trained, self.positions(mask))
+        if self.fixed is not None:
+            return answer
+        answer["mask"] = mask
+        return answer | {"theta": self.theta.cpu()} if self.options.others == "probabilities" else answer
+
+    @property
+    def narrow(self) -> bool:
+        """Say whether to leave the units that are off out of the computation (bench/README.md: where it pays)."""
+        small = self.place.flops_per_sample * self.settings.batch_size < NARROW_FLOPS
+        return not small and self.place.device.type == "cpu" and not any(True for _ in self.model.buffers())
+
+    def positions(self, mask: torch.Tensor) -> Tensors:
+        """Return which positions of every tensor a neuron mask [h] covers."""
+        shapes = {name: tensor.shape for name, tensor in self.place.tensors.items()}
+        return expand(self.units, split(mask, self.units), shapes, self.options.mask_rule == "out")
 
     def warm_up(self, sent: Tensors) -> torch.Tensor:
         """Train the sub-network that the server fixed, or one that is learned; returns its mask, bool [h]."""
-        shapes = {name: tensor.shape for name, tensor in self.place.tensors.items()}
         device = self.place.device
         self.fixed = sent["mask"].to(device, torch.float32) if "mask" in sent else None
-        self.sampler = self.generator("masks")
         if self.fixed is not None:
-            self.load(scatter(sent, expand(self.units, split(sent["mask"], self.units), shapes)))
+            self.load(scatter(sent, self.positions(sent["mask"])))
             self.fit()
-        else:
-            self.others = sent["theta"].to(device)
-            start = self.state.get("scores", torch.zeros(len(self.others)))
-            self.scores = start.to(device).requires_grad_()
-            self.load({name: sent[name] for name in shapes})
-            self.fit(passes=2)
-            self.state = {"scores": self.scores.detach()}
-        return self.draw().detach().cpu().bool()  # line 18
+            return sent["mask"]
+        self.sampler = self.generator("masks")
+        self.others = sent["theta"].to(device)
+        start = torch.full_like(sent["theta"], self.options.score_start)
+        self.scores = self.state.get("scores", start).to(device)
+        self.load({name: sent[name] for name in self.place.tensors})
+        self.drawn = self.draw() if self.options.draws == "round" else None
+        self.fit(passes=2)
+        self.state = {"scores": self.scores}
+        return (self.draw() if self.drawn is None else self.drawn).cpu().bool()  # line 18
+
+    @property
+    def theta(self) -> torch.Tensor:
+        """Probabilities of the mask, [h]."""
+        return torch.sigmoid(self.scores)
 
     def draw(self) -> torch.Tensor:
-        """Return the mask of one procedure, float [h] of 0 and 1: G(s), differentiable in s; or the fixed one."""
-        return bernoulli_ste(self.scores, self.sampler) if self.fixed is None else self.fixed
-
-    def loss(self, mask: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return f(x ∘ m) on a mini-batch."""
-        assert self.gates
-        self.gates.masks = split(mask, self.units)
-        return F.cross_entropy(self.model(x), y)
+        """Return a mask G(s), float [h] of 0 and 1; the same on every device."""
+        return torch.bernoulli(self.theta.cpu(), generator=self.sampler).to(self.place.device)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Lines 11 to 16."""
         if not self.gates:
             return super().step(x, y)
-        if self.fixed is None:  # Procedure I: the weights are frozen
-            objective = self.loss(self.draw(), x, y)
-            objective = objective - self.options.lambda_ * diversity(self.scores, self.others)
-            (gradient,) = torch.autograd.grad(objective, [self.scores])
-            with torch.no_grad():
-                self.scores -= self.options.mask_lr * gradient
-        loss = self.loss(self.draw().detach(), x, y)  # Procedure II: the mask scores are frozen
+        mask = self.fixed
+        if mask is None:
+            trial = self.draw().requires_grad_()  # Procedure I: the weights are frozen
+            (gradient,) = torch.autograd.grad(F.cross_entropy(self.gates.forward(x, trial), y), [trial])
+            gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
+            self.scores = self.scores - self.options.mask_lr * gradient
+            mask = self.draw() if self.drawn is None else self.drawn
+        loss = F.cross_entropy(self.gates.forward(x, mask), y)  # Procedure II: the scores are frozen
         self.descend(loss)
         return loss.detach()

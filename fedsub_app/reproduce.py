@@ -1,7 +1,8 @@
 """A paper's table with one command: its experiments over seeds, on the local engine, several at a time.
 
-``conf/tables/<name>.toml`` lists the rows: an experiment, the keys set on top of it, and what the paper reports. Every
-run has its directory, so a stopped reproduction goes on where it was.
+``conf/tables/<name>.toml`` lists settings (an experiment, keys set on top of it, what the paper reports) and methods
+(keys set on top of that); the rows are all their pairs. Every run has its directory, so a stopped reproduction goes on
+where it was.
 """
 
 import contextlib
@@ -101,13 +102,16 @@ def read_table(name: str) -> tuple[Json, list[Row]]:
         raise UserError(f"table {name!r}: allowed are {', '.join(tables())}")
     content = tomllib.loads(path.read_text())
     rows = []
-    for number, entry in enumerate(content["row"], 1):
-        missing = [key for key in ("setting", "label", "experiment") if key not in entry]
-        if missing:
-            raise UserError(f"conf/tables/{name}.toml: row {number} has no {missing[0]!r}")
-        overrides = {"experiment": entry["experiment"]} | entry.get("set", {})
-        paper = {key: str(entry.get(f"paper-{key}", "")) for key in ("rounds", "final")}
-        rows.append(Row(entry["setting"], entry["label"], overrides, paper))
+    for kind, needed in (("setting", ("name", "experiment")), ("method", ("label",))):
+        for number, entry in enumerate(content.get(kind, ()), 1):
+            missing = [key for key in needed if key not in entry]
+            if missing:
+                raise UserError(f"conf/tables/{name}.toml: {kind} {number} has no {missing[0]!r}")
+    for setting in content["setting"]:
+        for method in content["method"]:
+            keys = {"experiment": setting["experiment"]} | setting.get("set", {}) | method.get("set", {})
+            rounds, final = setting.get("paper", {}).get(method["label"], ("", ""))
+            rows.append(Row(setting["name"], method["label"], keys, {"rounds": rounds, "final": final}))
     return content, rows
 
 
@@ -119,7 +123,7 @@ def reproduce(
     out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
     numbers = range(seeds or content["seeds"])
     rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
-    jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for row in rows for seed in numbers]
+    jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
         _ = job.settings  # bad input: before the first run
     failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)

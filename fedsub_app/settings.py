@@ -77,6 +77,8 @@ class Settings(Section):
     device: Literal["auto", "cpu", "cuda"]
     optimizer: Literal["sgd", "adam"]
     lr: Positive
+    lr_decay_at: str
+    lr_decay: Annotated[float, Field(gt=0, le=1)]
     momentum: Annotated[float, Field(ge=0, lt=1)]
     weight_decay: NonNegative
     batch_size: Count
@@ -102,6 +104,14 @@ class Settings(Section):
     def evaluations(self) -> tuple[str, ...]:
         """The accuracies that are measured, a subset of ``EVALUATIONS``."""
         return tuple(part.strip() for part in self.evaluate.split(",") if part.strip())
+
+    def lr_at(self, server_round: int) -> float:
+        """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
+        return self.lr * self.lr_decay ** sum(server_round >= number for number in self._decays)
+
+    @property
+    def _decays(self) -> list[int]:
+        return [int(word) for word in self.lr_decay_at.split()]
 
     @property
     def data(self) -> DataSettings:
@@ -137,6 +147,8 @@ class Settings(Section):
         unknown = [part for part in self.evaluations if part not in EVALUATIONS]
         if unknown or not self.evaluations:
             raise ValueError(f"evaluate = {self.evaluate!r}: allowed are {', '.join(EVALUATIONS)}, comma-separated")
+        if not all(word.isdecimal() and int(word) for word in self.lr_decay_at.split()):
+            raise ValueError(f"lr-decay-at = {self.lr_decay_at!r}: must be rounds from 1 on, such as '200 400', or ''")
         if self.resume and not self.run_dir:
             raise ValueError("run-dir = '': resume = true needs the run directory to resume")
         if self.momentum and self.optimizer == "adam":

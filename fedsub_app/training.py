@@ -26,9 +26,10 @@ class Optimizer:
     first, second : Adam's moments, shaped as the parameters; with SGD ``first`` is the momentum.
     """
 
-    def __init__(self, settings: Settings, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, settings: Settings, parameters: Iterable[nn.Parameter], server_round: int = 1) -> None:
         self.settings = settings
-        self.parameters = list(parameters)
+        self.lr = settings.lr_at(server_round)
+        self.parameters: list[torch.Tensor] = list(parameters)
         adaptive = settings.optimizer == "adam"
         self.first = [torch.zeros_like(p) for p in self.parameters] if adaptive or settings.momentum else []
         self.second = [torch.zeros_like(p) for p in self.parameters] if adaptive else []
@@ -45,7 +46,6 @@ class Optimizer:
     @torch.no_grad()
     def step(self, gradients: list[torch.Tensor]) -> None:
         """Move the parameters, in place."""
-        lr, weight_decay = self.settings.lr, self.settings.weight_decay
         if self.settings.optimizer == "adam":
             adam(
                 self.parameters,
@@ -58,8 +58,8 @@ class Optimizer:
                 amsgrad=False,
                 beta1=0.9,
                 beta2=0.999,
-                lr=lr,
-                weight_decay=weight_decay,
+                lr=self.lr,
+                weight_decay=self.settings.weight_decay,
                 eps=1e-8,
                 maximize=False,
             )
@@ -67,11 +67,11 @@ class Optimizer:
             sgd(
                 self.parameters,
                 gradients,
-                self.first or [None] * len(gradients),
+                list(self.first) or [None] * len(gradients),
                 fused=True,
-                weight_decay=weight_decay,
+                weight_decay=self.settings.weight_decay,
                 momentum=self.settings.momentum,
-                lr=lr,
+                lr=self.lr,
                 dampening=0,
                 nesterov=False,
                 maximize=False,

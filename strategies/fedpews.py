@@ -8,7 +8,7 @@ the others take the mean over the clients that cover them (Eq. 4). Afterwards it
 
 Read into the paper, which is silent or contradicts itself there:
 - theta of the others (line 12) is the mean of ``sigmoid(s_j)`` that clients ``j != i`` uploaded last, at first 0.5
-  (``s_g^0 = 0``); line 18 uploads only the mask, from which it could not be computed.
+  (``s_g^0 = 0``, ``score-start``); line 18 uploads only the mask, from which it could not be computed.
 - A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
 - Positions that nobody covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
@@ -16,9 +16,10 @@ Read into the paper, which is silent or contradicts itself there:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
@@ -29,20 +30,51 @@ from strategies.base import SubnetStrategy
 
 
 class FedPeWSSettings(MethodSettings):
-    """``warmup_rounds``: W; ``lambda_``: weight of the mask diversity; ``mask_lr``: eta_s; ``mu`` > 0: on FedProx."""
+    """``warmup_rounds``: W; ``lambda_``: weight of the mask diversity; ``mask_lr``: eta_s; ``mu`` > 0: on FedProx.
+
+    ``shares``: every client's share of each hidden layer under fixed masks, such as "0.25 0.75"; "": equal (C.4).
+
+    Readings of what the paper leaves open: ``mask_rule``: a weight is covered with both its neurons, or with the one
+    that it leads ``out`` to; ``others``: theta of the others is the mean of their probabilities or of the masks that
+    they drew last; ``score_start``: s_g^0; ``draws``: the mask that the weights are trained under is drawn anew every
+    step, or once a round.
+    """
 
     masks: Literal["learned", "fixed"]
+    shares: str
+    mask_rule: Literal["and", "out"]
+    others: Literal["probabilities", "masks"]
+    score_start: Annotated[float, Field(allow_inf_nan=False)]
+    draws: Literal["step", "round"]
     warmup_rounds: CountOrZero
     lambda_: NonNegative
     mask_lr: Positive
     mu: NonNegative
 
     def check(self, settings: Settings) -> None:
-        """W must not exceed T."""
+        """W must not exceed T; shares must fit the clients."""
         if self.warmup_rounds > settings.num_rounds:
             raise ValueError(
                 f"fedpews.warmup-rounds = {self.warmup_rounds}: must be at most num-rounds = {settings.num_rounds}"
             )
+        if self.shares and self.masks != "fixed":
+            raise ValueError(f"fedpews.shares = {self.shares!r}: allowed with fedpews.masks = 'fixed' only")
+        self.share_list(settings.num_clients)
+
+    def share_list(self, num_clients: int) -> list[float]:
+        """Return ``shares`` as numbers, equal ones where it is empty."""
+        if not self.shares:
+            return [1 / num_clients] * num_clients
+        try:
+            shares = [float(word) for word in self.shares.split()]
+        except ValueError:
+            shares = []
+        if len(shares) != num_clients or not min(shares) > 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ValueError(
+                f"fedpews.shares = {self.shares!r}: must be num-clients = {num_clients} positive numbers "
+                "that add up to 1"
+            )
+        return shares
 
 
 class FedPeWS(SubnetStrategy):
@@ -54,11 +86,11 @@ class FedPeWS(SubnetStrategy):
         super().__init__(settings, model, header)
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
-        self.theta = torch.full((settings.num_clients, self.hidden), 0.5)
+        self.theta = torch.full((settings.num_clients, self.hidden), self.options.score_start).sigmoid()
         self.covered: dict[int, torch.Tensor] = {}  # the running round's neuron masks
         self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:
-            fixed = fixed_masks(self.units, settings.num_clients)
+            fixed = fixed_masks(self.units, self.options.share_list(settings.num_clients))
             self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
 
     @property
@@ -78,7 +110,7 @@ class FedPeWS(SubnetStrategy):
 
     def positions(self, mask: torch.Tensor) -> Tensors:
         """Return which positions of every tensor a neuron mask [h] covers."""
-        return expand(self.units, split(mask, self.units), self.shapes)
+        return expand(self.units, split(mask, self.units), self.shapes, self.options.mask_rule == "out")
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The covered values and, where the client draws its own mask, the mask and its probabilities."""
@@ -86,7 +118,9 @@ class FedPeWS(SubnetStrategy):
             return super().expected(client)
         specs = {name: Spec((None,)) for name in self.shapes}
         if self.options.masks == "learned":
-            specs |= {"mask": Spec((self.hidden,), torch.bool), "theta": Spec((self.hidden,))}
+            specs["mask"] = Spec((self.hidden,), torch.bool)
+            if self.options.others == "probabilities":
+                specs["theta"] = Spec((self.hidden,))
         return specs
 
     def decode(self, update: Update) -> Update:
@@ -100,8 +134,8 @@ class FedPeWS(SubnetStrategy):
             count, covered = update.tensors[name].numel(), int(mask.sum())
             if count != covered:
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
-        if "theta" in update.tensors:
-            theta = update.tensors["theta"]
+        if learned:
+            theta = update.tensors.get("theta", units.float())
             if not bool(((theta >= 0) & (theta <= 1)).all()):
                 raise BadReply("tensor 'theta': probabilities outside [0, 1]")
             self.theta[update.client] = theta

@@ -15,9 +15,9 @@ def test_defaults_resolve_and_every_key_is_described() -> None:
 
 def test_an_experiment_lies_between_defaults_and_single_keys() -> None:
     assert resolve({}).num_rounds == 50
-    assert resolve({"experiment": "fedpews/synthetic-3k"}).num_rounds == 500
+    assert resolve({"experiment": "fedpews/table2-d"}).num_rounds == 500
     # a key set by hand wins even where it equals the default
-    assert resolve({"experiment": "fedpews/synthetic-3k", "num-rounds": 50}).num_rounds == 50
+    assert resolve({"experiment": "fedpews/table2-d", "num-rounds": 50}).num_rounds == 50
 
 
 @pytest.mark.parametrize("name", sorted(experiments()))

@@ -20,7 +20,7 @@ from fedsub_app.runs import read_rounds
 from fedsub_app.seeds import generator
 from fedsub_app.settings import Value
 from fedsub_app.subnets.gates import Gates
-from fedsub_app.subnets.masks import bernoulli_ste, split
+from fedsub_app.subnets.masks import split
 from strategies.fedpews import FedPeWS
 
 Run = Callable[..., tuple[Json, Path]]
@@ -145,18 +145,17 @@ def test_only_covered_values_travel(run_local: Run) -> None:
     assert line["subnet-flops"] < line["flops"] / 2
 
 
-def test_gates_are_masked_weights_also_in_the_gradients() -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
     """Conv, flatten and linear layers: value, weight gradient and mask gradient as if the weights were multiplied."""
     model = build_model("fedpews-cnn", (1, 8, 8), 3, 0)
     groups = unit_groups(model)
     x, y = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
     mask = (torch.rand(sum(group.size for group in groups)) > 0.4).float().requires_grad_()
-    gates = Gates(model, groups)
-    gates.masks = split(mask, groups)
-    gated = model(x)
+    gates = Gates(model, groups, narrow)
+    gated = gates.forward(x, mask)
     weights = [p for _, p in model.named_parameters()]
     got = torch.autograd.grad(F.cross_entropy(gated, y), [*weights, mask])
-    gates.masks = {}
     parameters = dict(model.named_parameters())
     for group, part in zip(groups, split(mask, groups).values(), strict=True):
         for name in group.rows:
@@ -171,15 +170,6 @@ def test_gates_are_masked_weights_also_in_the_gradients() -> None:
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
     gates.remove()
     assert torch.equal(model(x), functional_call(model, dict(model.named_parameters()), (x,)))
-
-
-def test_straight_through_gradient_by_hand() -> None:
-    scores = torch.tensor([0.0, 2.0, -1.0], requires_grad=True)
-    mask = bernoulli_ste(scores, torch.Generator().manual_seed(0))
-    (mask * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-    theta = [0.5, 0.880797, 0.268941]
-    expected = [factor * p * (1 - p) for factor, p in zip([1, 10, 100], theta, strict=True)]
-    torch.testing.assert_close(scores.grad, torch.tensor(expected))
 
 
 def test_theta_of_the_others_by_hand() -> None:

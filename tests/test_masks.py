@@ -128,19 +128,19 @@ def test_permuting_units_permutes_the_expanded_mask(data):
     assert torch.equal(after["fc3.weight"], before["fc3.weight"])
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_masked_units_have_no_gradient_and_no_influence(kind):
+@pytest.mark.parametrize(("kind", "narrow"), [("mlp", False), ("mlp", True), ("cnn", False)])
+def test_masked_units_have_no_gradient_and_no_influence(kind, narrow):
     model = tiny(kind)
     groups = unit_groups(model)
     unit_masks = {g.name: torch.arange(g.size) % 2 == 0 for g in groups}
     full = slow_expand(kind, unit_masks, shapes_of(model))
     inputs = torch.randn(INPUTS[kind], generator=generator(0))
 
-    gates = Gates(model, groups)
-    gates.masks = {name: mask.float() for name, mask in unit_masks.items()}
+    gates = Gates(model, groups, narrow)
+    mask = torch.cat([unit_masks[g.name] for g in groups]).float()
 
     def loss():
-        return model(inputs).square().sum()
+        return gates.forward(inputs, mask).square().sum()
 
     before = loss()
     before.backward()
@@ -161,40 +161,39 @@ def test_masks_of_no_group_or_wrong_size_are_named(unit_masks):
         masks.expand(unit_groups(model), unit_masks, shapes_of(model))
 
 
+def test_rows_only_covers_a_weight_with_the_unit_it_leads_to():
+    model = tiny("mlp")
+    groups = unit_groups(model)
+    unit_masks = masks.split(torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool(), groups)
+    full = masks.expand(groups, unit_masks, shapes_of(model), rows_only=True)
+    for group in groups:
+        for name in group.rows:
+            rows = unit_masks[group.name].view(-1, *[1] * (full[name].dim() - 1))
+            assert torch.equal(full[name], rows.expand_as(full[name])), name
+    assert full["fc3.weight"].all()
+
+
 def test_group_without_mask_is_on():
     model = tiny("mlp")
     groups = unit_groups(model)
     assert all(bool(mask.all()) for mask in masks.expand(groups, {}, shapes_of(model)).values())
 
 
-def test_bernoulli_gradient_by_hand():
-    scores = torch.tensor([0.0, 1.0, -2.0], requires_grad=True)
-    mask = masks.bernoulli_ste(scores, generator(1))
-    (mask * torch.tensor([1.0, 10.0, -3.0])).sum().backward()
-    theta = torch.tensor([0.5, 0.7310586, 0.1192029])  # sigmoid, from a table
-    assert torch.allclose(scores.grad, torch.tensor([1.0, 10.0, -3.0]) * theta * (1 - theta), rtol=1e-5)
-
-
-def test_bernoulli_draws_exact_bits_of_the_right_frequency():
-    scores = torch.full((40_000,), 1.0)
-    mask = masks.bernoulli_ste(scores, generator(2))
-    assert set(mask.tolist()) == {0.0, 1.0}
-    assert mask.mean().item() == pytest.approx(0.7310586, abs=0.01)  # 4.5 standard deviations
-    assert torch.equal(mask, masks.bernoulli_ste(scores, generator(2)))
-    assert not torch.equal(mask, masks.bernoulli_ste(scores, generator(3)))
-
-
-def test_bernoulli_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    masks.bernoulli_ste(torch.zeros(10), generator(0))
-    assert torch.equal(torch.get_rng_state(), before)
+def test_score_gradient_by_hand():
+    scores, others = torch.tensor([0.0, 1.0, -2.0]), torch.tensor([0.25, 0.7310586, 0.0])
+    got = masks.score_gradient(scores, torch.tensor([1.0, 10.0, -3.0]), others, 2.0)
+    # (g - 2 lambda (theta - other)) theta (1 - theta), sigmoid from a table
+    want = [(1 - 4 * 0.25) * 0.25, 10 * 0.7310586 * 0.2689414, (-3 - 4 * 0.1192029) * 0.1192029 * 0.8807971]
+    assert torch.allclose(got, torch.tensor(want), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("num_clients", "covered", "uncovered"), [(2, 3860, 7168), (4, 1036, 10_752)])
 def test_fixed_masks_cover_what_the_note_says(num_clients, covered, uncovered):
     model = build_model("fedpews-mlp", (5,), 4, seed=0)
     groups = unit_groups(model)
-    full = [masks.expand(groups, m, shapes_of(model)) for m in masks.fixed_masks(groups, num_clients)]
+    full = [
+        masks.expand(groups, m, shapes_of(model)) for m in masks.fixed_masks(groups, [1 / num_clients] * num_clients)
+    ]
     assert [sum(int(mask.sum()) for mask in client.values()) for client in full] == [covered] * num_clients
     by_nobody = sum(int((~torch.stack([c[name] for c in full]).any(dim=0)).sum()) for name in full[0])
     assert by_nobody == uncovered
@@ -205,28 +204,17 @@ def test_fixed_masks_are_the_papers_slices(width, num_clients):
     groups = (UnitGroup("a", width, ("a.weight",), ()),)
     if num_clients > width:
         with pytest.raises(UserError, match=f"num-clients = {num_clients}.*layer a"):
-            masks.fixed_masks(groups, num_clients)
+            masks.fixed_masks(groups, [1 / num_clients] * num_clients)
         return
-    for i, mask in enumerate(masks.fixed_masks(groups, num_clients)):
+    for i, mask in enumerate(masks.fixed_masks(groups, [1 / num_clients] * num_clients)):
         expected = set(range(width * i // num_clients, width * (i + 1) // num_clients))
         assert set(mask["a"].nonzero().flatten().tolist()) == expected
 
 
 def test_fixed_masks_with_shares():
     groups = (UnitGroup("a", 10, ("a.weight",), ()),)
-    assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, 2, [0.25, 0.75])] == [2, 8]
-    assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, 3, [0.1, 0.2, 0.7])] == [1, 2, 7]
-    for shares in ([0.5], [0.5, 0.6], [1.5, -0.5]):
-        with pytest.raises(ValueError, match="shares"):
-            masks.fixed_masks(groups, 2, shares)
-
-
-def test_diversity_by_hand():
-    scores = torch.zeros(2, requires_grad=True)
-    value = masks.diversity(scores, torch.tensor([0.25, 1.0]))
-    assert value.item() == 0.25**2 + 0.5**2
-    value.backward()  # 2 (theta - other) theta (1 - theta)
-    assert scores.grad.tolist() == [2 * 0.25 * 0.25, 2 * -0.5 * 0.25]
+    assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, [0.25, 0.75])] == [2, 8]
+    assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, [0.1, 0.2, 0.7])] == [1, 2, 7]
 
 
 def test_split_gather_scatter():

@@ -16,19 +16,19 @@ TABLE = """# A small table
 title = "A small table"
 seeds = 2
 
-[[row]]
-setting = "digits"
-label = "FedAvg"
+[[setting]]
+name = "digits"
 experiment = "fedpews/digits"
-set = { method = "fedavg", num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 1.0 }
-paper-rounds = "7"
-paper-final = "12.3 ± 0.4"
+set = { num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 1.0 }
+paper.FedAvg = ["7", "12.3 ± 0.4"]
 
-[[row]]
-setting = "digits"
+[[method]]
+label = "FedAvg"
+set = { method = "fedavg" }
+
+[[method]]
 label = "local"
-experiment = "fedpews/digits"
-set = { method = "local", num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 0.0 }
+set = { method = "local", target-accuracy = 0.0 }
 """
 
 

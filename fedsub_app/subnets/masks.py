@@ -31,13 +31,16 @@ def _along(mask: Tensor, axis: int, dim: int) -> Tensor:
 
 
 def expand(
-    groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+    groups: Sequence[UnitGroup],
+    unit_masks: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    rows_only: bool = False,
 ) -> dict[str, Tensor]:
     """Return the mask of every entry of every tensor, by FedPeWS's rule "and" (the rule of IST).
 
     ``W_l[b, a] = m_l[b] & m_{l-1}[a]``, bias and BatchNorm ``m_l[b]``; a convolution's ``W_l[o, i, :, :] = m_l[o] &
     m_{l-1}[i]``; behind a flatten each channel stands for its height x width columns. Everything else, the output bias
-    included, is on.
+    included, is on. With ``rows_only`` a weight is on with the unit that it leads to: ``W_l[b, a] = m_l[b]``.
 
     Parameters
     ----------
@@ -63,43 +66,37 @@ def expand(
         for name in group.rows:
             if name in masks:
                 masks[name] &= _along(mask, 0, masks[name].dim())
-        for name, repeat in group.cols:
+        for name, repeat in () if rows_only else group.cols:
             if name in masks:
                 masks[name] &= _along(mask.repeat_interleave(repeat), 1, masks[name].dim())
     return masks
 
 
-def bernoulli_ste(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a mask from Bernoulli(sigmoid(scores)), with a straight-through gradient (FedPeWS, Section 3).
+def score_gradient(scores: Tensor, mask_gradient: Tensor, others: Tensor, lambda_: float) -> Tensor:
+    """Return the gradient of FedPeWS's mask objective (Eq. 6) in the scores.
+
+    ``L_s = loss(x ∘ m) - lambda * ||theta - theta_others||²`` with m drawn from Bernoulli(theta), theta = sigmoid(s).
+    The loss's gradient goes straight through the sampling, as if the mask were theta; that of the diversity is exact.
 
     Parameters
     ----------
-    scores : float ``[size]``, on any device.
-    generator : CPU generator; the draw is the same whatever the device of ``scores``.
-
-    Returns
-    -------
-    float ``[size]`` of exact 0 and 1. Its gradient goes through the sampling as if the mask were
-    ``theta = sigmoid(scores)``: ``dL/dscores = dL/dmask * theta * (1 - theta)``.
+    scores : float ``[h]``.
+    mask_gradient : float ``[h]``, the gradient of the loss in the mask that was drawn.
+    others : float ``[h]`` in [0, 1]: the mean probabilities of the other clients.
     """
     theta = torch.sigmoid(scores)
-    sample = torch.bernoulli(theta.detach().cpu(), generator=generator).to(theta.device)
-    return sample + (theta - theta.detach())  # the bracket is exactly 0; it carries the gradient
+    return (mask_gradient - 2 * lambda_ * (theta - others)) * theta * (1 - theta)
 
 
-def fixed_masks(
-    groups: Sequence[UnitGroup], num_clients: int, shares: Sequence[float] | None = None
-) -> list[dict[str, Tensor]]:
+def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[dict[str, Tensor]]:
     """Return FedPeWS-Fixed's masks: disjoint slices of every hidden layer, one per client, that cover it.
 
-    Of a layer of width w, client i owns ``[floor(w * i / N), floor(w * (i + 1) / N))``.
+    Of a layer of width w, client i owns ``[floor(w * (p_0 + .. + p_{i-1})), floor(w * (p_0 + .. + p_i)))``.
 
     Parameters
     ----------
     groups : the network's unit groups.
-    num_clients : N >= 1.
-    shares : each client's fraction of every layer, adding up to 1; default 1 / N each. Bounds are the floors of the
-        cumulated shares (Appendix C.4 tests 0.25 and 0.75).
+    shares : p_i > 0, each client's fraction of every layer, adding up to 1 (Appendix C.4 tests 0.25 and 0.75).
 
     Returns
     -------
@@ -109,13 +106,8 @@ def fixed_masks(
     ------
     UserError
         If there are too few units, so that a client would own none of a layer: its network would be dead.
-    ValueError
-        If ``shares`` does not hold ``num_clients`` positive numbers that add up to 1.
     """
-    if shares is None:
-        shares = [1 / num_clients] * num_clients
-    if len(shares) != num_clients or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"shares = {list(shares)}; allowed: {num_clients} positive numbers that add up to 1")
+    num_clients = len(shares)
     clients: list[dict[str, Tensor]] = [{} for _ in range(num_clients)]
     for group in groups:
         # 1e-6 of a unit: floats that should add up to a whole number of units may miss it from below.
@@ -129,21 +121,6 @@ def fixed_masks(
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool)
             masks[group.name][bounds[client] : bounds[client + 1]] = True
     return clients
-
-
-def diversity(scores: Tensor, others: Tensor) -> Tensor:
-    """Return ``||sigmoid(s) - theta_others||²``: the second term of FedPeWS, Eq. 6, without -lambda.
-
-    Parameters
-    ----------
-    scores : float ``[h]``; the result is differentiated exactly in them, with no straight-through.
-    others : float ``[h]`` in [0, 1]: the mean probabilities of the other clients.
-
-    Returns
-    -------
-    Scalar in [0, h].
-    """
-    return (torch.sigmoid(scores) - others).square().sum()
 
 
 def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
