@@ -149,7 +149,7 @@ class Client:
 
     def load(self, sent: Mapping[str, torch.Tensor]) -> None:
         """Copy named tensors into the model."""
-        load_tensors(self.model, sent)
+        load_tensors(self.place.tensors, sent)
 
     def trained(self) -> Tensors:
         """Return a copy of the model's tensors (the next client reuses the model)."""
@@ -187,7 +187,7 @@ class Client:
         flops = float(self.sample_passes * self.place.flops_per_sample)
         self.metrics |= {"flops": flops, "subnet-flops": flops * self.subnet_share}
         self.metrics["compute-seconds"] = time.perf_counter() - start
-        return Update(self.id, answer, self.metrics, len(self.y))
+        return Update(self.id, answer, self.metrics, len(self.place.partition.train[self.id]))
 
     def run_evaluation(self, sent: Tensors, wanted: list[str]) -> Update:
         """Return the accuracies named in ``wanted`` on the client's own test set."""
@@ -200,6 +200,6 @@ class Client:
         y = (place.train_y if from_train else place.test_y)[index]
         metrics = {}
         for name in wanted:
-            load_tensors(self.model, self.personal(sent) if name == "personal" else sent)
+            load_tensors(self.place.tensors, self.personal(sent) if name == "personal" else sent)
             metrics[f"{name}-accuracy"], metrics[f"{name}-loss"] = evaluate(self.model, x, y)
         return Update(self.id, {}, metrics, len(y))

@@ -76,10 +76,14 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _encode(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data: np.ndarray[Any, Any] = flat.numpy() if flat.dtype == torch.bool else flat.view(torch.uint8).numpy()
-    return memoryview(np.packbits(data) if flat.dtype == torch.bool else data)  # type: ignore[arg-type]
+def _encode(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the tensor's bytes as an array in C order."""
+    values = tensor.detach().cpu()
+    if values.dtype == torch.bool:
+        return np.packbits(values.numpy())
+    if values.dtype == torch.bfloat16:  # NumPy has none
+        values = values.contiguous().view(torch.int16)
+    return np.ascontiguousarray(values.numpy())
 
 
 def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]]) -> RecordDict:
@@ -94,7 +98,7 @@ def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]])
         distinct = {id(parts[number][1][name]): parts[number][1][name] for number in numbers}
         rows = {key: row for row, key in enumerate(distinct)}
         key = f"{len(index)}:{name}"
-        data = b"".join(_encode(tensor) for tensor in distinct.values())
+        data = b"".join(_encode(tensor) for tensor in distinct.values())  # type: ignore[misc]
         arrays[key] = Array(NAMES[dtype], (len(distinct), *shape), STYPE, data)
         index.append([key, numbers, [rows[id(parts[number][1][name])] for number in numbers]])
     text = json.dumps(header | {"parts": [config for config, _ in parts], "index": index}, separators=(",", ":"))
@@ -160,8 +164,10 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
     return config, update.tensors
 
 
-def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec]) -> Update:
+def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec], stacks: dict[int, bool]) -> Update:
     """Return the update in a part, checked against what was asked.
+
+    ``stacks`` holds which arrays are known to be finite; give all parts of one round the same dict.
 
     Raises
     ------
@@ -179,12 +185,9 @@ def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec]) ->
             raise BadReply(f"tensor {name!r} was not asked for")
         if tensor.dtype != spec.dtype:
             raise BadReply(f"tensor {name!r}: dtype {NAMES[tensor.dtype]}, expected {NAMES[spec.dtype]}")
-        sizes = tuple(tensor.shape)
-        if len(sizes) != len(spec.shape) or any(
-            want not in (None, have) for have, want in zip(sizes, spec.shape, strict=True)
-        ):
-            raise BadReply(f"tensor {name!r}: shape {sizes}, expected {spec.shape}")
-        if not finite(tensor):
+        if tensor.shape != spec.shape and not _fits(tensor.shape, spec.shape):
+            raise BadReply(f"tensor {name!r}: shape {tuple(tensor.shape)}, expected {spec.shape}")
+        if not _finite_in_stack(tensor, stacks):
             raise BadReply(f"tensor {name!r}: NaN or infinite values")
     count = config.get("num-examples")
     if type(count) is not int or not 1 <= count <= MAX_EXAMPLES:
@@ -196,6 +199,20 @@ def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec]) ->
         if type(value) not in (int, float) or not math.isfinite(value):
             raise BadReply(f"metric {key!r} = {value!r}: must be a finite number")
     return Update(int(config["client"]), tensors, metrics, count)
+
+
+def _fits(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(sizes) == len(wanted) and all(want in (None, have) for have, want in zip(sizes, wanted, strict=True))
+
+
+def _finite_in_stack(tensor: torch.Tensor, stacks: dict[int, bool]) -> bool:
+    """:func:`finite` in one pass over the array that the tensor is a row of: 20 calls for 1,000 clients, not 10,000."""
+    stack = tensor._base
+    if stack is None:
+        return finite(tensor)
+    if id(stack) not in stacks:
+        stacks[id(stack)] = finite(stack)
+    return stacks[id(stack)] or finite(tensor)
 
 
 def finite(tensor: torch.Tensor) -> bool:

@@ -184,9 +184,10 @@ class SubnetStrategy(Strategy):
         self._dropped += answers.dropped
         training = phase == MessageType.TRAIN
         updates, formula_up = [], 0
+        stacks: dict[int, bool] = {}
         for client, config, tensors in answers.parts:
             try:
-                update = read_update(config, tensors, self.expected(client) if training else {})
+                update = read_update(config, tensors, self.expected(client) if training else {}, stacks)
                 updates.append(self.decode(update) if training else update)
                 formula_up += formula_bytes(tensors)
             except BadReply as error:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.errors import UserError
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.models import tensors as tensors_of
 from fedsub_app.protocol import BadReply, Json, Tensors, Update
@@ -41,14 +42,29 @@ SETTINGS: dict[str, Value] = {
 }
 
 
-def masked_weights(model: nn.Module, mask: torch.Tensor) -> Tensors:
-    """x ∘ m written out for an MLP: W[b, a] m[b] m[a], bias m[b]; inputs and outputs are on."""
+def mask_of(
+    fixed: list[torch.Tensor] | None,
+    i: int,
+    once: torch.Tensor | None,
+    scores: list[torch.Tensor],
+    draw: torch.Generator,
+) -> torch.Tensor:
+    """The mask that client i trains its weights under: given, drawn once a round, or drawn anew."""
+    if fixed:
+        return fixed[i]
+    return torch.bernoulli(torch.sigmoid(scores[i]), generator=draw) if once is None else once
+
+
+def masked_weights(model: nn.Module, mask: torch.Tensor, rule: str = "and") -> Tensors:
+    """x ∘ m written out for an MLP: W[b, a] m[b] m[a] ("out": W[b, a] m[b]), bias m[b]; inputs and outputs are on."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     widths = [model.get_submodule(name).out_features for name in layers[:-1]]
     parts = [torch.ones(5), *mask.split(widths), torch.ones(4)]
     weights = {}
     for layer, (before, after) in zip(layers, pairwise(parts), strict=True):
-        weights[f"{layer}.weight"] = model.get_parameter(f"{layer}.weight") * after[:, None] * before[None, :]
+        weights[f"{layer}.weight"] = model.get_parameter(f"{layer}.weight") * after[:, None]
+        if rule == "and":
+            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] * before[None, :]
         weights[f"{layer}.bias"] = model.get_parameter(f"{layer}.bias") * after
     return weights
 
@@ -60,11 +76,11 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
     model = build_model("fedpews-mlp", (5,), 4, s.seed)
     x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
-    scores = [torch.zeros(256) for _ in range(2)]
-    theta = [torch.full((256,), 0.5) for _ in range(2)]
+    scores = [torch.full((256,), options.score_start) for _ in range(2)]
+    theta = [torch.sigmoid(score) for score in scores]
     for t in range(1, s.num_rounds + 1):
         warm = t <= options.warmup_rounds
-        answers = []
+        answers, drawn = [], []
         for i in range(2):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -72,6 +88,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
             x, y = data.train_x[partition.train[i]], data.train_y[partition.train[i]]
             order = torch.randperm(len(y), generator=generator(s.seed, t, i, "batches"))
             draw = generator(s.seed, t, i, "masks")
+            once = torch.bernoulli(torch.sigmoid(scores[i]), generator=draw) if options.draws == "round" else None
             velocity = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
             for batch in order.split(s.batch_size):
                 if warm and not fixed:
@@ -83,7 +100,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
                     scores[i] = scores[i] - options.mask_lr * torch.autograd.grad(loss, leaf)[0]
                 m = torch.ones(256)
                 if warm:
-                    m = fixed[i] if fixed else torch.bernoulli(torch.sigmoid(scores[i]), generator=draw)
+                    m = mask_of(fixed, i, once, scores, draw)
                 model.zero_grad()
                 F.cross_entropy(functional_call(model, masked_weights(model, m), (x[batch],)), y[batch]).backward()
                 with torch.no_grad():
@@ -93,15 +110,16 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
                         p -= s.lr * velocity[name]
             m = torch.ones(256)
             if warm:
-                m = fixed[i] if fixed else torch.bernoulli(torch.sigmoid(scores[i]), generator=draw)
+                m = mask_of(fixed, i, once, scores, draw)
+            drawn.append(m)
             trained = {k: v.detach().clone() for k, v in model.named_parameters()}
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(1.0)
-                cover = {k: v.detach() for k, v in masked_weights(model, m).items()}
+                cover = {k: v.detach() for k, v in masked_weights(model, m, options.mask_rule).items()}
             answers.append((trained, cover))
         if warm and not fixed:
-            theta = [torch.sigmoid(score) for score in scores]
+            theta = drawn if options.others == "masks" else [torch.sigmoid(score) for score in scores]
         for name, old in x_g.items():
             total = sum(trained[name] * cover[name] for trained, cover in answers)
             count = sum(cover[name] for _, cover in answers)
@@ -110,9 +128,19 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     return x_g
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.3])
-def test_learned_masks_follow_algorithm_1(run_local: Run, mu: float) -> None:
-    keys = SETTINGS | {"fedpews.mu": mu}
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {},
+        {"fedpews.mu": 0.3},
+        {"fedpews.mask-rule": "out"},
+        {"fedpews.others": "masks"},
+        {"fedpews.score-start": 1.0},
+        {"fedpews.draws": "round"},
+    ],
+)
+def test_learned_masks_follow_algorithm_1(run_local: Run, reading: dict[str, Value]) -> None:
+    keys = SETTINGS | reading
     _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
     ours, expected = load_file(folder / "model.safetensors"), reference(keys)
     for name in expected:
@@ -126,6 +154,30 @@ def test_fixed_masks_follow_algorithm_1(run_local: Run) -> None:
     ours, expected = load_file(folder / "model.safetensors"), reference(keys, [first, 1 - first])
     for name in expected:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_shares_of_fixed_masks(run_local: Run) -> None:
+    keys = SETTINGS | {"fedpews.masks": "fixed", "fedpews.shares": "0.25 0.75"}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    first = torch.cat([(torch.arange(width) < width // 4).float() for width in (32, 64, 128, 32)])
+    ours, expected = load_file(folder / "model.safetensors"), reference(keys, [first, 1 - first])
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shares", "masks", "said"),
+    [
+        ("0.5 0.4", "fixed", "fedpews.shares = '0.5 0.4': must be num-clients = 2 positive numbers that add up to 1"),
+        ("0.5", "fixed", "fedpews.shares = '0.5': must be"),
+        ("half half", "fixed", "fedpews.shares = 'half half': must be"),
+        ("-0.5 1.5", "fixed", "fedpews.shares = '-0.5 1.5': must be"),
+        ("0.5 0.5", "learned", "fedpews.shares = '0.5 0.5': allowed with fedpews.masks = 'fixed' only"),
+    ],
+)
+def test_wrong_shares_are_named(shares: str, masks: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve(SETTINGS | {"fedpews.shares": shares, "fedpews.masks": masks})
 
 
 def test_without_warm_up_it_is_fedavg_bit_for_bit(run_local: Run) -> None:

@@ -127,7 +127,7 @@ def reply(tensors: Tensors | None = None, without: str = "", **config: object) -
     good = {"w": torch.ones(2, 3), "b": torch.ones(5), "m": torch.tensor([True, False, True, True])}
     sent = {k: v for k, v in (good | (tensors or {})).items() if k != without}
     part: dict[str, Any] = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5}, "error": ""}
-    return read_update(part | config, sent, EXPECTED)
+    return read_update(part | config, sent, EXPECTED, {})
 
 
 def test_a_good_update_passes() -> None:
@@ -166,8 +166,18 @@ def test_a_bad_update_is_refused(broken: dict[str, Any], reason: str) -> None:
         reply(**broken)
 
 
+def test_one_client_with_nan_does_not_take_the_others_of_its_node_along() -> None:
+    updates = [Update(c, {"w": torch.ones(2, 3) if c != 1 else torch.full((2, 3), math.nan)}, {}, 1) for c in range(3)]
+    _, parts = unpack(pack({}, [update_part(update) for update in updates]))
+    stacks: dict[int, bool] = {}
+    for client in (0, 2):
+        assert read_update(*parts[client], {"w": Spec((2, 3))}, stacks).client == client
+    with pytest.raises(BadReply, match="tensor 'w': NaN or infinite"):
+        read_update(*parts[1], {"w": Spec((2, 3))}, stacks)
+
+
 def test_an_update_survives_the_wire() -> None:
     update = Update(5, {"w": torch.ones(2, 3)}, {"loss": 1.5}, 20)
     config, tensors = unpack(pack({}, [update_part(update)]))[1][0]
-    back = read_update(config, tensors, {"w": Spec((2, 3))})
+    back = read_update(config, tensors, {"w": Spec((2, 3))}, {})
     assert (back.client, back.metrics, back.num_examples) == (5, {"loss": 1.5}, 20)

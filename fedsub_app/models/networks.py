@@ -182,15 +182,15 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
 
 
-def load_tensors(model: nn.Module, new: Mapping[str, Tensor]) -> None:
-    """Copy ``new`` into the model, in place: exactly the names and shapes of :func:`tensors`, any dtype or device.
+def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Copy ``new`` into the model (or its :func:`tensors`), in place: exactly their names and shapes, any device.
 
     Raises
     ------
     ValueError
         If a name is missing, unknown, or has another shape; nothing has been copied then.
     """
-    own = tensors(model)
+    own = tensors(model) if isinstance(model, nn.Module) else model
     if own.keys() != new.keys():
         raise ValueError(
             f"tensors missing: {sorted(own.keys() - new.keys())}, unknown: {sorted(new.keys() - own.keys())}"

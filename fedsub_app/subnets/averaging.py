@@ -102,9 +102,12 @@ def _mean_of_one(old: Tensor, updates: Sequence[tuple[Tensor, Tensor | None, flo
         elif any_mask:
             denominator.zero_()
         for x, m, weight in zip(values, masks, weights, strict=True):
-            # The same operations with and without a mask, so that a mask of ones changes no bit.
+            # The same sums with and without a mask, so that a mask of ones changes no bit.
             mask = ones if m is None else buffer.copy_(m[k])
-            numerator.addcmul_(x[k], mask, value=weight)
+            if m is None and weight == 1:
+                numerator.add_(x[k])
+            else:
+                numerator.addcmul_(x[k], mask, value=weight)
             if counted:
                 count.add_(1 if m is None else m[k])
             elif any_mask:
