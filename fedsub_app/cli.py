@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("curves.png"), metavar="FILE")
     report.set_defaults(command=_report)
 
+    analyse = commands.add_parser("analyse", help="draw a run's mask coverage and the activations of its units")
+    analyse.add_argument("folder", type=Path, metavar="DIR")
+    analyse.add_argument("--samples", type=int, default=256, metavar="N", help="training samples of each client")
+    analyse.set_defaults(command=_analyse)
+
     names = commands.add_parser("list", help="methods, datasets, models, experiments, tables, settings")
     names.add_argument("what", nargs="?", choices=tuple(_LISTS), help="default: all but the settings")
     names.set_defaults(command=_list)
@@ -112,6 +117,14 @@ def _report(options: argparse.Namespace) -> int:
     from fedsub_app.report import draw_curves
 
     print(draw_curves(options.folders, options.out))
+    return 0
+
+
+def _analyse(options: argparse.Namespace) -> int:
+    from fedsub_app.analysis import analyse
+
+    for path in analyse(options.folder, options.samples):
+        print(path)
     return 0
 
 

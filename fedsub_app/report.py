@@ -77,7 +77,8 @@ def summary_table(summary: Json) -> str:
     return "\n".join(["", *(f"{name:<{width}}  {text}" for name, text in rows), ""])
 
 
-def _figure(width: float, height: float) -> "Figure":
+def figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of so many inches."""
     from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -88,15 +89,15 @@ def draw_partition(folder: Path) -> Path:
     content = json.loads((folder / "partition.json").read_text())
     counts = content["counts"]
     clients, classes = len(counts), len(counts[0])
-    figure = _figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
-    axes = figure.subplots()
+    drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
+    axes = drawing.subplots()
     axes.locator_params(integer=True)
     most = max(max(row) for row in counts) or 1
     points = [(c, k, 180 * row[k] / most) for c, row in enumerate(counts) for k in range(classes) if row[k]]
     axes.scatter(*zip(*points, strict=True), color=COLOURS[0])
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
     axes.set_title(f"training samples: the largest circle is {most}", fontsize="medium")
-    figure.savefig(folder / "partition.png", dpi=120)
+    drawing.savefig(folder / "partition.png", dpi=120)
     return folder / "partition.png"
 
 
@@ -115,8 +116,8 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
     UserError
         A folder is not the directory of a run, or holds no evaluated round.
     """
-    figure = _figure(13, 4)
-    panels = figure.subplots(1, 3, sharey=True)
+    drawing = figure(13, 4)
+    panels = drawing.subplots(1, 3, sharey=True)
     drawn = 0
     for folder in folders:
         settings = _settings(folder)
@@ -148,7 +149,7 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy (%)")
     panels[0].legend(fontsize="small")
-    figure.savefig(target, dpi=120)
+    drawing.savefig(target, dpi=120)
     return target
 
 
