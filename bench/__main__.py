@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bench.flower_box import PROJECT
-from bench.measures import FULL, MEASURES, QUICK, Result
+from bench.measures import FULL, MEASURES, QUICK, Result, commit
 from fedsub_app.protocol import Json
 
 OUT = PROJECT / "bench/out/latest.json"
@@ -95,7 +94,7 @@ def _report(results: dict[str, Result], device: str, quick: bool) -> Json:
             "torch": torch.__version__,
             "system": platform.platform(),
         },
-        "commit": _commit(),
+        "commit": commit(),
         "settings": {"quick": quick} | {key: result.settings or result.error for key, result in results.items()},
         "spread": {key: result.spread for key, result in results.items()},
     }
@@ -107,15 +106,6 @@ def _processor() -> str:
         [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
     )
     return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """Return the checkout's commit, ``-dirty`` where the files differ from it; "" where there is no git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 if __name__ == "__main__":

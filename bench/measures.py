@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from flwr.app import Message, MessageType
 
 from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
-from bench.flower_box import FlowerBox, run_command
+from bench.flower_box import PROJECT, FlowerBox, run_command
 from fedsub_app.config import resolve
 from fedsub_app.flower import CONNECTION
 from fedsub_app.local_grid import LocalGrid
@@ -36,6 +36,9 @@ DATASET = "random-images"
 VARIANTS: dict[str, list[dict[str, Value]]] = {
     "fedpews": [{"fedpews.masks": masks, "fedpews.warmup-rounds": 2} for masks in ("learned", "fixed")]
 }
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,19 @@ def ratio(upper: Sequence[float], lower: Sequence[float], names: tuple[str, str]
     return statistics.median(upper) / statistics.median(lower), sides | {"ratio-of-minima": min(upper) / min(lower)}
 
 
-def apart(function: Callable[..., Result], *arguments: Any) -> Result:
+def apart(function: Callable[..., T], *arguments: Any) -> T:
     """Call ``function`` in a fresh process of its own: memory, thread counts and Flower's globals start anew."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def commit() -> str:
+    """Return the checkout's commit, ``-dirty`` where the files differ from it; "" where there is no git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def write_images(folder: Path, train: int, test: int = 100) -> None:
