@@ -128,8 +128,7 @@ class Federation:
 
     def _call_roll(self, grid: Grid, node_ids: Sequence[int], first: bool, deadline: float) -> None:
         timeout = deadline - time.monotonic() if first else LATE_ROLL_CALL_S
-        content = pack({"code": code_digest(), "phase": MessageType.QUERY}, [])
-        asked = [Message(content, node_id, MessageType.QUERY, group_id="roll call") for node_id in node_ids]
+        asked = _roll_call(node_ids)
         replies = exchange(grid, asked, max(1.0, timeout))
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
         for reply in replies:
@@ -226,6 +225,16 @@ class Federation:
         found = [(client, *parts[client]) for client in sorted(parts)]
         dropped = [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
         return Answers(found, dropped, received)
+
+
+def wake(grid: Grid) -> None:
+    """Send a roll call ahead, without waiting: simulated nodes import the app while the server loads its data."""
+    grid.push_messages(_roll_call(grid.get_node_ids()))
+
+
+def _roll_call(node_ids: Iterable[int]) -> list[Message]:
+    content = pack({"code": code_digest(), "phase": MessageType.QUERY}, [])
+    return [Message(content, node_id, MessageType.QUERY, group_id="roll call") for node_id in node_ids]
 
 
 def _read_roll_call(node_id: int, reply: Message) -> Node:

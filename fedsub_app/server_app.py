@@ -12,7 +12,7 @@ from client_apps.base import pick_device
 from fedsub_app import report
 from fedsub_app.data import load_dataset, make_partition, partition_summary
 from fedsub_app.errors import UserError
-from fedsub_app.federation import exchange
+from fedsub_app.federation import exchange, wake
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.protocol import Json
@@ -30,7 +30,9 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     log_to_stdout()
     try:
-        run_experiment(grid, settings_of(grid.run.override_config))
+        settings = settings_of(grid.run.override_config)
+        wake(grid)
+        run_experiment(grid, settings)
     except UserError as error:
         log.error("error: %s", error)
         raise  # Flower marks the run as failed
