@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from client_apps.objectives import OBJECTIVES
 from fedsub_app import costs
 from fedsub_app.data import Dataset, Partition, load_dataset, make_partition
 from fedsub_app.errors import UserError
@@ -24,6 +25,8 @@ from fedsub_app.protocol import Json, Tensors, Update
 from fedsub_app.seeds import generator
 from fedsub_app.settings import Settings
 from fedsub_app.training import Optimizer, batches, evaluate, fit
+
+PREVIOUS = "previous/"  # prefix of the client's own model in its state
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +100,8 @@ class Client:
     subnet_share : FLOPs of the trained sub-network over those of the whole network.
     """
 
+    objective_name = ""  # a method that is an objective names it; else the setting
+
     def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
         self.place = place
         self.settings = place.settings
@@ -106,9 +111,10 @@ class Client:
         self.state = state
         self.model = place.model
         self.units = place.units
-        self.sample_passes = 0
+        self.sample_passes = 0.0
         self.subnet_share = 1.0
         self.metrics: dict[str, float] = {}
+        self.objective_name = self.objective_name or place.settings.objective
 
     @cached_property
     def x(self) -> torch.Tensor:
@@ -134,9 +140,13 @@ class Client:
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """One optimizer step on a mini-batch; returns the detached loss before it."""
-        loss = F.cross_entropy(self.model(x), y)
+        loss = self.loss(self.model(x), x, y)
         self.descend(loss)
         return loss.detach()
+
+    def loss(self, output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the model's output on a mini-batch: cross-entropy and the objective's term."""
+        return F.cross_entropy(output, y) + self.objective.term(x)
 
     def correct_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Change the gradients, in place, before the step; they are those of ``self.optimizer.parameters``."""
@@ -150,6 +160,16 @@ class Client:
     def load(self, sent: Mapping[str, torch.Tensor]) -> None:
         """Copy named tensors into the model."""
         load_tensors(self.place.tensors, sent)
+        self.objective = OBJECTIVES[self.objective_name](self)
+
+    @property
+    def previous(self) -> Tensors:
+        """The client's own model at the end of its last round, where its state holds one."""
+        return {n.removeprefix(PREVIOUS): t for n, t in self.state.items() if n.startswith(PREVIOUS)}
+
+    def remember(self) -> None:
+        """Keep the trained model as the client's own, for :attr:`previous`."""
+        self.state |= {f"{PREVIOUS}{name}": tensor for name, tensor in self.trained().items()}
 
     def trained(self) -> Tensors:
         """Return a copy of the model's tensors (the next client reuses the model)."""
@@ -158,6 +178,7 @@ class Client:
     def descend(self, loss: torch.Tensor) -> None:
         """One optimizer step down the (corrected) gradients of ``loss``."""
         gradients = self.optimizer.gradients(loss)
+        self.objective.correct(gradients)
         self.correct_gradients(gradients)
         self.optimizer.step(gradients)
 
@@ -174,9 +195,10 @@ class Client:
         order = batches(
             len(self.y), self.settings.batch_size, self.settings.local_epochs, self.generator("batches"), normalised
         )
-        loss, seen = fit(self.step, self.x, self.y, order)
+        with self.objective:
+            loss, seen = fit(self.step, self.x, self.y, order)
         self.metrics["train-loss"] = loss
-        self.sample_passes += passes * seen
+        self.sample_passes += (passes + self.objective.passes) * seen
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
@@ -184,7 +206,9 @@ class Client:
         """Train and return the update with its costs."""
         start = time.perf_counter()
         answer = self.train(sent, config)
-        flops = float(self.sample_passes * self.place.flops_per_sample)
+        if self.objective_name == "moon":
+            self.remember()
+        flops = self.sample_passes * self.place.flops_per_sample
         self.metrics |= {"flops": flops, "subnet-flops": flops * self.subnet_share}
         self.metrics["compute-seconds"] = time.perf_counter() - start
         return Update(self.id, answer, self.metrics, len(self.place.partition.train[self.id]))

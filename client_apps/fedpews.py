@@ -6,7 +6,7 @@ A neuron mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of
 import torch
 from torch.nn import functional as F
 
-from client_apps.fedprox import FedProxClient
+from client_apps.base import Client
 from fedsub_app.costs import subnet_flops
 from fedsub_app.protocol import Json, Tensors
 from fedsub_app.subnets.gates import Gates
@@ -16,10 +16,10 @@ from strategies.fedpews import FedPeWSSettings
 NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU
 
 
-class FedPeWSClient(FedProxClient):
-    """Learns a mask and the weights under it in the warm-up; FedAvg or FedProx (``mu`` > 0) afterwards."""
+class FedPeWSClient(Client):
+    """Learns a mask and the weights under it in the warm-up; FedAvg (or FedProx, or MOON) afterwards."""
 
-    options: FedPeWSSettings  # type: ignore[assignment]
+    options: FedPeWSSettings
     gates: Gates | None = None
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
@@ -68,7 +68,7 @@ class FedPeWSClient(FedProxClient):
         self.load({name: sent[name] for name in self.place.tensors})
         self.drawn = self.draw() if self.options.draws == "round" else None
         self.fit(passes=2)
-        self.state = {"scores": self.scores}
+        self.state |= {"scores": self.scores}
         return (self.draw() if self.drawn is None else self.drawn).cpu().bool()  # line 18
 
     @property
@@ -91,6 +91,6 @@ class FedPeWSClient(FedProxClient):
             gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
             self.scores = self.scores - self.options.mask_lr * gradient
             mask = self.draw() if self.drawn is None else self.drawn
-        loss = F.cross_entropy(self.gates.forward(x, mask), y)  # Procedure II: the scores are frozen
+        loss = self.loss(self.gates.forward(x, mask), x, y)  # Procedure II: the scores are frozen
         self.descend(loss)
         return loss.detach()

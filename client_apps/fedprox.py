@@ -1,27 +1,13 @@
-"""FedProx, client side: the local objective gets ``mu / 2 * ||w - w_global||²`` (Li et al. 2020, Eq. 2)."""
+"""FedProx, client side: FedAvg with the proximal objective.
 
-from collections.abc import Mapping
-
-import torch
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020,
+https://arxiv.org/abs/1812.06127. Deviation: every client trains all its epochs (no partial work, no inexactness gamma).
+"""
 
 from client_apps.base import Client
-from strategies.fedprox import FedProxSettings
 
 
 class FedProxClient(Client):
-    """Adds the term's gradient ``mu * (w - w_global)``, which costs two fused operations instead of a graph."""
+    """``objective = "prox"``, whatever the settings say."""
 
-    options: FedProxSettings
-
-    def load(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """Load the model and remember where it started."""
-        super().load(sent)
-        self.start = [parameter.detach().clone() for parameter in self.model.parameters()]
-
-    def correct_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Add ``mu * (w - w_global)``."""
-        if self.options.mu == 0:
-            return
-        with torch.no_grad():
-            away = torch._foreach_sub(self.optimizer.parameters, self.start)
-            torch._foreach_add_(gradients, away, alpha=self.options.mu)
+    objective_name = "prox"

@@ -11,8 +11,8 @@ class LocalClient(Client):
 
     def personal(self, sent: Tensors) -> Tensors:
         """Return the model as trained so far, at first the common start that the seed gives."""
-        if self.state:
-            return self.state
+        if self.previous:
+            return self.previous
         place = self.place
         return tensors_of(
             build_model(self.settings.model, place.in_shape, place.dataset.num_classes, self.settings.seed)
@@ -22,5 +22,5 @@ class LocalClient(Client):
         """Train on; nothing leaves the client."""
         self.load(self.personal(sent))
         self.fit()
-        self.state = self.trained()
+        self.remember()
         return {}

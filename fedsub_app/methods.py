@@ -6,10 +6,10 @@ from client_apps.base import Client
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedprox import FedProxClient
 from client_apps.local import LocalClient
+from client_apps.moon import MoonClient
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 from strategies.fedpews import FedPeWS, FedPeWSSettings
-from strategies.fedprox import FedProxSettings
 from strategies.local import Local
 
 
@@ -25,7 +25,8 @@ class Method:
 
 METHODS = {
     "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
-    "fedprox": Method("Li et al. 2020", FedProxSettings, SubnetStrategy, FedProxClient),
+    "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, FedProxClient),
+    "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, MoonClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }

@@ -81,6 +81,10 @@ class Settings(Section):
     lr_decay: Annotated[float, Field(gt=0, le=1)]
     momentum: Annotated[float, Field(ge=0, lt=1)]
     weight_decay: NonNegative
+    objective: Literal["none", "prox", "moon"]
+    prox_mu: NonNegative
+    moon_mu: NonNegative
+    moon_temperature: Positive
     batch_size: Count
     local_epochs: CountOrZero
     server_lr: Positive

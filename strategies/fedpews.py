@@ -4,7 +4,8 @@ Tastan, Horváth, Takáč, Nandakumar: FedPeWS: Personalized Warmup via Subnetwo
 Learning, 2024, https://arxiv.org/abs/2410.03042.
 
 During the first W rounds a client trains a sub-network of its own; positions that no client covers keep their value,
-the others take the mean over the clients that cover them (Eq. 4). Afterwards it is FedAvg or FedProx.
+the others take the mean over the clients that cover them (Eq. 4). Afterwards it is FedAvg, or with
+``objective = "prox"`` FedProx.
 
 Read into the paper, which is silent or contradicts itself there:
 - theta of the others (line 12) is the mean of ``sigmoid(s_j)`` that clients ``j != i`` uploaded last, at first 0.5
@@ -30,7 +31,7 @@ from strategies.base import SubnetStrategy
 
 
 class FedPeWSSettings(MethodSettings):
-    """``warmup_rounds``: W; ``lambda_``: weight of the mask diversity; ``mask_lr``: eta_s; ``mu`` > 0: on FedProx.
+    """``warmup_rounds``: W; ``lambda_``: weight of the mask diversity; ``mask_lr``: eta_s.
 
     ``shares``: every client's share of each hidden layer under fixed masks, such as "0.25 0.75"; "": equal (C.4).
 
@@ -49,7 +50,6 @@ class FedPeWSSettings(MethodSettings):
     warmup_rounds: CountOrZero
     lambda_: NonNegative
     mask_lr: Positive
-    mu: NonNegative
 
     def check(self, settings: Settings) -> None:
         """W must not exceed T; shares must fit the clients."""

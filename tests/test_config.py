@@ -49,7 +49,7 @@ def test_pairs() -> None:
     [
         ({"num-round": 3}, "num-round = 3: unknown key; did you mean num-rounds?"),
         ({"fedpews.lamda": 3}, "fedpews.lamda = 3: unknown key; did you mean fedpews.lambda?"),
-        ({"method": "fedavgg"}, "method = 'fedavgg': allowed are fedavg, fedprox, local, fedpews"),
+        ({"method": "fedavgg"}, "method = 'fedavgg': allowed are fedavg, fedprox, moon, local, fedpews"),
         (
             {"experiment": "fedpews/digit"},
             "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?",
@@ -68,7 +68,7 @@ def test_pairs() -> None:
         ({"evaluate": "globl"}, "evaluate = 'globl': allowed are global, global-local, personal, comma-separated"),
         ({"fedpews.warmup-rounds": 51}, "fedpews.warmup-rounds = 51: must be at most num-rounds = 50"),
         ({"fedpews.masks": "random"}, "fedpews.masks = 'random': must be 'learned' or 'fixed'"),
-        ({"fedprox.mu": -0.1}, "fedprox.mu = -0.1: must be greater than or equal to 0"),
+        ({"prox-mu": -0.1}, "prox-mu = -0.1: must be greater than or equal to 0"),
         ({"resume": True}, "run-dir = '': resume = true needs the run directory to resume"),
         ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: allowed with optimizer = 'sgd' only"),
         ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),

@@ -403,7 +403,8 @@ def test_simulated_nodes_stand_in_for_each_other(run_local: RunLocal) -> None:
 
 METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedavg": {"weighting": "examples"},
-    "fedprox": {"fedprox__mu": 0.1},
+    "fedprox": {"prox_mu": 0.1},
+    "moon": {"moon_mu": 2.0},
     "fedpews": {"fedpews__warmup_rounds": 2},
 }
 

@@ -105,7 +105,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
                 F.cross_entropy(functional_call(model, masked_weights(model, m), (x[batch],)), y[batch]).backward()
                 with torch.no_grad():
                     for name, p in model.named_parameters():
-                        gradient = p.grad + options.mu * (p - x_g[name])
+                        gradient = p.grad + (s.objective == "prox") * s.prox_mu * (p - x_g[name])
                         velocity[name] = s.momentum * velocity[name] + gradient
                         p -= s.lr * velocity[name]
             m = torch.ones(256)
@@ -132,7 +132,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     "reading",
     [
         {},
-        {"fedpews.mu": 0.3},
+        {"objective": "prox", "prox-mu": 0.3},
         {"fedpews.mask-rule": "out"},
         {"fedpews.others": "masks"},
         {"fedpews.score-start": 1.0},

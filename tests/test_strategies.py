@@ -43,8 +43,8 @@ def test_mean_of_three_numbers(weighting: str, server_lr: float, expected: list[
 
 def test_fedprox_without_its_term_is_fedavg_bit_for_bit(run_local: Run) -> None:
     _, fedavg = run_local("fedavg")
-    _, fedprox = run_local("fedprox", method="fedprox", fedprox__mu=0.0)
-    _, pulled = run_local("pulled", method="fedprox", fedprox__mu=1.0)
+    _, fedprox = run_local("fedprox", method="fedprox", prox_mu=0.0)
+    _, pulled = run_local("pulled", method="fedprox", prox_mu=1.0)
     assert same_model(fedavg, fedprox)
     assert not same_model(fedavg, pulled)
 
@@ -57,8 +57,8 @@ def test_fedprox_gradient_is_the_terms_derivative(run_local: Run) -> None:
         end = load_file(folder / "model.safetensors")
         return sum(float((end[name] - start[name]).norm()) for name in end)
 
-    _, weak = run_local("weak", method="fedprox", fedprox__mu=0.01, local_epochs=5)
-    _, strong = run_local("strong", method="fedprox", fedprox__mu=10.0, local_epochs=5)
+    _, weak = run_local("weak", method="fedprox", prox_mu=0.01, local_epochs=5)
+    _, strong = run_local("strong", method="fedprox", prox_mu=10.0, local_epochs=5)
     assert moved(strong) < 0.5 * moved(weak)
 
 

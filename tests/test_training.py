@@ -1,11 +1,20 @@
-"""Local training: the optimizer is torch's, bit for bit."""
+"""Local training: the optimizer is torch's, bit for bit; MOON's term is its formula."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from client_apps.objectives import Moon
 from fedsub_app.config import resolve
 from fedsub_app.models import build_model
+from fedsub_app.models import tensors as tensors_of
+from fedsub_app.protocol import Json
 from fedsub_app.settings import Value
 from fedsub_app.training import Optimizer
 
@@ -52,3 +61,65 @@ def test_the_learning_rate_falls_at_its_rounds() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     Optimizer(settings, [parameter], server_round=200).step([torch.ones(1)])
     assert parameter.item() == pytest.approx(0.99)
+
+
+def test_moons_term_is_its_formula_and_its_gradient() -> None:
+    x, y = torch.randn(6, 5), torch.randint(4, (6,))
+    nets = [build_model("fedpews-mlp", (5,), 4, seed) for seed in (0, 1, 2)]
+    model, received, previous = nets
+    client: Any = SimpleNamespace(
+        model=model,
+        settings=SimpleNamespace(moon_mu=3.0, moon_temperature=0.5),
+        place=SimpleNamespace(tensors=tensors_of(model)),
+        previous=tensors_of(previous),
+    )
+    with torch.no_grad():  # what the client received, before it trains on
+        trained = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+        for name, tensor in tensors_of(model).items():
+            tensor.copy_(tensors_of(received)[name])
+    moon = Moon(client)
+    with torch.no_grad():
+        for name, tensor in tensors_of(model).items():
+            tensor.copy_(trained[name])
+    with moon:
+        loss = F.cross_entropy(model(x), y) + moon.term(x)
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    z, z_g, z_p = (net[:-1](x) for net in nets)  # type: ignore[index]
+    near, far = (torch.exp(F.cosine_similarity(z, other.detach()) / 0.5) for other in (z_g, z_p))
+    want = F.cross_entropy(model(x), y) - 3 * torch.log(near / (near + far)).mean()
+    torch.testing.assert_close(loss, want)
+    for left, right in zip(got, torch.autograd.grad(want, list(model.parameters())), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_moon_needs_a_previous_model_and_keeps_it(run_local: Callable[..., tuple[Json, Path]]) -> None:
+    """Without a model of its own a client's term is constant: one round of MOON is FedAvg, two rounds are not."""
+
+    def model(folder: Path) -> dict[str, torch.Tensor]:
+        return load_file(folder / "model.safetensors")
+
+    for rounds in (1, 2):
+        _, plain = run_local(f"fedavg{rounds}", num_rounds=rounds)
+        _, moon = run_local(f"moon{rounds}", method="moon", num_rounds=rounds, moon_mu=5.0)
+        _, without = run_local(f"without{rounds}", method="moon", num_rounds=rounds, moon_mu=0.0)
+        for name, tensor in model(plain).items():
+            torch.testing.assert_close(model(without)[name], tensor, rtol=0, atol=1e-6)
+            if rounds == 1:
+                torch.testing.assert_close(model(moon)[name], tensor, rtol=0, atol=1e-6)
+        if rounds == 2:
+            assert any(not torch.allclose(model(moon)[name], t, atol=1e-4) for name, t in model(plain).items())
+    state = load_file(moon / "clients/client-000000/round-000002.safetensors")
+    assert {name.removeprefix("previous/") for name in state} == model(moon).keys()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local", "fedpews"])
+@pytest.mark.parametrize("objective", ["prox", "moon"])
+def test_any_method_takes_any_objective(
+    method: str, objective: str, run_local: Callable[..., tuple[Json, Path]]
+) -> None:
+    keys = {"method": method, "fedpews__warmup_rounds": 1, "num_rounds": 3, "evaluate": "personal"}
+    _, plain = run_local("plain", **keys)
+    _, changed = run_local("changed", **keys, objective=objective, prox_mu=1.0, moon_mu=5.0)
+    finals = [(folder / "rounds.jsonl").read_text().splitlines()[-1] for folder in (plain, changed)]
+    losses = [line.split('"train-loss": ')[1].split(",")[0] for line in finals]
+    assert losses[0] != losses[1]
