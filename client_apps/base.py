@@ -6,7 +6,7 @@ where a mini-batch is trained differently, :meth:`Client.correct_gradients` wher
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -63,6 +63,11 @@ class Workplace:
         """FLOPs of one forward and backward pass of the dense network."""
         return costs.training_flops(self.model, self.in_shape, 1)
 
+    @lru_cache(maxsize=64)  # noqa: B019  (a workplace lives as long as its process needs it)
+    def flops_of(self, names: frozenset[str]) -> int:
+        """FLOPs of the same with all other tensors frozen."""
+        return costs.training_flops(self.model, self.in_shape, 1, names)
+
 
 def pick_device(name: str) -> torch.device:
     """Resolve the setting ``device``."""
@@ -96,7 +101,7 @@ class Client:
     state : the client's durable tensors as of the last round; what a method assigns here is saved after training.
     model, units : the process's network, to be loaded before use, and its hidden units.
     round, id : round number from 1, client id from 0.
-    sample_passes : forward and backward passes of one sample so far, for the costs.
+    flops : of the training so far, those of frozen tensors' gradients left out.
     subnet_share : FLOPs of the trained sub-network over those of the whole network.
     """
 
@@ -111,7 +116,7 @@ class Client:
         self.state = state
         self.model = place.model
         self.units = place.units
-        self.sample_passes = 0.0
+        self.flops = 0.0
         self.subnet_share = 1.0
         self.metrics: dict[str, float] = {}
         self.objective_name = self.objective_name or place.settings.objective
@@ -182,23 +187,47 @@ class Client:
         self.correct_gradients(gradients)
         self.optimizer.step(gradients)
 
-    def fit(self, passes: int = 1) -> None:
+    def fit(self, passes: int = 1, names: Collection[str] | None = None) -> None:
         """Train ``local-epochs`` with :meth:`step` and a fresh optimizer.
 
-        ``passes``: forward and backward passes in one step, for the costs.
+        Parameters
+        ----------
+        passes : forward and backward passes in one step, for the costs.
+        names : tensors to train, ``None`` for all. The others are frozen: no gradient of theirs is computed, and the
+            statistics of a frozen BatchNorm are used and stay.
         """
         if self.settings.local_epochs == 0:
             return
         self.model.train()
-        self.optimizer = Optimizer(self.settings, self.model.parameters(), self.round)
-        normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
+        normalised = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        for name, module in normalised:
+            module.train(names is None or f"{name}.weight" in names)
+        parameters = [p for name, p in self.model.named_parameters() if names is None or name in names]
+        self.optimizer = self.make_optimizer(parameters)
         order = batches(
-            len(self.y), self.settings.batch_size, self.settings.local_epochs, self.generator("batches"), normalised
+            len(self.y),
+            self.settings.batch_size,
+            self.settings.local_epochs,
+            self.generator("batches"),
+            skip_single=bool(normalised),
         )
         with self.objective:
             loss, seen = fit(self.step, self.x, self.y, order)
         self.metrics["train-loss"] = loss
-        self.sample_passes += (passes + self.objective.passes) * seen
+        whole = self.place.flops_per_sample
+        partly = whole if names is None else self.place.flops_of(frozenset(names))
+        self.flops += seen * (passes * partly + self.objective.passes * whole)
+
+    def make_optimizer(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        """Return a fresh optimizer of the settings."""
+        return Optimizer(self.settings, parameters, self.round)
+
+    def initial(self) -> Tensors:
+        """Return the common start that the seed gives."""
+        place = self.place
+        return tensors_of(
+            build_model(self.settings.model, place.in_shape, place.dataset.num_classes, self.settings.seed)
+        )
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
@@ -208,8 +237,7 @@ class Client:
         answer = self.train(sent, config)
         if self.objective_name == "moon":
             self.remember()
-        flops = self.sample_passes * self.place.flops_per_sample
-        self.metrics |= {"flops": flops, "subnet-flops": flops * self.subnet_share}
+        self.metrics |= {"flops": self.flops, "subnet-flops": self.flops * self.subnet_share}
         self.metrics["compute-seconds"] = time.perf_counter() - start
         return Update(self.id, answer, self.metrics, len(self.place.partition.train[self.id]))
 

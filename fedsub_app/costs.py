@@ -5,7 +5,7 @@ and pooling are free. Papers that count one MAC as one FLOP (IST) state half of 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedsub_app.models.units import UnitGroup
 
 
-def _flops_by_module(model: nn.Module, in_shape: tuple[int, ...], training: bool) -> dict[str, int]:
+def _flops_by_module(
+    model: nn.Module, in_shape: tuple[int, ...], training: bool, names: Collection[str] | None = None
+) -> dict[str, int]:
     """FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
 
     Run on the "meta" device, where shapes are real and numbers are not: no time, and the model's statistics stay as
@@ -24,7 +26,8 @@ def _flops_by_module(model: nn.Module, in_shape: tuple[int, ...], training: bool
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
         out = ghost(torch.empty(2, *in_shape, device="meta"))
         if training:
-            out.sum().backward()
+            trained = [p for name, p in ghost.named_parameters() if names is None or name in names]
+            torch.autograd.grad(out.sum(), trained)
     root = type(ghost).__name__
     return {
         name.removeprefix(root).removeprefix("."): sum(operations.values())
@@ -38,13 +41,17 @@ def forward_flops(model: nn.Module, in_shape: tuple[int, ...], batch_size: int) 
     return _flops_by_module(model, in_shape, training=False)[""] * batch_size // 2
 
 
-def training_flops(model: nn.Module, in_shape: tuple[int, ...], batch_size: int) -> int:
+def training_flops(
+    model: nn.Module, in_shape: tuple[int, ...], batch_size: int, names: Collection[str] | None = None
+) -> int:
     """Return the FLOPs of one forward and backward pass of ``batch_size`` inputs of shape ``in_shape``.
+
+    With ``names`` only these tensors are trained: the backward pass ends at the first of them.
 
     The backward pass counts the gradients of weights and activations, but not that of the network's input, which nobody
     needs: the total is a little below three times the forward pass. The optimizer's step is not counted.
     """
-    return _flops_by_module(model, in_shape, training=True)[""] * batch_size // 2
+    return _flops_by_module(model, in_shape, training=True, names=names)[""] * batch_size // 2
 
 
 def subnet_flops(

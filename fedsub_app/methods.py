@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from client_apps.base import Client
+from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedprox import FedProxClient
 from client_apps.local import LocalClient
 from client_apps.moon import MoonClient
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
+from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.local import Local
 
@@ -28,5 +30,6 @@ METHODS = {
     "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, FedProxClient),
     "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, MoonClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
+    "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }

@@ -23,7 +23,8 @@ class Optimizer:
     Attributes
     ----------
     parameters : what is trained; gradients are computed for these only.
-    first, second : Adam's moments, shaped as the parameters; with SGD ``first`` is the momentum.
+    first, second, steps : Adam's moments, shaped as the parameters, and the steps behind each (float scalars); with SGD
+        ``first`` is the momentum.
     """
 
     def __init__(self, settings: Settings, parameters: Iterable[nn.Parameter], server_round: int = 1) -> None:
@@ -33,7 +34,7 @@ class Optimizer:
         adaptive = settings.optimizer == "adam"
         self.first = [torch.zeros_like(p) for p in self.parameters] if adaptive or settings.momentum else []
         self.second = [torch.zeros_like(p) for p in self.parameters] if adaptive else []
-        self._steps = [torch.zeros((), device=p.device) for p in self.parameters]
+        self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
 
     def gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients of ``loss`` in the parameters, laid out as these."""
@@ -53,7 +54,7 @@ class Optimizer:
                 self.first,
                 self.second,
                 [],
-                self._steps,
+                self.steps,
                 fused=True,
                 amsgrad=False,
                 beta1=0.9,

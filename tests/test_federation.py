@@ -405,6 +405,13 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedavg": {"weighting": "examples"},
     "fedprox": {"prox_mu": 0.1},
     "moon": {"moon_mu": 2.0},
+    "fedpart": {
+        "optimizer": "adam",
+        "momentum": 0.0,
+        "fedpart__full_rounds": 1,
+        "fedpart__rounds_per_group": 1,
+        "fedpart__momentum": "similarity",
+    },
     "fedpews": {"fedpews__warmup_rounds": 2},
 }
 

@@ -1,0 +1,208 @@
+"""FedPart with momentum aggregation, server side.
+
+Wang, Liu, et al.: Why Go Full? Elevating Federated Learning Through Partial Network Updates (FedPart), NeurIPS 2024,
+https://arxiv.org/abs/2410.11559; and the study of it with momentum aggregation (FPAM, FPPM, FPMM) whose reading and
+numbers are in docs/results/fedpart.md.
+
+After ``full_rounds`` rounds of the full network each layer group is trained for ``rounds_per_group`` rounds, all
+others frozen; then it starts again. Only the group that was trained last is sent down, only the one that is trained
+comes up. With ``objective`` prox or moon it is FedPartProx or FedPartMoon, with ``momentum`` FPAM, FPPM, FPMM; with
+``full_rounds`` = T and ``momentum = "mean"`` Local Adam with averaged moments (Algorithm 1, without clipping).
+
+Where this leaves paper or published code:
+- Adam is torch's (bias correction, eps outside the root), not Algorithm 1's; moments of the trained group only travel,
+  as float32. Their step counts are merged by maximum, as published.
+- The proximal term is squared and there in all steps; MOON compares with the client's real previous model.
+- A later cycle sends the groups by name; the published code would write the wrong layer there.
+- A client that has no model of an earlier round gets the full one (``stale = "full_first"``); as published it would
+  train a random network with one layer replaced (``faithful``). ``sync_all`` sends every group that is outdated.
+- Similarities are not clipped, as published; where their sum is not positive the round takes the plain mean and says so
+  (``similarity-fallback``), and a second moment that negative weights make negative becomes 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedsub_app.models import layer_groups
+from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
+from fedsub_app.settings import Count, CountOrZero, MethodSettings, Settings
+from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.subnets.schedules import scheduled_group
+from strategies.base import SubnetStrategy
+
+FIRST, SECOND, STEPS = "first/", "second/", "steps"
+OWN, NONE = -1, -2
+
+
+class FedPartSettings(MethodSettings):
+    """``full_rounds``, ``rounds_per_group``, ``order``: the schedule; ``momentum``: how Adam's moments are merged.
+
+    ``moment_weighting``: with ``momentum = "mean"``, clients count alike or by their examples. ``stale``: what a client
+    is sent that missed rounds.
+    """
+
+    full_rounds: CountOrZero
+    rounds_per_group: Count
+    order: Literal["shallow", "deep", "random"]
+    momentum: Literal["none", "mean", "similarity"]
+    moment_weighting: Literal["uniform", "examples"]
+    stale: Literal["full_first", "faithful", "sync_all"]
+
+    def check(self, settings: Settings) -> None:
+        """Moments are Adam's."""
+        if self.momentum != "none" and settings.optimizer != "adam":
+            raise ValueError(f"optimizer = {settings.optimizer!r}: fedpart.momentum = {self.momentum!r} needs 'adam'")
+
+
+class FedPart(SubnetStrategy):
+    """Trains, sends and merges one layer group a round.
+
+    Attributes
+    ----------
+    changed : round in which each group last changed, int64 [groups].
+    has : which change of each group a client has, int64 [N, groups]; OWN: one that it trained itself, NONE: no model.
+    moments : merged moments and step counts (``steps/<name>``) of the tensors trained so far.
+    """
+
+    options: FedPartSettings
+
+    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
+        super().__init__(settings, model, header)
+        self.groups = layer_groups(model)
+        self.parameters = {name for name, _ in model.named_parameters()}
+        self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
+        self.has = torch.full((settings.num_clients, len(self.groups)), NONE)
+        self.moments: Tensors = {}
+        self._sent: dict[int, torch.Tensor] = {}  # client -> what it will have once it has answered
+
+    def group(self, server_round: int) -> int | None:
+        """Return the layer group of a round, ``None`` for the full network."""
+        options = self.options
+        return scheduled_group(
+            server_round,
+            len(self.groups),
+            options.full_rounds,
+            options.rounds_per_group,
+            options.order,
+            self.settings.seed,
+        )
+
+    def names(self, group: int | None) -> tuple[str, ...]:
+        """Return the names of a group's tensors, ``None`` for all."""
+        return tuple(self.current) if group is None else self.groups[group]
+
+    def trained_parameters(self) -> list[str]:
+        """Return the names of the parameters that are trained in this round: those that have moments."""
+        return [name for name in self.names(self.group(self.round)) if name in self.parameters]
+
+    # --- what is sent ---------------------------------------------------------------------------------------------
+
+    def task(self, client: int) -> Task:
+        """Send the groups that ``stale`` asks for, which one to train and, with momentum, its merged moments."""
+        due = self._due(client)
+        self._sent[client] = torch.where(due, self.changed, self.has[client])
+        self.has[client] = NONE  # until it has answered: who fails is sent a full model next
+        tensors = {name: self.current[name] for g in due.nonzero().flatten().tolist() for name in self.groups[g]}
+        names = self.trained_parameters()
+        if all(f"{STEPS}/{name}" in self.moments for name in names):
+            tensors |= {f"{kind}{name}": self.moments[f"{kind}{name}"] for kind in (FIRST, SECOND) for name in names}
+            tensors[STEPS] = torch.stack([self.moments[f"{STEPS}/{name}"] for name in names])
+        return Task(client, tensors, {"group": self.group(self.round)})
+
+    def _due(self, client: int) -> torch.Tensor:
+        """Return which groups a client is sent, bool [groups]."""
+        everything = torch.ones(len(self.groups), dtype=torch.bool)
+        if self.options.stale == "sync_all":
+            return self.has[client] < self.changed
+        if self.options.stale == "full_first" and bool((self.has[client] == NONE).any()):
+            return everything
+        last = self.group(self.round - 1) if self.round > 1 else None
+        if last is None or self.group(self.round) is None:
+            return everything
+        return torch.arange(len(self.groups)) == last
+
+    # --- what comes back ------------------------------------------------------------------------------------------
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """The trained group's tensors and moments."""
+        names = self.names(self.group(self.round))
+        specs = {name: Spec(tuple(self.current[name].shape)) for name in names}
+        if self.options.momentum != "none":
+            trained = self.trained_parameters()
+            specs |= {f"{kind}{name}": specs[name] for kind in (FIRST, SECOND) for name in trained}
+            specs[STEPS] = Spec((len(trained),), torch.int64)
+        return specs
+
+    def decode(self, update: Update) -> Update:
+        """Check the moments; note what the client has now."""
+        for name, tensor in update.tensors.items():
+            if name.startswith(SECOND) and bool((tensor < 0).any()):
+                raise BadReply(f"tensor {name!r}: a second moment is negative")
+            if name == STEPS and bool((tensor < 1).any()):
+                raise BadReply(f"tensor {name!r}: fewer than one step")
+        self.has[update.client] = self._sent[update.client]
+        self.has[update.client, self._index()] = OWN
+        return update
+
+    def _index(self) -> int | slice:
+        group = self.group(self.round)
+        return slice(None) if group is None else group
+
+    def merge(self, updates: Sequence[Update]) -> Tensors:
+        """Mean of the trained group over clients, or weighted by the similarity of their moments (Algorithm 2)."""
+        weights = [self.weight(update) for update in updates]
+        if self.options.momentum == "similarity":
+            weights = self._similarities(updates)
+            self._merge_moments(updates, weights)
+        elif self.options.momentum == "mean":
+            alike = self.options.moment_weighting == "uniform"
+            self._merge_moments(updates, [1.0 if alike else float(update.num_examples) for update in updates])
+        self.changed[self._index()] = self.round
+        names = self.names(self.group(self.round))
+        return masked_mean(self.current, _parts(updates, names, weights), server_lr=self.settings.server_lr)
+
+    def _merge_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> None:
+        names = self.trained_parameters()
+        kinds = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in names]
+        zeros = {name: torch.zeros_like(updates[0].tensors[name]) for name in kinds}
+        merged = masked_mean(zeros, _parts(updates, kinds, weights))
+        for name, tensor in merged.items():
+            self.moments[name] = tensor.clamp_(min=0) if name.startswith(SECOND) else tensor
+        steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
+        self.moments |= {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
+
+    def _similarities(self, updates: Sequence[Update]) -> list[float]:
+        """Return each client's weight: the cosine of its moments with their mean (Algorithm 2, lines 6 to 8)."""
+        names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters()]
+        states = torch.stack([torch.cat([update.tensors[name].flatten() for name in names]) for update in updates])
+        found: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
+        self.report["similarity"] = [round(value, 6) for value in found]
+        if sum(found) > 0:
+            return found
+        self.report["similarity-fallback"] = True
+        return [1.0] * len(updates)
+
+    # --- what stays -----------------------------------------------------------------------------------------------
+
+    def state(self) -> Tensors:
+        """What changed when, what the clients have, the merged moments."""
+        return {"changed": self.changed, "has": self.has} | {f"moments/{n}": t for n, t in self.moments.items()}
+
+    def load_state(self, state: Tensors) -> None:
+        """Restore it."""
+        self.changed, self.has = state["changed"].clone(), state["has"].clone()
+        self.moments = {n.removeprefix("moments/"): t.clone() for n, t in state.items() if n.startswith("moments/")}
+
+
+def _parts(
+    updates: Sequence[Update], names: Sequence[str], weights: Sequence[float]
+) -> list[tuple[Tensors, None, float]]:
+    """Return some of the updates' tensors with their weights, for :func:`masked_mean`."""
+    return [
+        ({name: update.tensors[name] for name in names}, None, weight)
+        for update, weight in zip(updates, weights, strict=True)
+    ]

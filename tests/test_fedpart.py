@@ -1,0 +1,309 @@
+"""FedPart: its schedule, what travels, a slow reference of Algorithms 1 and 2, and its invariants."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from fedsub_app.config import resolve
+from fedsub_app.costs import training_flops
+from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.errors import UserError
+from fedsub_app.models import build_model, layer_groups
+from fedsub_app.models import tensors as tensors_of
+from fedsub_app.protocol import BadReply, Json, Tensors, Update
+from fedsub_app.runs import read_rounds
+from fedsub_app.seeds import generator
+from fedsub_app.settings import Value
+from fedsub_app.subnets.schedules import scheduled_group
+from strategies.fedpart import NONE, OWN, FedPart
+
+Run = Callable[..., tuple[Json, Path]]
+SETTINGS: dict[str, Value] = {
+    "method": "fedpart",
+    "dataset": "synthetic-3k",
+    "model": "fedpews-mlp",
+    "partition": "iid",
+    "num-clients": 3,
+    "num-rounds": 6,
+    "batch-size": 200,
+    "optimizer": "adam",
+    "lr": 0.003,
+    "fedpart.full-rounds": 1,
+    "fedpart.rounds-per-group": 2,
+    "keep-checkpoints": 0,
+}
+
+
+def run_with(run_local: Run, name: str = "run", **changes: Value) -> tuple[Json, Path]:
+    keys = SETTINGS | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    return run_local(name, **{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+
+
+def checkpoint(folder: Path, number: int) -> Tensors:
+    found = load_file(folder / f"checkpoints/round-{number:06d}.safetensors")
+    return {name.removeprefix("model/"): t for name, t in found.items() if name.startswith("model/")}
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_schedule() -> None:
+    """Listing of the note: [-1, -1, 0, 0, 1, 1, ..., 7, 7], 18 rounds; then it starts again."""
+    rounds = [scheduled_group(t, 8, 2, 2, "shallow", 0) for t in range(1, 37)]
+    once = [None, None] + [g for g in range(8) for _ in range(2)]
+    assert rounds == once * 2
+    deep = [scheduled_group(t, 8, 2, 2, "deep", 0) for t in range(1, 19)]
+    assert deep == [None, None] + [g for g in reversed(range(8)) for _ in range(2)]
+
+
+@given(groups=st.integers(1, 20), full=st.integers(0, 5), per_group=st.integers(1, 3), seed=st.integers(0, 100))
+def test_a_cycle_trains_every_group_the_same_number_of_rounds(
+    groups: int, full: int, per_group: int, seed: int
+) -> None:
+    length = full + groups * per_group
+    for order in ("shallow", "deep", "random"):
+        for start in (1, length + 1):
+            rounds = [scheduled_group(start + k, groups, full, per_group, order, seed) for k in range(length)]
+            assert rounds[:full] == [None] * full
+            assert sorted(rounds[full:]) == sorted(list(range(groups)) * per_group)  # type: ignore[type-var]
+
+
+def test_random_order_differs_between_cycles_and_not_between_calls() -> None:
+    def cycle(number: int) -> list[int | None]:
+        return [scheduled_group(number * 16 + k, 16, 0, 1, "random", 3) for k in range(1, 17)]
+
+    assert cycle(0) == cycle(0) != cycle(1)
+
+
+# --- Algorithms 1 and 2, written out ----------------------------------------------------------------------------------
+
+
+def reference(keys: dict[str, Value]) -> Tensors:
+    """FedPart with torch's own Adam and its state dicts, clients one after the other, full participation."""
+    s = resolve(keys)
+    options: Any = s.options
+    data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    model = build_model(s.model, (5,), 4, s.seed)
+    layers = [list(names) for names in layer_groups(model)]
+    x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
+    shared: dict[str, dict[str, torch.Tensor]] = {}  # parameter -> exp_avg, exp_avg_sq, step
+    for t in range(1, s.num_rounds + 1):
+        group = scheduled_group(t, len(layers), options.full_rounds, options.rounds_per_group, options.order, s.seed)
+        names = list(x_g) if group is None else layers[group]
+        answers, states, counts = [], [], []
+        for i in range(s.num_clients):
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(x_g[name]).requires_grad_(name in names)
+            trained = {name: p for name, p in model.named_parameters() if name in names}
+            adam = torch.optim.Adam(trained.values(), lr=s.lr)
+            for name, p in trained.items():
+                if name in shared and options.momentum != "none":
+                    adam.state[p] = {k: v.clone() for k, v in shared[name].items()}
+            x, y = data.train_x[partition.train[i]], data.train_y[partition.train[i]]
+            for batch in torch.randperm(len(y), generator=generator(s.seed, t, i, "batches")).split(s.batch_size):
+                adam.zero_grad()
+                F.cross_entropy(model(x[batch]), y[batch]).backward()
+                adam.step()
+            answers.append({name: p.detach().clone() for name, p in trained.items()})
+            states.append({name: dict(adam.state[p]) for name, p in trained.items()})
+            counts.append(len(y))
+        weights = torch.ones(s.num_clients)
+        if options.momentum == "similarity":
+            z = torch.stack(
+                [
+                    torch.cat([state[n][k].flatten() for k in ("exp_avg", "exp_avg_sq") for n in names])
+                    for state in states
+                ]
+            )
+            mean = z.mean(0)
+            weights = (z @ mean) / (z.norm(dim=1) * mean.norm())
+        weights = weights / weights.sum()
+        for name in names:
+            x_g[name] = sum(w * a[name] for w, a in zip(weights, answers, strict=True))  # type: ignore[assignment]
+            shared[name] = {
+                k: sum(w * state[name][k] for w, state in zip(weights, states, strict=True))  # type: ignore[misc]
+                for k in ("exp_avg", "exp_avg_sq")
+            } | {"step": torch.stack([state[name]["step"] for state in states]).max()}
+    return x_g
+
+
+@pytest.mark.parametrize("momentum", ["none", "mean", "similarity"])
+def test_it_follows_the_algorithm(run_local: Run, momentum: str) -> None:
+    _, folder = run_with(run_local, fedpart__momentum=momentum)
+    ours, expected = load_file(folder / "model.safetensors"), reference(SETTINGS | {"fedpart.momentum": momentum})
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-3, atol=1e-5)
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+def test_the_full_network_every_round_is_fedavg_bit_for_bit(run_local: Run) -> None:
+    _, fedavg = run_with(run_local, "fedavg", method="fedavg")
+    _, fedpart = run_with(run_local, "fedpart", fedpart__full_rounds=6)
+    left, right = load_file(fedavg / "model.safetensors"), load_file(fedpart / "model.safetensors")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("model", ["fedpews-mlp", "lenet5-bn"])
+def test_frozen_groups_stay_bit_for_bit(run_local: Run, model: str) -> None:
+    """Weights, and the running statistics of frozen BatchNorms."""
+    data = {} if model == "fedpews-mlp" else {"dataset": "digits", "image_size": 32, "train_per_class": 20}
+    _, folder = run_with(run_local, model=model, fedpart__rounds_per_group=1, num_rounds=4, **data)
+    settings = resolve(SETTINGS | {"model": model})
+    shape = (5,) if model == "fedpews-mlp" else (1, 32, 32)
+    groups = layer_groups(build_model(settings.model, shape, 4 if len(shape) == 1 else 10, 0))
+    for number in (2, 3, 4):
+        before, after = checkpoint(folder, number - 1), checkpoint(folder, number)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == set(groups[number - 2])
+
+
+def test_only_the_trained_group_travels(run_local: Run) -> None:
+    """Down the one that was trained last, up the one that is trained; Adam's moments with them if they are shared."""
+    sizes = [sum(p.numel() for n, p in build_model("fedpews-mlp", (5,), 4, 0).named_parameters() if n in names)
+             for names in layer_groups(build_model("fedpews-mlp", (5,), 4, 0))]  # fmt: skip
+    _, plain = run_with(run_local, "plain")
+    lines = read_rounds(plain)[1:]
+    assert [line["formula-bytes-up"] // 12 for line in lines] == [sum(sizes), *(sizes[k // 2] for k in range(5))]
+    last = [sum(sizes), sum(sizes), sizes[0], sizes[0], sizes[1], sizes[1]]
+    assert [line["formula-bytes-down"] // 12 for line in lines] == last
+    _, shared = run_with(run_local, "shared", fedpart__momentum="mean")
+    for line, less in zip(read_rounds(shared)[1:], lines, strict=True):
+        steps = 10 if line["round"] == 1 else 2  # a step count a tensor
+        assert line["formula-bytes-up"] == 3 * less["formula-bytes-up"] + 3 * 4 * steps
+    assert read_rounds(shared)[1]["formula-bytes-down"] == lines[0]["formula-bytes-down"]  # no moments yet
+
+
+def test_flops_and_gradients_end_at_the_trained_group(run_local: Run) -> None:
+    model = build_model("fedpart-cnn", (3, 32, 32), 10, 0)
+    groups = layer_groups(model)
+    flops = [training_flops(model, (3, 32, 32), 1, names) for names in groups]
+    whole = training_flops(model, (3, 32, 32), 1)
+    assert whole > flops[0] > flops[1] > flops[-1]
+    _, folder = run_with(run_local, num_rounds=4)
+    rounds = read_rounds(folder)
+    assert rounds[1]["flops"] > rounds[2]["flops"] == rounds[3]["flops"] > rounds[4]["flops"]
+
+
+def test_the_papers_bytes() -> None:
+    """127.8, 31.9 and 95.7 MiB over 18 rounds and 6 clients, with the published code's 180 bytes more a tensor."""
+    model = build_model("fedpart-cnn", (3, 32, 32), 10, 0)
+    groups = layer_groups(model)
+    size = {name: 4 * tensor.numel() + 180 for name, tensor in tensors_of(model).items()}
+    whole, group = sum(size.values()), [sum(size[name] for name in names) for names in groups]
+    trained = [scheduled_group(t, len(groups), 2, 2, "shallow", 0) for t in range(1, 19)]
+    up = sum(whole if g is None else group[g] for g in trained)
+    down = whole + sum(whole if g is None else group[g] for g in trained[:-1])
+    assert 6 * 18 * 2 * whole / 2**20 == pytest.approx(127.8, abs=0.1)
+    assert 6 * (up + down) / 2**20 == pytest.approx(31.9, abs=0.1)
+    assert 3 * 6 * (up + down) / 2**20 == pytest.approx(95.7, abs=0.3)
+
+
+def strategy(**changes: Value) -> FedPart:
+    keys = SETTINGS | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    made = FedPart(resolve(keys), build_model("fedpews-mlp", (5,), 4, 0), {})
+    made.round = 1
+    return made
+
+
+def answer(made: FedPart, client: int) -> Update:
+    tensors = {n: torch.ones([2 if k is None else k for k in s.shape], dtype=s.dtype)
+               for n, s in made.expected(client).items()}  # fmt: skip
+    return Update(client, tensors, {}, 10)
+
+
+def play(made: FedPart, rounds: list[list[int]]) -> list[dict[int, set[int]]]:
+    """Play rounds with the clients that take part; returns which groups each of them was sent."""
+    sent = []
+    for number, clients in enumerate(rounds, 1):
+        made.round = number
+        tasks = {client: made.task(client).tensors for client in clients}
+        sent.append({c: {k for k, names in enumerate(made.groups) if names[0] in t} for c, t in tasks.items()})
+        made.current = made.merge([made.decode(answer(made, client)) for client in clients])
+    return sent
+
+
+def test_who_was_away_gets_what_stale_promises() -> None:
+    """Rounds: full, 0, 0, 1, 1, 2; client 1 is away in rounds 3 and 4, client 2 comes in round 5 only."""
+    rounds = [[0, 1], [0, 1], [0], [0], [0, 1, 2], [0, 1, 2]]
+    everything = set(range(5))
+    faithful = play(strategy(fedpart__stale="faithful"), rounds)
+    assert faithful[4] == {0: {1}, 1: {1}, 2: {1}}
+    first = play(strategy(fedpart__stale="full_first"), rounds)
+    assert [first[k][0] for k in range(6)] == [everything, everything, {0}, {0}, {1}, {1}]
+    assert first[4] == {0: {1}, 1: {1}, 2: everything}
+    assert first[5] == {0: {1}, 1: {1}, 2: {1}}
+    everyone = play(strategy(fedpart__stale="sync_all"), rounds)
+    assert [everyone[k][0] for k in range(6)] == [first[k][0] for k in range(6)]  # who is always there: the same
+    assert everyone[4] == {0: {1}, 1: {0, 1}, 2: everything}
+
+
+def test_who_did_not_answer_is_sent_the_full_model() -> None:
+    made = strategy()
+    play(made, [[0, 1], [0, 1], [0, 1]])
+    made.round = 4
+    for client in (0, 1):
+        made.task(client)
+    made.decode(answer(made, 0))  # client 1's reply is lost
+    assert made.has[0, 1] == OWN
+    assert bool((made.has[1] == NONE).all())
+    made.round = 5
+    assert len(made.task(1).tensors) == len(made.current)
+
+
+def test_a_client_without_its_model_says_so(run_local: Run) -> None:
+    from client_apps.base import workplace
+    from client_apps.fedpart import FedPartClient
+
+    place = workplace(resolve(SETTINGS))
+    with pytest.raises(UserError, match="client 2 has no model of an earlier round"):
+        FedPartClient(place, 2, 5, {}).train({"fc1.weight": place.tensors["fc1.weight"]}, {"group": 1})
+
+
+def test_equal_states_are_the_plain_mean() -> None:
+    made = strategy(fedpart__momentum="similarity")
+    updates = [answer(made, client) for client in range(3)]
+    for k, update in enumerate(updates):
+        update.tensors["fc1.weight"].fill_(float(k))
+    made.task(0)
+    merged = made.merge(updates)
+    assert made.report["similarity"] == pytest.approx([1.0, 1.0, 1.0])
+    torch.testing.assert_close(merged["fc1.weight"], torch.ones(32, 5))
+
+
+def test_opposite_states_fall_back_to_the_plain_mean_and_say_so() -> None:
+    made = strategy(fedpart__momentum="similarity", num_clients=2)
+    updates = [answer(made, client) for client in range(2)]
+    for name in updates[0].tensors:
+        if name.startswith("first/"):
+            updates[1].tensors[name].neg_()
+        if name.startswith("second/"):
+            for update in updates:
+                update.tensors[name].zero_()
+    merged = made.merge(updates)
+    assert made.report["similarity-fallback"] is True
+    torch.testing.assert_close(merged["fc1.weight"], torch.ones(32, 5))
+
+
+def test_bad_moments_are_refused() -> None:
+    made = strategy(fedpart__momentum="mean")
+    made.task(0)
+    for name, value, said in (("second/fc1.bias", -1.0, "negative"), ("steps", 0, "fewer than one step")):
+        update = answer(made, 0)
+        update.tensors[name].fill_(value)
+        with pytest.raises(BadReply, match=said):
+            made.decode(update)
+
+
+def test_moments_need_adam() -> None:
+    with pytest.raises(UserError, match=r"optimizer = 'sgd': fedpart.momentum = 'mean' needs 'adam'"):
+        resolve(SETTINGS | {"optimizer": "sgd", "fedpart.momentum": "mean"})
