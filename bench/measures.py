@@ -34,7 +34,11 @@ UPDATES = 10
 DATASET = "random-images"
 # What a short run needs to show all phases of a method, and the variants that send different things.
 VARIANTS: dict[str, list[dict[str, Value]]] = {
-    "fedpews": [{"fedpews.masks": masks, "fedpews.warmup-rounds": 2} for masks in ("learned", "fixed")]
+    "fedpews": [{"fedpews.masks": masks, "fedpews.warmup-rounds": 2} for masks in ("learned", "fixed")],
+    "fedpart": [
+        {"optimizer": "adam", "fedpart.momentum": momentum, "fedpart.full-rounds": 1, "fedpart.rounds-per-group": 1}
+        for momentum in ("none", "mean")
+    ],
 }
 
 
