@@ -21,8 +21,10 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -164,7 +166,7 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
     total = sum(job.settings.num_rounds for job in jobs)
     before = sum(job.rounds_done() for job in jobs)
     start = said = time.monotonic()
-    with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent) as pool:
         running = {pool.submit(run_job, job.overrides, job.folder): job for job in jobs}
         while running:
             done, _ = wait(running, timeout=LOOK_SECONDS)
@@ -183,6 +185,18 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
                 left = human_seconds((total - finished) / rate) if rate else "unknown"
                 print(f"{finished} of {total} rounds, {len(running)} runs to go, left {left}", flush=True)
     return failures
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, killed maybe: its runs go on when they are asked for."""
+    parent = parent_process()
+    assert parent
+
+    def watch() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def run_job(overrides: Mapping[str, Value], folder: Path) -> str:

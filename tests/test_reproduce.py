@@ -2,6 +2,9 @@
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +92,22 @@ def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
     assert reproduce.run_job(job.overrides, job.folder) == ""
     assert "resumed after round 1 of 2" in (tmp_path / "run.log").read_text()
     assert job.summary() is not None
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the processes from /proc")
+def test_killed_the_runs_end_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedsub_app.cli", "reproduce", "fedpews-first", "--workers", "1"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob("*/seed0/rounds.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    assert children
+    while (alive := [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive
 
 
 def test_a_failing_row_is_named(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
