@@ -172,9 +172,10 @@ class Client:
         """The client's own model at the end of its last round, where its state holds one."""
         return {n.removeprefix(PREVIOUS): t for n, t in self.state.items() if n.startswith(PREVIOUS)}
 
-    def remember(self) -> None:
-        """Keep the trained model as the client's own, for :attr:`previous`."""
-        self.state |= {f"{PREVIOUS}{name}": tensor for name, tensor in self.trained().items()}
+    def remember(self, names: Collection[str] | None = None) -> None:
+        """Keep the trained model, or some of its tensors, as the client's own, for :attr:`previous`."""
+        kept = {name: tensor for name, tensor in self.trained().items() if names is None or name in names}
+        self.state |= {f"{PREVIOUS}{name}": tensor for name, tensor in kept.items()}
 
     def trained(self) -> Tensors:
         """Return a copy of the model's tensors (the next client reuses the model)."""
@@ -187,16 +188,25 @@ class Client:
         self.correct_gradients(gradients)
         self.optimizer.step(gradients)
 
-    def fit(self, passes: int = 1, names: Collection[str] | None = None) -> None:
-        """Train ``local-epochs`` with :meth:`step` and a fresh optimizer.
+    def fit(
+        self,
+        passes: int = 1,
+        names: Collection[str] | None = None,
+        epochs: int | None = None,
+        purpose: str = "batches",
+    ) -> None:
+        """Train with :meth:`step` and a fresh optimizer.
 
         Parameters
         ----------
         passes : forward and backward passes in one step, for the costs.
         names : tensors to train, ``None`` for all. The others are frozen: no gradient of theirs is computed, and the
             statistics of a frozen BatchNorm are used and stay.
+        epochs : passes over the data, ``None`` for ``local-epochs``.
+        purpose : of the generator that orders the batches; another one where a round fits twice.
         """
-        if self.settings.local_epochs == 0:
+        epochs = self.settings.local_epochs if epochs is None else epochs
+        if epochs == 0:
             return
         self.model.train()
         normalised = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -205,11 +215,7 @@ class Client:
         parameters = [p for name, p in self.model.named_parameters() if names is None or name in names]
         self.optimizer = self.make_optimizer(parameters)
         order = batches(
-            len(self.y),
-            self.settings.batch_size,
-            self.settings.local_epochs,
-            self.generator("batches"),
-            skip_single=bool(normalised),
+            len(self.y), self.settings.batch_size, epochs, self.generator(purpose), skip_single=bool(normalised)
         )
         with self.objective:
             loss, seen = fit(self.step, self.x, self.y, order)

@@ -1,5 +1,6 @@
 """Local objectives that any method can take (setting ``objective``): what is added to the loss of a mini-batch."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,12 +43,18 @@ class Objective:
 
 
 class Prox(Objective):
-    """``mu / 2 * ||w - w_global||²`` (FedProx, Li et al. 2020, Eq. 2): two fused operations instead of a graph."""
+    """``mu / 2 * ||w - w_global||²`` (FedProx, Li et al. 2020, Eq. 2): two fused operations instead of a graph.
 
-    def __init__(self, client: "Client") -> None:
+    ``anchor`` and ``mu``: another w_global than the model just loaded, by name, and another mu than the settings'.
+    """
+
+    def __init__(self, client: "Client", anchor: Mapping[str, Tensor] | None = None, mu: float | None = None) -> None:
         self.client = client
-        self.mu = client.settings.prox_mu
-        self.start = {id(p): p.detach().clone() for p in client.model.parameters()}
+        self.mu = client.settings.prox_mu if mu is None else mu
+        self.start = {
+            id(p): torch.empty_like(p).copy_(p.detach() if anchor is None else anchor[name])
+            for name, p in client.model.named_parameters()
+        }
 
     @torch.no_grad()
     def correct(self, gradients: list[Tensor]) -> None:

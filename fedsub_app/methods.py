@@ -3,16 +3,28 @@
 from dataclasses import dataclass
 
 from client_apps.base import Client
+from client_apps.ditto import DittoClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedprox import FedProxClient
 from client_apps.local import LocalClient
 from client_apps.moon import MoonClient
+from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
+from strategies.ditto import DittoSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.local import Local
+from strategies.parts import (
+    FedBABUSettings,
+    FedRepSettings,
+    LGFedAvg,
+    LGFedAvgSettings,
+    PartSettings,
+    SharedPart,
+    TuningSettings,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,12 @@ METHODS = {
     "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
     "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, FedProxClient),
     "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, MoonClient),
+    "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
+    "ditto": Method("Li et al. 2021", DittoSettings, SubnetStrategy, DittoClient),
+    "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),
+    "fedrep": Method("Collins et al. 2021", FedRepSettings, SharedPart, FedRepClient),
+    "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, SharedPart, FedBABUClient),
+    "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),

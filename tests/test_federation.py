@@ -405,6 +405,12 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedavg": {"weighting": "examples"},
     "fedprox": {"prox_mu": 0.1},
     "moon": {"moon_mu": 2.0},
+    "fedavg-ft": {},
+    "ditto": {},
+    "fedper": {},
+    "fedrep": {},
+    "fedbabu": {},
+    "lg-fedavg": {"lg-fedavg__warm_rounds": 1},
     "fedpart": {
         "optimizer": "adam",
         "momentum": 0.0,
@@ -419,7 +425,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
 @pytest.mark.parametrize("method", METHOD_KEYS)
 def test_the_number_of_nodes_does_not_matter(method: str, run_local: RunLocal) -> None:
     def run(count: int, placement: str) -> tuple[list[Json], bytes]:
-        keys: dict[str, Value] = {"num_clients": 4, "clients_per_round": 3, "evaluate": "global,global-local"}
+        keys: dict[str, Value] = {"num_clients": 4, "clients_per_round": 3, "evaluate": "global,global-local,personal"}
         _, folder = run_local(
             f"{count} {placement}",
             grid=lambda app, overrides: LocalGrid(app, overrides, count),

@@ -1,7 +1,7 @@
 """Networks by name, their tensors by name, and their structure (units, layers, head)."""
 
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors
-from fedsub_app.models.units import UnitGroup, head_names, layer_groups, unit_groups
+from fedsub_app.models.units import UnitGroup, head_names, layer_groups, part_names, unit_groups
 
 __all__ = [
     "UnitGroup",
@@ -11,6 +11,7 @@ __all__ = [
     "load_tensors",
     "mlp",
     "model_names",
+    "part_names",
     "tensors",
     "unit_groups",
 ]

@@ -122,3 +122,33 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the last Linear's tensors: the head of the personalised methods; all others are the body."""
     name, module = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
     return _names(name, module)
+
+
+def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
+    """Return the names of a part of the model, in the order of :func:`tensors`: what is shared or personal.
+
+    Parameters
+    ----------
+    part : ``"head"`` (the last Linear), ``"body"`` (all but the head), or names of layers and tensors, space-separated:
+        ``"conv1 layer4.1"`` is all tensors of these layers.
+
+    Raises
+    ------
+    ValueError
+        A name is of no layer or tensor, or the part is empty or the whole model.
+    """
+    every = tuple(tensors(model))
+    head = head_names(model)
+    if part == "head":
+        return tuple(name for name in every if name in head)
+    if part == "body":
+        return tuple(name for name in every if name not in head)
+    prefixes = part.split()
+    for prefix in prefixes:
+        if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):
+            layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in every))
+            raise ValueError(f"{prefix!r} is no layer; allowed are head, body or some of {layers}")
+    found = tuple(n for n in every if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes))
+    if not 0 < len(found) < len(every):
+        raise ValueError(f"{len(found)} of {len(every)} tensors; allowed is a part of the model")
+    return found

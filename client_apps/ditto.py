@@ -1,0 +1,25 @@
+"""Ditto, client side (Algorithm 1): a personal model beside the global one, pulled towards it."""
+
+from client_apps.base import Client
+from client_apps.objectives import Prox
+from fedsub_app.protocol import Json, Tensors
+from strategies.ditto import DittoSettings
+
+
+class DittoClient(Client):
+    """Trains the global model as FedAvg does, then its own, which never leaves it."""
+
+    options: DittoSettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the trained global model; keep the personal one, trained on ``F(v) + lambda / 2 ||v - w||²``."""
+        answer = super().train(sent, config)
+        self.load(self.personal(sent))
+        self.objective = Prox(self, sent, self.options.lambda_)
+        self.fit(purpose="personal batches")
+        self.remember()
+        return answer
+
+    def personal(self, sent: Tensors) -> Tensors:
+        """Return the client's own model, at first the global one."""
+        return self.previous or sent

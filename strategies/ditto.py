@@ -1,0 +1,13 @@
+"""Ditto, server side: FedAvg's; only the settings are new.
+
+Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,
+https://arxiv.org/abs/2012.04221.
+"""
+
+from fedsub_app.settings import MethodSettings, NonNegative
+
+
+class DittoSettings(MethodSettings):
+    """``lambda_``: pull of the personal model towards the global one."""
+
+    lambda_: NonNegative

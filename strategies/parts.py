@@ -1,0 +1,132 @@
+"""Methods that share a part of the model and leave the rest with the clients, server side.
+
+Which part is personal is a setting, ``personal``: ``head``, ``body`` or names of layers (``models.part_names``).
+
+- FedPer, Arivazhagan et al., https://arxiv.org/abs/1912.00818: personal head, trained together with the body.
+- FedRep, Collins et al., ICML 2021, https://arxiv.org/abs/2102.07078: personal head first, then the body.
+- FedBABU, Oh, Kim, Yun, ICLR 2022, https://arxiv.org/abs/2106.06042: the head stays at its common start; each client
+  fine-tunes a copy of the model for its evaluation.
+- LG-FedAvg, Liang et al., https://arxiv.org/abs/2001.01523: personal body, shared head; with ``warm-rounds`` > 0 it
+  starts with FedAvg on the whole model, as the original does from a checkpoint.
+- FedAvg with fine-tuning: everything is shared; each client fine-tunes a copy for its evaluation.
+
+All average clients without weights by default (``weighting``), as FedSelect's comparison does. BatchNorm belongs to the
+part that it stands in, statistics included.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fedsub_app.errors import UserError
+from fedsub_app.models import part_names
+from fedsub_app.protocol import Json, Spec, Task, Tensors, Update
+from fedsub_app.settings import CountOrZero, MethodSettings, Settings
+from fedsub_app.subnets.averaging import masked_mean
+from strategies.base import SubnetStrategy
+
+
+class TuningSettings(MethodSettings):
+    """FedAvg with fine-tuning: ``tune_epochs`` on the client's own data before its evaluation."""
+
+    tune_epochs: CountOrZero
+
+
+class PartSettings(MethodSettings):
+    """FedPer: ``personal``, the part that stays with the client."""
+
+    personal: str
+
+
+class FedRepSettings(PartSettings):
+    """FedRep: epochs of the personal part, then of the shared one, instead of ``local-epochs``."""
+
+    personal_epochs: CountOrZero
+    shared_epochs: CountOrZero
+
+
+class FedBABUSettings(PartSettings):
+    """FedBABU: ``tune``, the part that is fine-tuned for evaluation ("all" or as ``personal``)."""
+
+    tune: str
+    tune_epochs: CountOrZero
+
+
+class LGFedAvgSettings(PartSettings):
+    """LG-FedAvg: ``warm_rounds`` of FedAvg first."""
+
+    warm_rounds: CountOrZero
+
+
+class SharedPart(SubnetStrategy):
+    """Sends, receives and merges the shared part; the personal part of the global model stays as it started."""
+
+    options: PartSettings
+
+    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
+        super().__init__(settings, model, header)
+        for key in ("tune", "personal"):
+            part = getattr(self.options, key, "all")
+            try:
+                personal = part_names(model, part) if part != "all" else ()
+            except ValueError as error:
+                raise UserError(f"{settings.method}.{key} = {part!r}: {error}") from None
+        self.part = [name for name in self.current if name not in personal]
+
+    @property
+    def shared(self) -> Sequence[str]:
+        """Names of the tensors that are shared in the running round."""
+        return self.part
+
+    def task(self, client: int) -> Task:
+        """Send the shared part."""
+        return Task(client, {name: self.current[name] for name in self.shared}, {"answer": "part"})
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """The shared part."""
+        return {name: self._like_current[name] for name in self.shared}
+
+    def merge(self, updates: Sequence[Update]) -> Tensors:
+        """Mean of the shared part."""
+        return masked_mean(self.current, [(u.tensors, None, self.weight(u)) for u in updates], self.settings.server_lr)
+
+    def evaluation_task(self, client: int) -> Task:
+        """Send the shared part, the whole model only where its own accuracy is asked for."""
+        whole = "global-local" in self.settings.evaluations
+        return Task(client, self.current if whole else {name: self.current[name] for name in self.part})
+
+
+class LGFedAvg(SharedPart):
+    """Shares everything in the first ``warm_rounds``, and hands it to each client once more in its next round."""
+
+    options: LGFedAvgSettings
+
+    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
+        super().__init__(settings, model, header)
+        self.warmed = torch.full((settings.num_clients,), self.options.warm_rounds == 0)
+
+    @property
+    def warming_up(self) -> bool:
+        """Say whether the running round is FedAvg."""
+        return self.round <= self.options.warm_rounds
+
+    @property
+    def shared(self) -> Sequence[str]:
+        """All names, then those of the shared part."""
+        return list(self.current) if self.warming_up else self.part
+
+    def task(self, client: int) -> Task:
+        """Send everything for as long as the client has not had it after the warm-up."""
+        if self.warmed[client]:
+            return super().task(client)
+        self.warmed[client] = not self.warming_up
+        return Task(client, self.current, {"answer": "all" if self.warming_up else "part"})
+
+    def state(self) -> Tensors:
+        """Who has the warm model."""
+        return {"warmed": self.warmed}
+
+    def load_state(self, state: Tensors) -> None:
+        """Restore it."""
+        self.warmed = state["warmed"].clone()
