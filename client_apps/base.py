@@ -6,7 +6,7 @@ where a mini-batch is trained differently, :meth:`Client.correct_gradients` wher
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -206,23 +206,35 @@ class Client:
         purpose : of the generator that orders the batches; another one where a round fits twice.
         """
         epochs = self.settings.local_epochs if epochs is None else epochs
-        if epochs == 0:
-            return
+        if epochs:
+            self.begin(names)
+            self.run(self.order(epochs, purpose), passes, names)
+
+    def begin(self, names: Collection[str] | None = None) -> None:
+        """Set the model to training, but what is frozen, and make the optimizer."""
         self.model.train()
-        normalised = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        for name, module in normalised:
+        for name, module in self._normalisations():
             module.train(names is None or f"{name}.weight" in names)
-        parameters = [p for name, p in self.model.named_parameters() if names is None or name in names]
-        self.optimizer = self.make_optimizer(parameters)
-        order = batches(
-            len(self.y), self.settings.batch_size, epochs, self.generator(purpose), skip_single=bool(normalised)
+        self.optimizer = self.make_optimizer(
+            [p for name, p in self.model.named_parameters() if names is None or name in names]
         )
+
+    def order(self, epochs: int, purpose: str = "batches") -> Iterator[torch.Tensor]:
+        """Return the batches of ``epochs`` passes over the data, as indices."""
+        skip_single = bool(self._normalisations())
+        return batches(len(self.y), self.settings.batch_size, epochs, self.generator(purpose), skip_single)
+
+    def run(self, order: Iterable[torch.Tensor], passes: int = 1, names: Collection[str] | None = None) -> None:
+        """Train on these batches with the optimizer as it is."""
         with self.objective:
             loss, seen = fit(self.step, self.x, self.y, order)
         self.metrics["train-loss"] = loss
         whole = self.place.flops_per_sample
         partly = whole if names is None else self.place.flops_of(frozenset(names))
         self.flops += seen * (passes * partly + self.objective.passes * whole)
+
+    def _normalisations(self) -> list[tuple[str, nn.Module]]:
+        return [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def make_optimizer(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """Return a fresh optimizer of the settings."""

@@ -7,6 +7,7 @@ from client_apps.ditto import DittoClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedprox import FedProxClient
+from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
 from client_apps.moon import MoonClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
@@ -15,6 +16,7 @@ from strategies.base import SubnetStrategy
 from strategies.ditto import DittoSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
+from strategies.fedselect import FedSelect, FedSelectSettings
 from strategies.local import Local
 from strategies.parts import (
     FedBABUSettings,
@@ -47,6 +49,7 @@ METHODS = {
     "fedrep": Method("Collins et al. 2021", FedRepSettings, SharedPart, FedRepClient),
     "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, SharedPart, FedBABUClient),
     "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
+    "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),

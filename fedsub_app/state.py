@@ -35,6 +35,17 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def _apart(tensors: Tensors) -> Tensors:
+    """Return the tensors on the CPU, copied where they share memory, which safetensors refuses."""
+    found, known = {}, set()
+    for name, tensor in tensors.items():
+        values = tensor.detach().cpu().contiguous()
+        place = values.untyped_storage().data_ptr()
+        found[name] = values.clone() if place in known else values
+        known.add(place)
+    return found
+
+
 class ClientState:
     """The states of one client in ``folder`` (``client-000012/round-000003.safetensors``)."""
 
@@ -71,7 +82,7 @@ class ClientState:
 
         ``committed`` is the server's oldest checkpoint: states older than the newest one up to it are never read again.
         """
-        data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        data = save(_apart(tensors))
         write_atomic(self.folder / f"round-{round_:06d}.safetensors", data)
         rounds = self._rounds()
         keep_from = max((number for number in rounds if number <= committed), default=0)

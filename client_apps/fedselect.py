@@ -1,0 +1,108 @@
+"""FedSelect, client side (GradSelect, LocalAlt); what it deviates in: ``strategies/fedselect.py``."""
+
+from itertools import islice
+
+import torch
+
+from client_apps.base import Client
+from fedsub_app.errors import UserError
+from fedsub_app.protocol import Json, Tensors
+from fedsub_app.subnets.masks import gather
+from fedsub_app.subnets.selection import grow, selectable
+from strategies.fedselect import MASK, FedSelectSettings
+
+PENDING, GROWN, SINCE = "pending/", "grown", "since/"
+
+
+class FedSelectClient(Client):
+    """Trains its personal positions, then the global ones, then makes those personal that moved most.
+
+    Its state is its model, its mask, the mask that it grew last and is not known to be accepted (``pending``) and in
+    which round it did (``grown``), and with ``movement = "since-growth"`` its model at that time.
+    """
+
+    options: FedSelectSettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """One round of Algorithm 1, lines 4 to 11."""
+        masks = self.masks(config["grown"])
+        cut = {name: ~mask for name, mask in masks.items() if mask.any()}
+        own = self.previous or self.initial()
+        scattered = {name: own[name].masked_scatter(positions, sent[name]) for name, positions in cut.items()}
+        self.load(own | sent | scattered)
+        before = {name: self.place.tensors[name].detach().cpu().clone() for name in masks}
+        self.alternate(masks, cut)
+        self.remember()
+        trained = self.trained()
+        whole = {name: trained[name] for name in sent if name not in cut}
+        return whole | gather(trained, cut) | self.grow(masks, before, trained)
+
+    def masks(self, accepted: int) -> Tensors:
+        """Return the mask that the server knows, which grew last in round ``accepted``; 0: never."""
+        names = selectable([name for name, _ in self.model.named_parameters()], self.options.layer)
+        grown = int(self.state.get(GROWN, torch.zeros((), dtype=torch.int64)))
+        if accepted and accepted == grown:  # the answer of that round has arrived
+            self.state |= {f"{MASK}{name}": self.state[f"{PENDING}{name}"] for name in names}
+        elif accepted and f"{MASK}{names[0]}" not in self.state:
+            raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
+        return {
+            name: self.state.get(f"{MASK}{name}", torch.zeros(self.place.tensors[name].shape, dtype=torch.bool))
+            for name in names
+        }
+
+    def alternate(self, masks: Tensors, cut: Tensors) -> None:
+        """GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
+        passes = self.settings.local_epochs
+        if not passes:
+            return
+        orders = {"personal": self.order(passes, "personal batches"), "global": self.order(passes)}
+        steps = sum(1 for _ in self.order(1))
+        phases = {}
+        for phase, names in (("personal", tuple(masks)), ("global", None)):
+            self.begin(names)
+            keep = {id(self.place.tensors[name]): part for name, part in (masks if names else cut).items()}
+            phases[phase] = (
+                self.optimizer,
+                [torch.empty_like(p).copy_(keep[id(p)]) if id(p) in keep else None for p in self.optimizer.parameters],
+            )
+        self.model.train(self.options.bn_batch == "always" or self.round == 1)
+        for _ in range(passes):
+            for phase in phases if cut else ("global",):
+                self.optimizer, self.factors = phases[phase]
+                self.run(islice(orders[phase], steps), names=tuple(masks) if phase == "personal" else None)
+
+    def correct_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """Leave the gradients of the positions that this pass trains."""
+        for gradient, factor in zip(gradients, self.factors, strict=True):
+            if factor is not None:
+                gradient.mul_(factor)
+
+    def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
+        """Lines 8 to 10: return the masks that changed, and remember them."""
+        options = self.options
+        since = options.movement == "since-growth"
+        if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
+            return {}
+        if since:
+            start = self.initial()
+            before = {name: self.state.get(f"{SINCE}{name}", start[name]) for name in masks}
+        new = grow(
+            masks,
+            {name: trained[name].cpu() - before[name] for name in masks},
+            options.share,
+            options.alpha,
+            options.alpha_test == "at-most",
+            options.choose,
+            options.scope == "model",
+            self.generator("selection"),
+        )
+        self.state |= {f"{PENDING}{name}": mask for name, mask in new.items()}
+        self.state |= {f"{MASK}{name}": mask for name, mask in masks.items()}
+        self.state[GROWN] = torch.tensor(self.round)
+        if since:
+            self.state |= {f"{SINCE}{name}": trained[name] for name in masks}
+        return {f"{MASK}{name}": mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
+
+    def personal(self, sent: Tensors) -> Tensors:
+        """Return the client's model as its last training left it."""
+        return self.previous or self.initial()

@@ -1,0 +1,65 @@
+"""Growing a mask of personal parameters by how much training moved them: FedSelect's GradSelect."""
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Choose = Literal["most", "least", "random"]
+
+
+def grow(
+    masks: Mapping[str, Tensor],
+    moved: Mapping[str, Tensor],
+    share: float,
+    limit: float,
+    limit_included: bool = False,
+    choose: Choose = "most",
+    whole: bool = False,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """Return masks with the ``share`` of the positions that are still off turned on that training moved most.
+
+    Of n positions that are off, ``n - round((1 - share) * n)`` are turned on (halves to even, as published); of several
+    that moved alike, those that come first in the tensor. Nothing is ever turned off.
+
+    Parameters
+    ----------
+    masks : tensor name -> bool, 1: personal.
+    moved : tensor name -> float of the same shape: how far training moved each position; of any sign.
+    share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
+    limit : alpha in [0, 1]: no growth where the fraction of ones is not below it (``limit_included``: not above it).
+    choose : the positions that moved most, those that moved least, or random ones (the paper's ablation).
+    whole : count and choose over all tensors together instead of in each by itself.
+    generator : for ``choose = "random"``; CPU.
+    """
+    if whole:
+        flat = {"": torch.cat([masks[name].flatten() for name in masks])}
+        way = {"": torch.cat([moved[name].flatten() for name in masks])}
+        grown = grow(flat, way, share, limit, limit_included, choose, False, generator)[""]
+        parts = grown.split([mask.numel() for mask in masks.values()])
+        return {name: part.view(mask.shape) for (name, mask), part in zip(masks.items(), parts, strict=True)}
+    found = {}
+    for name, mask in masks.items():
+        found[name] = mask
+        off = (~mask).flatten().nonzero().flatten()
+        ones = mask.numel() - len(off)
+        full = ones > limit * mask.numel() if limit_included else ones >= limit * mask.numel()
+        count = len(off) - round((1 - share) * len(off))
+        if full or not count:
+            continue
+        if choose == "random":
+            chosen = torch.randperm(len(off), generator=generator)[:count]
+        else:
+            far = moved[name].flatten()[off].abs()
+            chosen = torch.sort(far, descending=choose == "most", stable=True).indices[:count]
+        grown = mask.flatten().clone()
+        grown[off[chosen]] = True
+        found[name] = grown.view(mask.shape)
+    return found
+
+
+def selectable(names: Collection[str], layer: str = "") -> list[str]:
+    """Return the names that GradSelect may make personal: weights, BatchNorm's included, of one layer if given."""
+    return [name for name in names if name.endswith(".weight") and (not layer or name.startswith(f"{layer}."))]

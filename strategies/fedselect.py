@@ -1,0 +1,155 @@
+"""FedSelect, server side (GradSelect, LocalAlt; Algorithms 1 to 3).
+
+Tamirisa, Xie, Bao, Zhou, Arel, Shamsian: FedSelect: Personalized Federated Learning with Customized Selection of
+Parameters for Fine-Tuning, CVPR 2024, https://arxiv.org/abs/2404.02478.
+
+Every client has a mask of personal positions, at first none. A client trains its personal positions, then the global
+ones; the server takes at each position the mean over the clients for which it is global. Then the positions that
+training moved most become personal, until a fraction alpha is. Personal values never leave the client; what travels is
+the values at its global positions, and the new mask's bits where it changed.
+
+Paper and published code differ; the default reads the paper, with what only the code says filled in:
+- p of the positions of each layer that are still global (code; the paper reads as if model-wide: ``scope = "model"``),
+  in tensors named weight, BatchNorm's gamma included (code); biases and BatchNorm's beta stay global.
+- growth where the fraction of ones is below alpha (paper; code at most alpha: ``alpha-test = "at-most"``), not clipped.
+- the movement is that of this round's training (paper; code since the last growth: ``movement = "since-growth"``).
+- growth in every round (paper; code every third one, not the first: ``grow-every = 3``, counted from round 0).
+- BatchNorm's running statistics stay with the client (code; ``bn-statistics = "average"``); training uses those of the
+  batch (``bn-batch = "first-round"``: published training runs on round 0's statistics after the first round).
+- clients are weighed alike (both); a client's accuracy is that of its model after its training and before the next
+  mean (code), correct over total.
+Positions that no client has as global keep their value (the paper's 0/0); nobody reads them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedsub_app.errors import UserError
+from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
+from fedsub_app.settings import Count, MethodSettings, Settings
+from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.selection import selectable
+from strategies.base import SubnetStrategy
+
+MASK = "mask/"
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class FedSelectSettings(MethodSettings):
+    """``alpha``: fraction that becomes personal; ``share``: p of the global positions that do so at a time.
+
+    ``choose`` and ``layer`` are the ablations of Table 3. The others are where paper and code differ.
+    """
+
+    alpha: Fraction
+    share: Fraction
+    choose: Literal["most", "least", "random"]
+    layer: str
+    scope: Literal["layer", "model"]
+    alpha_test: Literal["below", "at-most"]
+    movement: Literal["round", "since-growth"]
+    grow_every: Count
+    bn_statistics: Literal["local", "average"]
+    bn_batch: Literal["always", "first-round"]
+
+    def check(self, settings: Settings) -> None:
+        """Weight decay would move positions whose gradient is masked; momentum and Adam do not."""
+        if settings.weight_decay and settings.method == "fedselect":
+            raise ValueError(f"weight-decay = {settings.weight_decay}: must be 0 with method = 'fedselect'")
+
+
+class FedSelect(SubnetStrategy):
+    """Knows every client's mask; merges each position over those clients for which it is global.
+
+    Attributes
+    ----------
+    masks : client -> tensor name -> bool, 1: personal; names that can be selected only.
+    grown : round in which each client's mask last grew, int64 [N]; 0: never. A client whose reply is lost grew in vain.
+    """
+
+    options: FedSelectSettings
+
+    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
+        super().__init__(settings, model, header)
+        names = selectable([name for name, _ in model.named_parameters()], self.options.layer)
+        if not names:
+            raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
+        statistics = {name for name, _ in model.named_buffers()} if self.options.bn_statistics == "local" else set()
+        self.global_names = [name for name in self.current if name not in statistics]
+        empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
+        self.masks = [dict(empty) for _ in range(settings.num_clients)]
+        self.grown = torch.zeros(settings.num_clients, dtype=torch.int64)
+        self._new: dict[int, Tensors] = {}
+
+    def task(self, client: int) -> Task:
+        """Send the values at the client's global positions, whole tensors where all of them are."""
+        cut = self._cut(client)
+        whole = {name: self.current[name] for name in self.global_names if name not in cut}
+        return Task(client, whole | gather(self.current, cut), {"grown": int(self.grown[client])})
+
+    def _cut(self, client: int) -> Tensors:
+        """Return the global positions of the tensors that are partly personal: tensor name -> bool."""
+        return {name: ~mask for name, mask in self.masks[client].items() if mask.any()}
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """The values at its global positions and, where it grew, its mask."""
+        masks = self.masks[client]
+        specs = {name: self._like_current[name] for name in self.global_names}
+        specs |= {name: Spec((int(mask.sum()),)) for name, mask in self._cut(client).items()}
+        return specs | {
+            f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool, optional=True) for name, mask in masks.items()
+        }
+
+    def decode(self, update: Update) -> Update:
+        """Put the values back to their positions; a mask may only grow."""
+        client, masks = update.client, dict(self.masks[update.client])
+        for name, mask in self.masks[client].items():
+            if (new := update.tensors.get(f"{MASK}{name}")) is not None:
+                if bool((mask & ~new).any()):
+                    raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
+                masks[name] = new
+        self._new[client] = masks
+        cut = self._cut(client)
+        tensors = {name: update.tensors[name] for name in self.global_names if name not in cut}
+        tensors |= scatter(update.tensors, cut)
+        return Update(client, tensors, update.metrics, update.num_examples)
+
+    def merge(self, updates: Sequence[Update]) -> Tensors:
+        """Mean at every position over the clients for which it was global in this round; then the masks grow."""
+        parts = [(update.tensors, self._cut(update.client), self.weight(update)) for update in updates]
+        merged = masked_mean(self.current, parts, server_lr=self.settings.server_lr)
+        for client in [update.client for update in updates]:
+            new = self._new[client]
+            if any(not torch.equal(mask, new[name]) for name, mask in self.masks[client].items()):
+                self.masks[client], self.grown[client] = new, self.round
+        personal = sum(int(mask.sum()) for masks in self.masks for mask in masks.values())
+        selectable_positions = sum(mask.numel() for masks in self.masks for mask in masks.values())
+        self.report["personal-fraction"] = personal / selectable_positions
+        return merged
+
+    def evaluation_task(self, client: int) -> Task:
+        """Send nothing where only the clients' own models are asked for."""
+        return super().evaluation_task(client) if "global-local" in self.settings.evaluations else Task(client)
+
+    def state(self) -> Tensors:
+        """Every client's mask, as bits, and when it grew."""
+        bits = {
+            f"{client}/{name}": torch.from_numpy(np.packbits(mask.numpy()))
+            for client, masks in enumerate(self.masks)
+            for name, mask in masks.items()
+        }
+        return bits | {"grown": self.grown}
+
+    def load_state(self, state: Tensors) -> None:
+        """Restore them."""
+        self.grown = state["grown"].clone()
+        for client, masks in enumerate(self.masks):
+            for name, mask in masks.items():
+                bits = np.unpackbits(state[f"{client}/{name}"].numpy(), count=mask.numel())
+                masks[name] = torch.from_numpy(bits.view(bool)).view(mask.shape)

@@ -1,0 +1,346 @@
+"""FedSelect: growth by hand, the algorithm written out a second time, what travels, and its invariants."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from client_apps.base import workplace
+from client_apps.fedselect import FedSelectClient
+from fedsub_app.config import resolve
+from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.errors import UserError
+from fedsub_app.models import build_model
+from fedsub_app.models import tensors as tensors_of
+from fedsub_app.protocol import BadReply, Json, Tensors, Update
+from fedsub_app.runs import read_rounds
+from fedsub_app.seeds import generator
+from fedsub_app.settings import Value
+from fedsub_app.subnets.selection import grow, selectable
+from strategies.fedselect import FedSelect
+
+Run = Callable[..., tuple[Json, Path]]
+KEYS: dict[str, Value] = {
+    "method": "fedselect",
+    "dataset": "synthetic-3k",
+    "model": "fedpews-mlp",
+    "partition": "iid",
+    "num-clients": 3,
+    "num-rounds": 4,
+    "batch-size": 200,
+    "local-epochs": 2,
+    "lr": 0.05,
+    "momentum": 0.0,
+    "evaluate": "personal",
+    "fedselect.alpha": 0.4,
+    "fedselect.share": 0.25,
+}
+WEIGHTS = [f"fc{k}.weight" for k in range(1, 6)]
+
+
+def run_with(run_local: Run, name: str = "run", **changes: Value) -> tuple[Json, Path]:
+    keys = KEYS | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    return run_local(name, **{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+
+
+def bits(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_by_hand() -> None:
+    masks = {"w": bits(1, 0, 0, 0, 0, 0)}
+    moved = {"w": torch.tensor([9.0, -5.0, 1.0, 4.0, 0.0, 2.0])}
+    # 5 positions are off; 5 - round(0.6 * 5) = 2 of them: |-5| and 4
+    assert grow(masks, moved, 0.4, 0.5)["w"].tolist() == [True, True, False, True, False, False]
+    assert grow(masks, moved, 0.4, 0.5, choose="least")["w"].tolist() == [True, False, True, False, True, False]
+    assert grow(masks, moved, 0.0, 0.5)["w"].tolist() == masks["w"].tolist()
+    assert grow(masks, moved, 0.4, 1 / 6)["w"].tolist() == masks["w"].tolist()  # one sixth is not below one sixth
+    assert int(grow(masks, moved, 0.4, 1 / 6, limit_included=True)["w"].sum()) == 3
+    assert grow({"w": bits(0)}, {"w": torch.ones(1)}, 0.05, 0.5)["w"].tolist() == [False]  # rounds to none
+
+
+def test_scope_model_counts_over_all_tensors() -> None:
+    masks = {"a": bits(0, 0), "b": bits(0, 0)}
+    moved = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}
+    whole = grow(masks, moved, 0.5, 0.5, whole=True)
+    assert (whole["a"].tolist(), whole["b"].tolist()) == ([False, False], [True, True])
+    each = grow(masks, moved, 0.5, 0.5)
+    assert (each["a"].tolist(), each["b"].tolist()) == ([False, True], [False, True])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_masks_only_grow_and_by_the_published_number(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 40))
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=torch.bool)
+    moved = torch.randn(size, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    share, alpha = data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1))
+    choose: Any = data.draw(st.sampled_from(["most", "least", "random"]))
+    new = grow({"w": mask}, {"w": moved}, share, alpha, choose=choose, generator=torch.Generator().manual_seed(0))["w"]
+    assert not bool((mask & ~new).any())
+    off = int((~mask).sum())
+    grows = int(mask.sum()) < alpha * size
+    assert int(new.sum() - mask.sum()) == (off - round((1 - share) * off) if grows else 0)
+    if choose == "most" and bool((new & ~mask).any()) and not bool(new.all()):
+        assert moved.abs()[new & ~mask].min() >= moved.abs()[~new].max()
+
+
+def test_published_fractions() -> None:
+    """p = 0.25 ends at .25, .4375, .578 and .822 for alpha = .05, .3, .5 and .8."""
+    for alpha, end in ((0.05, 0.25), (0.3, 0.4375), (0.5, 0.578), (0.8, 0.822)):
+        mask, moved = {"w": torch.zeros(4096, dtype=torch.bool)}, {"w": torch.rand(4096)}
+        for _ in range(20):
+            mask = grow(mask, moved, 0.25, alpha)
+        assert float(mask["w"].float().mean()) == pytest.approx(end, abs=1e-3)
+
+
+def test_what_can_be_selected() -> None:
+    names = [name for name, _ in build_model("resnet18", (3, 32, 32), 10, 0).named_parameters()]
+    parameters = dict(build_model("resnet18", (3, 32, 32), 10, 0).named_parameters())
+    assert sum(parameters[name].numel() for name in selectable(names)) == 11_176_832
+    assert {name.split(".")[0] for name in selectable(names, "layer3")} == {"layer3"}
+
+
+# --- the algorithm, written out ---------------------------------------------------------------------------------------
+
+
+def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors]]:
+    """Algorithms 1 to 3 for an MLP, one tensor at a time; returns the clients' models and masks."""
+    s = resolve(keys)
+    o: Any = s.options
+    data, parts = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    net = build_model(s.model, (5,), 4, s.seed)
+    theta = {n: t.detach().clone() for n, t in tensors_of(net).items()}
+    clients = range(s.num_clients)
+    models = [dict(theta) for _ in clients]
+    masks = [{n: torch.zeros_like(theta[n]) for n in WEIGHTS} for _ in clients]
+    for t in range(1, s.num_rounds + 1):
+        grown = []
+        for i in clients:
+            m = {n: masks[i].get(n, torch.zeros_like(theta[n])) for n in theta}
+            model = {n: m[n] * models[i][n] + (1 - m[n]) * theta[n] for n in theta}
+            start = {n: v.clone() for n, v in model.items()}
+            index = parts.train[i]
+            x, y = data.train_x[index], data.train_y[index]
+            draws = {p: generator(s.seed, t, i, p) for p in ("personal batches", "batches")}
+            for _ in range(s.local_epochs):
+                for purpose in ("personal batches", "batches"):
+                    if purpose == "personal batches" and not any(v.any() for v in m.values()):
+                        continue
+                    for batch in torch.randperm(len(y), generator=draws[purpose]).split(s.batch_size):
+                        with torch.no_grad():
+                            for n, p in net.named_parameters():
+                                p.copy_(model[n])
+                        net.zero_grad()
+                        F.cross_entropy(net(x[batch]), y[batch]).backward()
+                        for n, p in net.named_parameters():
+                            assert p.grad is not None
+                            part = m[n] if purpose == "personal batches" else 1 - m[n]
+                            model[n] = model[n] - s.lr * part * p.grad
+            models[i] = model
+            new = {}
+            for n in WEIGHTS:
+                new[n] = masks[i][n].clone()
+                if masks[i][n].mean() < o.alpha:
+                    delta = (model[n] - start[n]).abs()[masks[i][n] == 0]
+                    count = len(delta) - round((1 - o.share) * len(delta))
+                    least = delta.sort().values[len(delta) - count]
+                    new[n][(masks[i][n] == 0) & ((model[n] - start[n]).abs() >= least)] = 1
+            grown.append(new)
+        for n, old in theta.items():
+            free = [1 - masks[i].get(n, torch.zeros_like(old)) for i in clients]
+            total, count = sum(f * models[i][n] for i, f in zip(clients, free, strict=True)), sum(free)
+            theta[n] = torch.where(count > 0, total / count.clamp(min=1), old)  # type: ignore[union-attr,operator]
+        masks = grown
+    return models, masks
+
+
+def test_it_follows_the_algorithm(run_local: Run) -> None:
+    _, folder = run_with(run_local)
+    models, masks = reference(KEYS)
+    for i in range(3):
+        state = load_file(folder / f"clients/client-{i:06d}/round-000004.safetensors")
+        for name, tensor in models[i].items():
+            torch.testing.assert_close(state[f"previous/{name}"], tensor, rtol=1e-4, atol=1e-6)
+        different = sum(int((state[f"pending/{n}"] != masks[i][n].bool()).sum()) for n in WEIGHTS)
+        assert different <= 4  # movements that are equal up to rounding
+    fractions = [line["personal-fraction"] for line in read_rounds(folder)]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == pytest.approx(0.4375, abs=0.01)
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["feature-mlp", "lenet5-bn"])
+def test_alpha_0_is_fedavg_bit_for_bit(run_local: Run, model: str) -> None:
+    keys = {"dataset": "digits", "model": model, "train_per_class": 30, "num_rounds": 2, "evaluate": "global"}
+    keys |= {"image_size": 32} if model == "lenet5-bn" else {}
+    _, fedavg = run_with(run_local, "fedavg", method="fedavg", **keys)
+    _, ours = run_with(run_local, "ours", fedselect__alpha=0.0, fedselect__bn_statistics="average", **keys)
+    left, right = load_file(fedavg / "model.safetensors"), load_file(ours / "model.safetensors")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_bytes_fall_as_masks_grow(run_local: Run) -> None:
+    """4 bytes a global position both ways; up also the bits of the masks that changed."""
+    _, folder = run_with(run_local)
+    model = build_model("fedpews-mlp", (5,), 4, 0)
+    sizes = {n: t.numel() for n, t in tensors_of(model).items()}
+    off = dict(sizes)
+    for line in read_rounds(folder):
+        assert line["formula-bytes-down"] == 3 * 4 * sum(off.values())
+        grows = [n for n in WEIGHTS if off[n] > 0.6 * sizes[n]]
+        mask_bytes = sum(-(-sizes[n] // 8) for n in grows)
+        assert line["formula-bytes-up"] == 3 * (4 * sum(off.values()) + mask_bytes)
+        off |= {n: round(0.75 * off[n]) for n in grows}
+    assert read_rounds(folder)[-1]["formula-bytes-down"] < 0.7 * read_rounds(folder)[0]["formula-bytes-down"]
+
+
+def client(state: Tensors, **changes: Value) -> FedSelectClient:
+    keys = KEYS | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    return FedSelectClient(workplace(resolve(keys)), 0, 2, state)
+
+
+def test_what_is_personal_is_nobody_elses_business() -> None:
+    """Whatever the server sends for the rest, personal values are trained from the client's own."""
+    one = client({}, local_epochs=0)
+    state: Tensors = {f"previous/{n}": torch.randn_like(t) for n, t in tensors_of(one.model).items()}
+    state |= {f"mask/{n}": torch.rand_like(one.place.tensors[n]) < 0.5 for n in WEIGHTS}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        sent = {n: torch.randn_like(t).detach() for n, t in one.place.tensors.items() if n not in WEIGHTS}
+        sent |= {n: torch.randn(int((~state[f"mask/{n}"]).sum())) for n in WEIGHTS}
+        worker = client(dict(state), local_epochs=0)
+        answer = worker.train(sent, {"grown": 1})
+        for n in WEIGHTS:
+            mask = state[f"mask/{n}"]
+            assert torch.equal(worker.previous[n][mask], state[f"previous/{n}"][mask])
+            assert torch.equal(worker.previous[n][~mask], sent[n])
+            assert torch.equal(answer[n], sent[n])  # and only these leave
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.9}, {"optimizer": "adam"}])
+def test_each_pass_leaves_the_other_positions_alone(optimizer: dict[str, Value]) -> None:
+    worker = client({}, local_epochs=1, **optimizer)
+    worker.load(worker.initial())
+    before = worker.trained()
+    masks = {n: torch.rand_like(before[n]) < 0.5 for n in WEIGHTS}
+    moved = []
+    step = worker.step
+
+    def watch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        old = worker.trained()
+        loss = step(x, y)
+        moved.append({n: t != old[n] for n, t in worker.trained().items()})
+        return loss
+
+    worker.step = watch  # type: ignore[method-assign]
+    worker.alternate(masks, {n: ~mask for n, mask in masks.items()})
+    half = len(moved) // 2
+    for changed in moved[:half]:  # personal
+        assert not any(bool((changed[n] & ~masks[n]).any()) for n in WEIGHTS)
+        assert not any(bool(changed[n].any()) for n in changed if n not in WEIGHTS)
+    for changed in moved[half:]:  # global
+        assert not any(bool((changed[n] & masks[n]).any()) for n in WEIGHTS)
+        assert bool(changed["fc5.bias"].any())
+
+
+def strategy() -> FedSelect:
+    made = FedSelect(resolve(KEYS), build_model("fedpews-mlp", (5,), 4, 0), {})
+    made.round = 1
+    return made
+
+
+def answer_of(made: FedSelect, client_id: int, value: float) -> Update:
+    tensors = {n: torch.full([k or 0 for k in spec.shape], value) for n, spec in made.expected(client_id).items()
+               if not spec.optional}  # fmt: skip
+    return Update(client_id, tensors, {}, 10)
+
+
+def test_positions_are_merged_over_those_who_share_them() -> None:
+    made = strategy()
+    mask = torch.zeros(32, 5, dtype=torch.bool)
+    mask[0] = True
+    made.masks[0]["fc1.weight"] = mask
+    mask = torch.zeros(32, 5, dtype=torch.bool)
+    mask[0, 0] = True
+    made.masks[1]["fc1.weight"] = made.masks[2]["fc1.weight"] = mask
+    old = made.current["fc1.weight"].clone()
+    merged = made.merge([made.decode(answer_of(made, c, v)) for c, v in ((0, 1.0), (1, 2.0), (2, 4.0))])["fc1.weight"]
+    assert merged[0, 0] == old[0, 0]  # nobody shares it: it stays
+    assert merged[0, 1:].tolist() == [3.0] * 4
+    torch.testing.assert_close(merged[1:], torch.full((31, 5), 7 / 3))
+
+
+def test_a_mask_that_shrinks_is_refused() -> None:
+    made = strategy()
+    made.masks[0]["fc1.weight"] = torch.ones(32, 5, dtype=torch.bool)
+    update = answer_of(made, 0, 1.0)
+    update.tensors["mask/fc1.weight"] = torch.zeros(32, 5, dtype=torch.bool)
+    with pytest.raises(BadReply, match=r"'mask/fc1.weight': a personal position became global again"):
+        made.decode(update)
+
+
+def test_a_lost_reply_takes_its_growth_back(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = FedSelect.decode
+
+    def lose(self: FedSelect, update: Update) -> Update:
+        if update.client == 1 and self.round == 2:
+            raise BadReply("lost on the way")
+        return decode(self, update)
+
+    monkeypatch.setattr(FedSelect, "decode", lose)
+    _, folder = run_with(run_local)
+    lines = read_rounds(folder)
+    assert [len(line["dropped"]) for line in lines] == [0, 1, 0, 0]
+    assert lines[-1]["personal-fraction"] == pytest.approx(0.4375, abs=0.01)
+
+
+def test_a_client_that_lost_its_state_says_so() -> None:
+    with pytest.raises(UserError, match="client 0 has lost its state"):
+        client({}).masks(1)
+
+
+def test_masks_survive_the_checkpoint() -> None:
+    made, again = strategy(), strategy()
+    for masks in made.masks:
+        for name, mask in masks.items():
+            masks[name] = torch.rand(mask.shape) < 0.5
+    made.grown += 3
+    again.load_state(made.state())
+    assert torch.equal(made.grown, again.grown)
+    for left, right in zip(made.masks, again.masks, strict=True):
+        assert all(torch.equal(mask, right[name]) for name, mask in left.items())
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"weight-decay": 0.1}, "weight-decay = 0.1: must be 0 with method = 'fedselect'"),
+        ({"fedselect.alpha": 1.2}, "fedselect.alpha = 1.2: must be less than or equal to 1"),
+    ],
+)
+def test_wrong_settings_are_named(keys: dict[str, Value], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve(KEYS | keys)
+
+
+def test_the_authors_reading_runs(run_local: Run) -> None:
+    """Growth in rounds 3, 6, ... counted from 0, since the last growth, statistics of round 0."""
+    changes: dict[str, Value] = {
+        "fedselect.grow-every": 3, "fedselect.movement": "since-growth", "fedselect.alpha-test": "at-most",
+        "fedselect.bn-batch": "first-round", "num-rounds": 8,
+    }  # fmt: skip
+    _, folder = run_with(run_local, **{k.replace(".", "__").replace("-", "_"): v for k, v in changes.items()})
+    fractions = [round(line["personal-fraction"], 2) for line in read_rounds(folder)]
+    assert fractions == [0, 0, 0, 0.25, 0.25, 0.25, 0.44, 0.44]
