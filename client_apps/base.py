@@ -24,7 +24,7 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.protocol import Json, Tensors, Update
 from fedsub_app.seeds import generator
 from fedsub_app.settings import Settings
-from fedsub_app.training import Optimizer, batches, evaluate, fit
+from fedsub_app.training import Optimizer, batches, crop_and_flip, evaluate, fit
 
 PREVIOUS = "previous/"  # prefix of the client's own model in its state
 
@@ -57,6 +57,11 @@ class Workplace:
     def tensors(self) -> Tensors:
         """The network's tensors by name, live."""
         return tensors_of(self.model)
+
+    @cached_property
+    def black(self) -> torch.Tensor:
+        """Normalised value of black, float [channels]: the lowest there is."""
+        return self.train_x.amin((0, 2, 3))
 
     @cached_property
     def flops_per_sample(self) -> int:
@@ -117,6 +122,7 @@ class Client:
         self.model = place.model
         self.units = place.units
         self.flops = 0.0
+        self.runs = 0
         self.subnet_share = 1.0
         self.metrics: dict[str, float] = {}
         self.objective_name = self.objective_name or place.settings.objective
@@ -226,8 +232,16 @@ class Client:
 
     def run(self, order: Iterable[torch.Tensor], passes: int = 1, names: Collection[str] | None = None) -> None:
         """Train on these batches with the optimizer as it is."""
+        step = self.step
+        if self.settings.augment == "crop-flip":
+            draws = self.generator(f"augmentation {self.runs}")
+            self.runs += 1
+
+            def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return self.step(crop_and_flip(x, self.place.black, draws), y)
+
         with self.objective:
-            loss, seen = fit(self.step, self.x, self.y, order)
+            loss, seen = fit(step, self.x, self.y, order)
         self.metrics["train-loss"] = loss
         whole = self.place.flops_per_sample
         partly = whole if names is None else self.place.flops_of(frozenset(names))

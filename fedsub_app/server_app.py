@@ -80,6 +80,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     """
     torch.set_num_threads(1)  # as the workers: the same numbers on every engine
     dataset = load_dataset(settings.data)
+    if settings.augment != "none" and dataset.train_x.dim() != 4:
+        raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = make_partition(settings.data, settings.partitioning)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     pick_device(settings.device)

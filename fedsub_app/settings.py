@@ -56,6 +56,7 @@ class Settings(Section):
     test_per_class: CountOrZero
     image_size: CountOrZero
     normalise: Literal["standard", "half", "none"]
+    augment: Literal["none", "crop-flip"]
     partition: Literal["iid", "dirichlet", "shards", "classes", "source", "lists"]
     dirichlet_alpha: Positive
     shards_per_client: Count

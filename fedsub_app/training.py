@@ -108,6 +108,28 @@ def fit(step: Step, x: torch.Tensor, y: torch.Tensor, order: Iterable[torch.Tens
     return (float(total) / seen if seen else 0.0), seen
 
 
+def crop_and_flip(x: torch.Tensor, black: torch.Tensor, generator: torch.Generator, padding: int = 4) -> torch.Tensor:
+    """Return images as RandomCrop with ``padding`` and RandomHorizontalFlip make them, each with draws of its own.
+
+    Parameters
+    ----------
+    x : float ``[n, channels, height, width]``.
+    black : float ``[channels]``: what the border is filled with, black as it is after normalisation.
+    generator : CPU.
+    """
+    n, channels, height, width = x.shape
+    padded = black.view(1, -1, 1, 1).expand(n, channels, height + 2 * padding, width + 2 * padding).clone()
+    padded[:, :, padding : padding + height, padding : padding + width] = x
+    top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=generator)
+    rows, columns = top + torch.arange(height), left + torch.arange(width)
+    flipped = torch.rand(n, 1, generator=generator) < 0.5
+    columns = torch.where(flipped, columns.flip(1), columns)
+    picked = padded.permute(0, 2, 3, 1)[
+        torch.arange(n).view(-1, 1, 1), rows.view(n, -1, 1).to(x.device), columns.view(n, 1, -1).to(x.device)
+    ]
+    return picked.permute(0, 3, 1, 2)  # channels_last, as the batch was
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """Return accuracy in percent and mean cross-entropy of ``model`` in evaluation mode; leaves its mode as it was."""

@@ -1,5 +1,6 @@
 """Local training: the optimizer is torch's, bit for bit; MOON's term is its formula."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,12 @@ from torch.nn import functional as F
 
 from client_apps.objectives import Moon
 from fedsub_app.config import resolve
+from fedsub_app.errors import UserError
 from fedsub_app.models import build_model
 from fedsub_app.models import tensors as tensors_of
 from fedsub_app.protocol import Json
 from fedsub_app.settings import Value
-from fedsub_app.training import Optimizer
+from fedsub_app.training import Optimizer, crop_and_flip
 
 
 @pytest.mark.parametrize("network", ["lenet5-bn", "fedpews-mlp"])
@@ -123,3 +125,40 @@ def test_any_method_takes_any_objective(
     finals = [(folder / "rounds.jsonl").read_text().splitlines()[-1] for folder in (plain, changed)]
     losses = [line.split('"train-loss": ')[1].split(",")[0] for line in finals]
     assert losses[0] != losses[1]
+
+
+def test_crop_and_flip_makes_shifted_and_mirrored_images() -> None:
+    x = torch.arange(1.0, 2 * 3 * 8 * 8 + 1).view(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    black = torch.tensor([-1.0, -2.0, -3.0])
+    padded = F.pad(x, (4, 4, 4, 4), value=math.nan)
+    padded = torch.where(padded.isnan(), black.view(1, 3, 1, 1), padded)
+    seen = set()
+    for seed in range(60):
+        out = crop_and_flip(x, black, torch.Generator().manual_seed(seed))
+        assert out.shape == x.shape
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        for image, source in zip(out, padded, strict=True):
+            found = [
+                (top, left, flip)
+                for top in range(9)
+                for left in range(9)
+                for flip in (False, True)
+                if torch.equal(image.flip(2) if flip else image, source[:, top : top + 8, left : left + 8])
+            ]
+            assert len(found) == 1
+            seen.add(found[0])
+    assert {top for top, _, _ in seen} == {left for _, left, _ in seen} == set(range(9))
+    assert {flip for _, _, flip in seen} == {False, True}
+    again = [crop_and_flip(x, black, torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_augmentation_changes_training_alone(run_local: Callable[..., tuple[Json, Path]]) -> None:
+    keys = {"model": "lenet5", "image_size": 32, "train_per_class": 20, "evaluate": "global,personal"}
+    kinds = ("crop-flip", "crop-flip", "none")
+    runs = [run_local(str(k), **keys, augment=kind) for k, kind in enumerate(kinds)]
+    models = [load_file(folder / "model.safetensors")["conv1.weight"] for _, folder in runs]
+    assert torch.equal(models[0], models[1])
+    assert not torch.equal(models[0], models[2])
+    with pytest.raises(UserError, match="augment = 'crop-flip': needs images; samples of synthetic-3k have no height"):
+        run_local("flat", dataset="synthetic-3k", model="fedpews-mlp", augment="crop-flip")
