@@ -66,12 +66,17 @@ class Workplace:
     @cached_property
     def flops_per_sample(self) -> int:
         """FLOPs of one forward and backward pass of the dense network."""
-        return costs.training_flops(self.model, self.in_shape, 1)
+        return costs.training_flops(self._bare, self.in_shape, 1)
 
     @lru_cache(maxsize=64)  # noqa: B019  (a workplace lives as long as its process needs it)
     def flops_of(self, names: frozenset[str]) -> int:
         """FLOPs of the same with all other tensors frozen."""
-        return costs.training_flops(self.model, self.in_shape, 1, names)
+        return costs.training_flops(self._bare, self.in_shape, 1, names)
+
+    @cached_property
+    def _bare(self) -> nn.Module:
+        """The network without the hooks that a client may have on it."""
+        return build_model(self.settings.model, self.in_shape, self.dataset.num_classes, self.settings.seed)
 
 
 def pick_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from client_apps.base import Client
 from client_apps.ditto import DittoClient
+from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedprox import FedProxClient
@@ -14,6 +15,7 @@ from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClie
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 from strategies.ditto import DittoSettings
+from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
@@ -49,6 +51,7 @@ METHODS = {
     "fedrep": Method("Collins et al. 2021", FedRepSettings, SharedPart, FedRepClient),
     "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, SharedPart, FedBABUClient),
     "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
+    "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),

@@ -408,6 +408,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedselect": {"momentum": 0.0, "local_epochs": 2},
     "fedavg-ft": {},
     "ditto": {},
+    "fedpac": {},
     "fedper": {},
     "fedrep": {},
     "fedbabu": {},

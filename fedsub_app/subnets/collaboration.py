@@ -1,0 +1,68 @@
+"""FedPAC's combination of classifiers: whose heads help a client, by a quadratic program.
+
+Xu, Tong, Huang: Personalized Federated Learning with Feature Alignment and Classifier Collaboration, ICLR 2023,
+https://arxiv.org/abs/2306.11867 (Eq. 11).
+"""
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+SMALLEST_EIGENVALUE, SMALLEST_WEIGHT = 0.01, 1e-3  # both as published
+
+
+def feature_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return what FedPAC says of a client's features.
+
+    Parameters
+    ----------
+    features : float [n, d]; labels : int64 [n].
+
+    Returns
+    -------
+    class means [classes, d] (0 where there is no sample); class counts, float [classes]; ``h``, the means times the
+    classes' frequencies; ``V``, the variance term, a number >= 0.
+    """
+    counts = torch.bincount(labels, minlength=num_classes).to(features.dtype)
+    sums = torch.zeros(num_classes, features.shape[1], dtype=features.dtype, device=features.device)
+    means = sums.index_add(0, labels, features) / counts.clamp(min=1)[:, None]
+    share = counts / len(labels)
+    squares = torch.zeros_like(counts).index_add(0, labels, features.square().sum(1)) / counts.clamp(min=1)
+    variance = float((share * squares - share.square() * means.square().sum(1)).sum()) / len(labels)
+    return means, counts, share[:, None] * means, max(variance, 0.0)
+
+
+def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
+    """Return the weights with which the clients' heads are combined for ``client``: >= 0, adding up to 1.
+
+    Minimises ``a^T (diag(V) + D) a`` with ``D_jk = sum_c <h_i(c) - h_j(c), h_i(c) - h_k(c)>`` (i: the client). Where
+    the solver finds nothing, the client's own head has all the weight.
+
+    Parameters
+    ----------
+    h : float [clients, classes, d]; variances : float [clients], >= 0.
+    """
+    away = (h[client] - h).flatten(1).double()
+    matrix = (torch.diag(variances.double()) + away @ away.T).numpy()
+    values, vectors = np.linalg.eigh(matrix)
+    if values.min() < 0:  # rounding only: the sum of two such matrices has none
+        kept = np.where(values >= SMALLEST_EIGENVALUE, values, 0.0)
+        matrix = (vectors * kept) @ vectors.T
+    scale = max(float(np.abs(matrix).max()), 1e-30)
+    count = len(h)
+    found = minimize(
+        lambda a: a @ matrix @ a / scale,
+        np.full(count, 1 / count),
+        jac=lambda a: 2 * matrix @ a / scale,
+        bounds=[(0, 1)] * count,
+        constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(count)},
+        method="SLSQP",
+        options={"ftol": 1e-10, "maxiter": 300},
+    )
+    weights = torch.zeros(count, dtype=torch.float64)
+    if found.success:
+        weights = torch.from_numpy(np.where(found.x < SMALLEST_WEIGHT, 0.0, found.x))
+    if float(weights.sum()) <= 0:
+        weights[client] = 1.0
+    return (weights / weights.sum()).float()

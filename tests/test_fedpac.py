@@ -1,0 +1,112 @@
+"""FedPAC: its quadratic program and statistics by hand and by search, and its rounds."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from fedsub_app.config import resolve
+from fedsub_app.models import build_model
+from fedsub_app.protocol import BadReply, Json, Update
+from fedsub_app.runs import read_rounds
+from fedsub_app.subnets.collaboration import combination, feature_statistics
+from strategies.fedpac import COUNTS, MEANS, FedPAC, H, V
+
+Run = Callable[..., tuple[Json, Path]]
+
+
+def test_statistics_by_hand() -> None:
+    features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    means, counts, h, variance = feature_statistics(features, torch.tensor([0, 0, 2, 2]), 3)
+    assert means.tolist() == [[2.0, 0.0], [0.0, 0.0], [0.0, 2.0]]
+    assert counts.tolist() == [2, 0, 2]
+    assert h.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
+    # 1/4 * (1/2 * (1 + 9)/2 - 1/4 * 4  +  1/2 * 4 - 1/4 * 4)
+    assert variance == pytest.approx((2.5 - 1 + 2 - 1) / 4)
+
+
+def test_combination_by_hand() -> None:
+    """Two clients, d = 1: client 0 pays V_0 for its own head, V_1 + (h_0 - h_1)^2 for the other."""
+    h = torch.tensor([[[0.0]], [[1.0]]])
+    weights = combination(h, torch.tensor([0.5, 0.5]), 0)
+    assert weights.tolist() == pytest.approx([1.5 / 2, 0.5 / 2], abs=1e-4)
+    same = combination(torch.zeros(3, 2, 4), torch.ones(3), 1)
+    assert same.tolist() == pytest.approx([1 / 3] * 3, abs=1e-4)
+    far = combination(torch.tensor([[[0.0]], [[100.0]]]), torch.tensor([0.1, 0.1]), 0)
+    assert far.tolist() == [1.0, 0.0]  # below 1e-3 is nothing
+    alone = combination(torch.zeros(1, 2, 2), torch.zeros(1), 0)
+    assert alone.tolist() == [1.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), clients=st.integers(2, 5))
+def test_no_point_of_the_simplex_is_better(seed: int, clients: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    h, variances = torch.randn(clients, 3, 4, generator=draw), torch.rand(clients, generator=draw)
+    weights = combination(h, variances, 0).double()
+    assert bool((weights >= 0).all())
+    assert float(weights.sum()) == pytest.approx(1)
+    away = (h[0] - h).flatten(1).double()
+    matrix = torch.diag(variances.double()) + away @ away.T
+    best = float(weights @ matrix @ weights)
+    others = torch.rand(2000, clients, generator=draw, dtype=torch.float64)
+    others /= others.sum(1, keepdim=True)
+    assert best <= float(((others @ matrix) * others).sum(1).min()) * 1.01 + 1e-9
+
+
+KEYS = {"method": "fedpac", "num_clients": 3, "partition": "iid", "evaluate": "personal", "local_epochs": 2}
+
+
+def test_without_alignment_and_head_epochs_the_body_is_trained_under_a_frozen_head(run_local: Run) -> None:
+    _, folder = run_local(**KEYS, fedpac__lambda=0.0, fedpac__head_epochs=0, num_rounds=1)
+    start = build_model("feature-mlp", (1, 8, 8), 10, 0).state_dict()
+    model = load_file(folder / "model.safetensors")
+    torch.testing.assert_close(model["fc2.weight"], start["fc2.weight"])
+    assert not torch.equal(model["fc1.weight"], start["fc1.weight"])
+    _, babu = run_local("babu", **KEYS | {"method": "fedbabu"}, num_rounds=1)
+    other = load_file(babu / "model.safetensors")
+    for name in model:
+        torch.testing.assert_close(model[name], other[name])
+
+
+def test_it_learns_and_aligns(run_local: Run) -> None:
+    keys = KEYS | {"partition": "classes", "classes_per_client": 2, "num_clients": 5}
+    _, folder = run_local("aligned", **keys)
+    _, free = run_local("free", **keys, fedpac__lambda=0.0)
+    lines = read_rounds(folder)
+    assert lines[-1]["personal-accuracy"] > 90
+    assert all(sum(row) == pytest.approx(1, abs=0.01) for row in lines[-1]["combination"].values())
+    left, right = (load_file(run / "model.safetensors")["fc1.weight"] for run in (folder, free))
+    assert not torch.equal(left, right)
+
+
+def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
+    made = FedPAC(resolve({"method": "fedpac", "model": "fedpews-mlp", "dataset": "synthetic-3k", "num-clients": 2,
+                           "partition": "iid"}), build_model("fedpews-mlp", (5,), 4, 0), {})  # fmt: skip
+
+    def update(client: int, value: float) -> Update:
+        tensors = {n: torch.full(tuple(k or 0 for k in s.shape), value) for n, s in made.expected(client).items()}
+        tensors[COUNTS] = torch.tensor([1.0, 3.0, 0.0, 0.0]) if client else torch.tensor([1.0, 1.0, 0.0, 0.0])
+        tensors[H] = torch.full((4, 32), 1000.0 * client)
+        tensors[V] = torch.tensor([0.1])
+        return Update(client, tensors, {}, 10)
+
+    made.current = made.merge([made.decode(update(0, 1.0)), made.decode(update(1, 2.0))])
+    for client, value in ((0, 1.0), (1, 2.0)):  # far apart: each keeps its own head
+        sent = made.task(client).tensors
+        assert bool((sent["fc5.weight"] == value).all())
+        assert bool((sent["fc1.weight"] == 1.5).all())
+        assert sent["fedpac/known"].tolist() == [True, True, False, False]
+        assert sent["fedpac/centroids"][:, 0].tolist() == [1.5, 1.75, 0.0, 0.0]
+    again = FedPAC(made.settings, made.model, {})
+    again.load_state(made.state())
+    assert torch.equal(again.task(1).tensors["fc5.weight"], made.task(1).tensors["fc5.weight"])
+    bad = update(0, 1.0)
+    bad.tensors[V] = torch.tensor([-1.0])
+    with pytest.raises(BadReply, match="'fedpac/v': negative values"):
+        made.decode(bad)
+    assert MEANS in made.expected(0)
