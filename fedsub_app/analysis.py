@@ -1,6 +1,7 @@
-"""What a run's sub-networks do: which hidden units are covered by how many clients, and which ones fire for whom.
+"""What a run's sub-networks do: who covers which units or positions, which units fire for whom, how clients fare.
 
-Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15) for the activations.
+Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overlap of personal masks: Tamirisa et al.,
+FedSelect, 2024, Figure 4.
 """
 
 import csv
@@ -22,6 +23,7 @@ from fedsub_app.runs import read_rounds, settings_of
 from fedsub_app.seeds import generator
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.masks import fixed_masks, split
+from strategies.fedselect import FedSelect
 
 COVERED_BY = ("nobody", "one client", "several clients")
 
@@ -46,8 +48,14 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         files += _coverage(folder, masked)
     if checkpoints := sorted((folder / "checkpoints").glob("round-*.safetensors")):
         files += _activations(folder, settings, checkpoints, samples)
+        if settings.method == "fedselect":
+            files += _overlap(folder, settings, checkpoints)
+    if growing := [line for line in read_rounds(folder) if "personal-fraction" in line]:
+        files += _personal(folder, growing)
+    if measured := [line for line in read_rounds(folder) if line.get("evaluated")]:
+        files += _clients(folder, measured[-1])
     if not files:
-        raise UserError(f"{folder}: no round with masks and no checkpoint to analyse")
+        raise UserError(f"{folder}: nothing to analyse: no checkpoint, no masks, no client was evaluated")
     return files
 
 
@@ -158,3 +166,75 @@ def _subnets(settings: Settings, groups: Sequence[UnitGroup], checkpoint: Tensor
         masks = fixed_masks(groups, options.share_list(settings.num_clients))
         return torch.stack([torch.cat([mask[group.name] for group in groups]) for mask in masks])
     return checkpoint["state/theta"] > 0.5 if "state/theta" in checkpoint else None
+
+
+def overlap(masks: Sequence[Tensor]) -> Tensor:
+    """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
+
+    Parameters
+    ----------
+    masks : bool, all of one shape.
+    """
+    flat = torch.stack([mask.flatten() for mask in masks]).float()
+    both = flat @ flat.T
+    sizes = flat.sum(1)
+    either = sizes[:, None] + sizes[None, :] - both
+    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
+
+
+def _overlap(folder: Path, settings: Settings, checkpoints: Sequence[Path]) -> list[Path]:
+    dataset = load_dataset(settings.data)
+    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    strategy = FedSelect(settings, model, {})
+    rows, last = [], {}
+    for path in checkpoints:
+        state = {n.removeprefix("state/"): t for n, t in load_file(path).items() if n.startswith("state/")}
+        strategy.load_state(state)
+        last = {name: overlap([masks[name] for masks in strategy.masks]) for name in strategy.masks[0]}
+        pairs = ~torch.eye(settings.num_clients, dtype=torch.bool)
+        number = int(path.stem.removeprefix("round-"))
+        rows += [[number, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
+    columns = min(6, len(last))
+    lines = -(-len(last) // columns)
+    drawing = figure(2.2 * columns, 2.3 * lines)
+    grid = drawing.subplots(lines, columns, squeeze=False).flatten()
+    for axes, (name, found) in zip(grid, last.items(), strict=False):
+        image = axes.imshow(found, vmin=0, vmax=1, cmap="viridis")
+        axes.set_title(name.removesuffix(".weight"), fontsize="small")
+    for axes in grid[len(last) :]:
+        axes.set_axis_off()
+    drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.6)
+    drawing.savefig(folder / "overlap.png", dpi=120)
+    return [_write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows), folder / "overlap.png"]
+
+
+def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
+    rows = [[line["round"], f"{line['personal-fraction']:.5f}", line["bytes-down"], line["bytes-up"]] for line in lines]
+    drawing = figure(8, 3.5)
+    left, right = drawing.subplots(1, 2)
+    numbers = [line["round"] for line in lines]
+    left.plot(numbers, [line["personal-fraction"] for line in lines], color=COLOURS[0])
+    left.set(xlabel="round", ylabel="personal fraction", ylim=(0, 1))
+    for colour, way in enumerate(("down", "up")):
+        right.plot(numbers, [line[f"bytes-{way}"] / 1e6 for line in lines], color=COLOURS[colour], label=way)
+    right.set(xlabel="round", ylabel="MB sent a round", ylim=(0, None))
+    right.legend()
+    drawing.savefig(folder / "personal.png", dpi=120)
+    header = ("round", "personal fraction", "bytes down", "bytes up")
+    return [_write_csv(folder / "personal.csv", header, rows), folder / "personal.png"]
+
+
+def _clients(folder: Path, line: Json) -> list[Path]:
+    found = {int(client): metrics for client, metrics in line["evaluated"].items()}
+    kinds = sorted({key for metrics in found.values() for key in metrics if key.endswith("-accuracy")})
+    drawing = figure(min(14.0, 3 + 0.3 * len(found)), 3.5)
+    axes = drawing.subplots()
+    for colour, kind in enumerate(kinds):
+        values = sorted(metrics[kind] for metrics in found.values() if kind in metrics)
+        label = f"{kind.removesuffix('-accuracy')}: {values[0]:.1f} to {values[-1]:.1f} %"
+        axes.plot(range(len(values)), values, "o-", color=COLOURS[colour], label=label)
+    axes.set(xlabel="clients, sorted by accuracy", ylabel="accuracy (%)", title=f"round {line['round']}")
+    axes.legend()
+    drawing.savefig(folder / "clients.png", dpi=120)
+    rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(found.items())]
+    return [_write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fedsub_app import cli
-from fedsub_app.analysis import unit_activations
+from fedsub_app.analysis import overlap, unit_activations
 from fedsub_app.models import unit_groups
 from fedsub_app.protocol import Json
 from fedsub_app.runs import read_rounds
 from tests.test_fedpews import SETTINGS
+from tests.test_fedselect import KEYS as FEDSELECT
 
 Run = Callable[..., tuple[Json, Path]]
 
@@ -59,3 +61,30 @@ def test_what_analyse_writes_agrees_with_the_run(
 def test_nothing_to_analyse_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["analyse", str(tmp_path)]) == 2
     assert "settings.json: not there" in capsys.readouterr().err
+
+
+def test_overlap_by_hand() -> None:
+    masks = [torch.tensor(row, dtype=torch.bool) for row in ([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0])]
+    assert overlap(masks).tolist() == [[1, pytest.approx(1 / 3), 0], [pytest.approx(1 / 3), 1, 0], [0, 0, 1]]
+
+
+def test_personal_masks_and_clients(run_local: Run) -> None:
+    keys = FEDSELECT | {"keep-checkpoints": 0, "num-rounds": 3}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    assert cli.main(["analyse", str(folder)]) == 0
+    lines = read_rounds(folder)
+    personal = list(csv.reader((folder / "personal.csv").open()))[1:]
+    assert [float(row[1]) for row in personal] == pytest.approx([line["personal-fraction"] for line in lines], abs=1e-5)
+    clients = list(csv.reader((folder / "clients.csv").open()))
+    assert clients[0] == ["client", "personal-accuracy"]
+    mean = sum(float(row[1]) for row in clients[1:]) / len(clients[1:])
+    assert mean == pytest.approx(lines[-1]["personal-accuracy"])
+    rows = list(csv.reader((folder / "overlap.csv").open()))[1:]
+    assert len(rows) == 3 * 5  # rounds, layers
+    assert all(0 <= float(row[2]) <= 1 for row in rows)
+    state = [load_file(folder / f"clients/client-{c:06d}/round-000003.safetensors") for c in range(3)]
+    found = overlap([client["pending/fc3.weight"] for client in state])
+    expected = float(found[~torch.eye(3, dtype=torch.bool)].mean())
+    assert float(next(row[2] for row in rows if row[:2] == ["3", "fc3.weight"])) == pytest.approx(expected, abs=1e-4)
+    for name in ("personal", "clients", "overlap"):
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"

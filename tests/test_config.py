@@ -71,6 +71,7 @@ def test_pairs() -> None:
         ({"prox-mu": -0.1}, "prox-mu = -0.1: must be greater than or equal to 0"),
         ({"resume": True}, "run-dir = '': resume = true needs the run directory to resume"),
         ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: allowed with optimizer = 'sgd' only"),
+        ({"lr-decay-at": "200 x"}, "lr-decay-at = '200 x': must be rounds from 1 on, such as '200 400', or ''"),
         ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),
     ],
 )
