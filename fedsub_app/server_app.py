@@ -101,7 +101,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
     settings, config = run.settings, ConfigRecord()
     last, model, state, abandoned = run.restore()
-    arrays = to_arrays(model or strategy.current)
+    # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
+    arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
         strategy.load_state(state)
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
