@@ -1,0 +1,130 @@
+"""``python -m bench.methods``: what a method's round costs over a plain one, in seconds of training, FLOPs and bytes.
+
+- ``fedpews``: a warm-up round over a plain one of the same run (the paper's omega, Appendix A), learned and fixed
+  masks, computing with zeros and with smaller weights ("narrow").
+- ``fedpart``: a round of each layer group over a round of the full network of the same run.
+- ``fedselect``: a round of one LocalAlt (two passes over the data) over a FedAvg round of two epochs, in turn.
+
+Local engine, medians. Writes ``bench/out/methods.json``.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.flower_box import PROJECT
+from bench.measures import DATASET, IMAGE, apart, commit, run_local, write_images
+from client_apps import fedpews
+from fedsub_app.models import build_model, layer_groups
+from fedsub_app.protocol import Json
+from fedsub_app.settings import Value
+
+ROUNDS = 6  # of each kind
+KEYS = ("compute-seconds", "flops", "subnet-flops", "formula-bytes-down", "formula-bytes-up")
+BASE: dict[str, Value] = {"num-clients": 2, "partition": "iid", "eval-every": 1000, "evaluate": "global"}
+
+
+def run(settings: Mapping[str, Value], images: int = 1280) -> list[Json]:
+    """Return the lines of a run's rounds, without the first, which counts FLOPs and imports."""
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), images)
+        lines, _ = run_local({**BASE, "dataset": DATASET, **settings, "data-dir": folder})
+    return [line for line in lines if line["round"] > 1]
+
+
+def over(upper: Sequence[Json], lower: Sequence[Json]) -> Json:
+    """Return the ratio of the medians of every key."""
+    return {
+        key: statistics.median(line[key] for line in upper) / statistics.median(line[key] for line in lower)
+        for key in KEYS
+    }
+
+
+def fedpews_round(settings: Mapping[str, Value], narrow: bool) -> Json:
+    """Return a warm-up round over a plain round."""
+    fedpews.NARROW_FLOPS = 0 if narrow else math.inf
+    keys = {"method": "fedpews", "num-rounds": 2 * ROUNDS + 1, "fedpews.warmup-rounds": ROUNDS + 1}
+    lines = run({**keys, **settings})
+    return over([x for x in lines if x["round"] <= ROUNDS + 1], [x for x in lines if x["round"] > ROUNDS + 1])
+
+
+def fedpart_rounds(model: str) -> Json:
+    """Return a round of each layer group over a full round, from shallow to deep."""
+    groups = layer_groups(build_model(model, IMAGE, 10, 0))
+    each = 2
+    keys: dict[str, Value] = {
+        "method": "fedpart",
+        "model": model,
+        "optimizer": "adam",
+        "lr": 0.001,
+        "num-rounds": ROUNDS + 1 + each * len(groups),
+        "fedpart.full-rounds": ROUNDS + 1,
+        "fedpart.rounds-per-group": each,
+    }
+    lines = run(keys, 640)
+    full, rest = lines[:ROUNDS], lines[ROUNDS:]
+    found = {names[0]: over(rest[each * k : each * (k + 1)], full) for k, names in enumerate(groups)}
+    return found | {"all groups": over(rest, full)}
+
+
+def fedselect_round(model: str) -> Json:
+    """Return a round of one LocalAlt, once masks have grown, over a plain round of two epochs."""
+    keys: dict[str, Value] = {"model": model, "num-rounds": ROUNDS + 1, "lr": 0.01}
+    upper: list[Json] = []
+    lower: list[Json] = []
+    for _ in range(2):
+        lower += run({**keys, "method": "fedavg", "local-epochs": 2}, 256)
+        upper += run({**keys, "method": "fedselect", "local-epochs": 1}, 256)
+    return over(upper, lower)
+
+
+def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
+    """Return what is measured: name -> function and arguments."""
+    networks: dict[str, dict[str, Value]] = {
+        "fedpews-mlp, batch 32": {
+            "model": "fedpews-mlp", "dataset": "synthetic-3k", "partition": "lists", "class-lists": "0 2 | 1 3",
+        },
+        "fedpews-cnn, batch 64": {"model": "fedpews-cnn", "batch-size": 64},
+    }  # fmt: skip
+    found: dict[str, tuple[Callable[..., Json], tuple[object, ...]]] = {
+        f"fedpews: {network}, {masks}, {'narrow' if narrow else 'zeros'}": (
+            fedpews_round,
+            ({**settings, "fedpews.masks": masks}, narrow),
+        )
+        for network, settings in networks.items()
+        for masks in ("learned", "fixed")
+        for narrow in (False, True)
+    }
+    found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
+    return found | {f"fedselect: {model}": (fedselect_round, (model,)) for model in ("lenet5", "resnet18")}
+
+
+def main() -> int:
+    """Measure in turn and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.methods", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="what has this in its name")
+    options = parser.parse_args()
+    found = {}
+    print(f"{'what':<46}{'seconds':>9}{'FLOPs':>8}{'subnet':>8}{'down':>8}{'up':>8}")
+    for name, (function, arguments) in measures().items():
+        if options.only not in name:
+            continue
+        result = apart(function, *arguments)
+        nested = result if isinstance(next(iter(result.values())), dict) else {"": result}
+        for part, ratios in nested.items():
+            columns = "".join(f"{ratios[key]:>{width}.2f}" for key, width in zip(KEYS, (9, 8, 8, 8, 8), strict=True))
+            print(f"{' '.join([name, part]).strip():<46}{columns}", flush=True)
+        found[name] = result
+    out = PROJECT / "bench/out/methods.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"commit": commit(), "over": found}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
