@@ -1,8 +1,8 @@
 """FedPart with momentum aggregation, server side.
 
 Wang, Liu, et al.: Why Go Full? Elevating Federated Learning Through Partial Network Updates (FedPart), NeurIPS 2024,
-https://arxiv.org/abs/2410.11559; and the study of it with momentum aggregation (FPAM, FPPM, FPMM) whose reading and
-numbers are in docs/results/fedpart.md.
+https://arxiv.org/abs/2410.11559. Virag, Lorenzen: Why go full, when you have momentum? Accelerating layerwise training
+with momentum: momentum aggregation (FPAM, FPPM, FPMM).
 
 After ``full_rounds`` rounds of the full network each layer group is trained for ``rounds_per_group`` rounds, all
 others frozen; then it starts again. Only the group that was trained last is sent down, only the one that is trained
