@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import flwr
 import torch
@@ -34,6 +34,11 @@ from fedsub_app.federation import code_digest
 from fedsub_app.protocol import Json, Tensors
 from fedsub_app.settings import LOCATION_KEYS, Settings, Value
 from fedsub_app.state import write_atomic
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 class RunFailed(Exception):
@@ -73,14 +78,33 @@ def _write_json(path: Path, content: Json) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
+def _lock(folder: Path) -> TextIO:
+    """Return the open file whose lock keeps other processes out; a killed process lets go of it."""
+    file = (folder / ".lock").open("w")
+    if fcntl:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(f"run-dir = {str(folder)!r}: another process is running it") from None
+        except OSError:  # a file system without locks
+            pass
+    return file
+
+
 class Run:
-    """The directory of one run. Use :func:`open_run`."""
+    """The directory of one run, which nobody else writes to meanwhile. Use :func:`open_run`, and close it."""
 
     def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
         self.folder = folder
         self.settings = settings
         self.run_id = run_id
         self.lines: list[Json] = []
+        self._lock = _lock(folder)
+
+    def close(self) -> None:
+        """Let another process have the directory."""
+        self._lock.close()
 
     @property
     def state_folder(self) -> Path:

@@ -85,16 +85,21 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     partition = make_partition(settings.data, settings.partitioning)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     pick_device(settings.device)
+    header: Json = {"settings": settings.flat() | {"experiment": "", "resume": False}}
+    strategy = METHODS[settings.method].strategy(
+        settings, model, header
+    )  # may refuse its settings: nothing is there yet
     run = open_run(settings)
-    header = {"run": run.run_id, "settings": settings.flat() | {"experiment": "", "resume": False}}
-    header["state-dir"] = str(run.state_folder)
-    strategy = METHODS[settings.method].strategy(settings, model, header)
-    if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
-        run.write_json("partition.json", partition_summary(dataset, partition))
-    for note in dataset.notes:
-        log.info("note: %s", note)
-    strategy.summary()
-    return run_rounds(grid, strategy, run, GlobalTest(settings) if "global" in settings.evaluations else None)
+    try:
+        header |= {"run": run.run_id, "state-dir": str(run.state_folder)}
+        if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
+            run.write_json("partition.json", partition_summary(dataset, partition))
+        for note in dataset.notes:
+            log.info("note: %s", note)
+        strategy.summary()
+        return run_rounds(grid, strategy, run, GlobalTest(settings) if "global" in settings.evaluations else None)
+    finally:
+        run.close()
 
 
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:

@@ -231,9 +231,10 @@ def test_parts_by_hand() -> None:
         ("fedbabu", "tune", r"fedbabu.tune = 'fc9': 'fc9' is no layer"),
     ],
 )
-def test_a_part_that_is_not_there_is_named(method: str, key: str, said: str, run_local: Run) -> None:
+def test_a_part_that_is_not_there_is_named(method: str, key: str, said: str, run_local: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         run_local(method=method, **KEYS, **{f"{method}__{key}": "fc9"})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_frozen_part_is_not_trained(run_local: Run) -> None:

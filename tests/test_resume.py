@@ -1,5 +1,6 @@
 """kill -9 at any moment, resume, and the result is bit-identical to that of a run that was never killed."""
 
+import fcntl
 import json
 import shutil
 import signal
@@ -222,3 +223,15 @@ def test_a_finished_run_resumed_stays_as_it_is(uninterrupted: Callable[..., Path
     resumed = fedsub(tmp_path, "run", "--resume", str(folder))
     assert resumed.code == 0, resumed.err
     assert result(folder) == result(uninterrupted("local"))
+
+
+def test_two_processes_cannot_run_one_directory(uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy(uninterrupted("local"), tmp_path)
+    (folder / "summary.json").unlink()
+    before = tree(folder)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert done.code == 2
+    assert done.err.splitlines()[-1] == f"error: run-dir = '{folder}': another process is running it"
+    assert tree(folder) == before
