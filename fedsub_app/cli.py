@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the cores)")
     reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/<name>")
+    reproduce.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="only this method or setting; may be given often"
+    )
     reproduce.set_defaults(command=_reproduce)
 
     report = commands.add_parser("report", help="draw learning curves of runs against rounds, bytes and seconds")
@@ -110,7 +113,8 @@ def _reproduce(options: argparse.Namespace) -> int:
     from fedsub_app.config import parse_pairs
     from fedsub_app.reproduce import reproduce
 
-    return reproduce(options.name, options.seeds, parse_pairs(options.set), options.workers, options.out)
+    overrides = parse_pairs(options.set)
+    return reproduce(options.name, options.seeds, overrides, options.workers, options.out, options.only)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,10 +118,24 @@ def read_table(name: str) -> tuple[Json, list[Row]]:
 
 
 def reproduce(
-    name: str, seeds: int | None, overrides: Mapping[str, Value], workers: int | None, out: Path | None
+    name: str,
+    seeds: int | None,
+    overrides: Mapping[str, Value],
+    workers: int | None,
+    out: Path | None,
+    only: Sequence[str] = (),
 ) -> int:
-    """Run all rows of a table over its seeds and write ``<name>.md`` and ``<name>.csv``; returns the exit code."""
+    """Run a table's rows over its seeds and write ``<name>.md`` and ``<name>.csv``; returns the exit code.
+
+    ``only`` names settings and methods: rows of these alone are run and written.
+    """
     content, rows = read_table(name)
+    for word in only:
+        if not any(word in (row.setting, row.label) for row in rows):
+            known = dict.fromkeys([row.setting for row in rows] + [row.label for row in rows])
+            raise UserError(f"--only {word!r}: allowed are {', '.join(map(repr, known))}")
+    for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
+        rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
     numbers = range(seeds or content["seeds"])
     rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
@@ -131,13 +145,14 @@ def reproduce(
     failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)
     machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
-        "command": " ".join(["fedsub reproduce", name, *(f"-s {key}={value}" for key, value in overrides.items())]),
+        "command": " ".join(["fedsub reproduce", name, *(f"-s {key}={value}" for key, value in overrides.items())])
+        + "".join(f" --only {word!r}" for word in only),
         "commit": ", ".join(sorted({_recorded(job, "commit") for job in jobs})),
         "seeds": ", ".join(map(str, numbers)),
         "machine": f"{machine}; one run a core, one thread a run",
         "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
     }
-    _write(out, name, content["title"], facts, rows, jobs)
+    _write(out, name, content, facts, rows, jobs)
     print(f"{out / name}.md")
     for job, reason in failures:
         print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
@@ -232,37 +247,48 @@ HEADER = (
     "paper",
     "final accuracy (%)",
     "paper",
+    "on validation data (%)",
     "MB down",
     "MB up",
     "GFLOPs",
 )
 
 
+SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum to maximum)"}
 COSTS = ("formula-bytes-down", "formula-bytes-up", "flops")
 
 
-def _cells(row: Row, jobs: list[Job]) -> list[str]:
+def _cells(row: Row, jobs: list[Job], spread: str) -> list[str]:
     summaries = [job.summary() for job in jobs if job.row is row]
     good = [summary for summary in summaries if summary]
     if not good:
-        return [row.setting, row.label, "failed", row.paper["rounds"], "failed", row.paper["final"], "", "", ""]
+        return [row.setting, row.label, "failed", row.paper["rounds"], "failed", row.paper["final"], *[""] * 4]
     key = next(key for key in good[0] if key.startswith("final-"))
-    finals = [summary[key] for summary in good]
-    spread = f" ± {statistics.stdev(finals):.2f}" if len(finals) > 1 else ""
-    final = f"{statistics.mean(finals):.2f}{spread}" + (f" ({len(good)} of {len(summaries)} seeds)") * (
-        len(good) < len(summaries)
-    )
+    final = _over_seeds([summary[key] for summary in good], spread)
+    final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
+    key = key.removesuffix("accuracy") + "validation-accuracy"
+    validation = _over_seeds([summary[key] for summary in good], spread) if key in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     mean = [statistics.mean(summary[f"total-{cost}"] for summary in good) for cost in COSTS]
     costs = [f"{mean[0] / 1e6:.1f}", f"{mean[1] / 1e6:.1f}", f"{mean[2] / 1e9:.1f}"]
-    return [row.setting, row.label, ", ".join(reached), row.paper["rounds"], final, row.paper["final"], *costs]
+    reached_in = ", ".join(reached)
+    return [row.setting, row.label, reached_in, row.paper["rounds"], final, row.paper["final"], validation, *costs]
 
 
-def _write(out: Path, name: str, title: str, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
-    cells = [_cells(row, jobs) for row in rows]
-    lines = [f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+def _over_seeds(values: Sequence[float], spread: str) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    if spread == "range":
+        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+def _write(out: Path, name: str, content: Json, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
+    spread = content.get("spread", "deviation")
+    cells = [_cells(row, jobs, spread) for row in rows]
+    lines = [f"# {content['title']}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
-        "Rounds to target: per seed, × = not reached. Final accuracy: mean ± standard deviation over seeds. MB by the",
+        f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over seeds. MB by the",
         "papers' formula and GFLOPs (of the dense network, mask learning included) are per run.",
         "",
         f"| {' | '.join(HEADER)} |",

@@ -258,7 +258,10 @@ def read_rounds(folder: Path) -> list[Json]:
     return lines
 
 
-ACCURACIES = ("global-accuracy", "global-local-accuracy", "personal-accuracy")
+ACCURACIES = (
+    *("global-accuracy", "global-local-accuracy", "personal-accuracy"),
+    *("global-local-validation-accuracy", "personal-validation-accuracy"),
+)
 TOTALS = (
     "bytes-down",
     "bytes-up",

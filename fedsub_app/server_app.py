@@ -54,9 +54,7 @@ class GlobalTest:
         dataset = load_dataset(settings.data)
         device = pick_device(settings.device)
         in_shape = tuple(dataset.train_x.shape[1:])
-        layout = torch.channels_last if len(in_shape) == 3 else torch.contiguous_format
-        self.model = build_model(settings.model, in_shape, dataset.num_classes, settings.seed)
-        self.model = self.model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        self.model = build_model(settings.model, in_shape, dataset.num_classes, settings.seed).to(device)
         self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
         if len(in_shape) == 3:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
