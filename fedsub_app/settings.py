@@ -51,16 +51,18 @@ class Settings(Section):
     method: str
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     dataset: Annotated[str, Field(min_length=1)]
+    domains: str
     data_dir: str
     train_per_class: CountOrZero
     test_per_class: CountOrZero
     image_size: CountOrZero
     normalise: Literal["standard", "half", "none"]
     augment: Literal["none", "crop-flip"]
-    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "lists"]
+    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"]
     dirichlet_alpha: Positive
     shards_per_client: Count
     classes_per_client: Count
+    repeat_classes: bool
     class_lists: str
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     client_test: Literal["labels", "holdout"]
@@ -121,7 +123,16 @@ class Settings(Section):
     @property
     def data(self) -> DataSettings:
         """What the data set depends on."""
-        fields = ("dataset", "data_dir", "train_per_class", "test_per_class", "image_size", "normalise", "seed")
+        fields = (
+            "dataset",
+            "domains",
+            "data_dir",
+            "train_per_class",
+            "test_per_class",
+            "image_size",
+            "normalise",
+            "seed",
+        )
         return DataSettings(**{name: getattr(self, name) for name in fields})
 
     @property

@@ -16,7 +16,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedsub_app.data import Dataset, DataSettings, dataset_names, load_dataset
+from fedsub_app.data import (
+    Dataset,
+    DataSettings,
+    PartitionSettings,
+    dataset_names,
+    load_dataset,
+    make_partition,
+)
 from fedsub_app.data.sources import MEDMNIST
 from fedsub_app.data.synthetic import LAYOUTS
 from fedsub_app.errors import UserError
@@ -465,6 +472,96 @@ def test_damaged_images(data_dir: Path, files: dict[str, bytes], message: str, p
         write_folder(data_dir / "pets", image_files() | files)
     with pytest.raises(UserError, match=f"pets.*{message}"):
         load("pets")
+
+
+def write_images(folder: Path, number: int, sizes: tuple[int, ...] = (6,), value: int = 0) -> None:
+    folder.mkdir(parents=True)
+    for i in range(number):
+        size = sizes[i % len(sizes)]
+        Image.fromarray(np.full((size, size, 3), value + i, np.uint8)).save(folder / f"{i:03}.png")
+
+
+def test_images_without_a_test_part_like_mini_imagenet(data_dir: Path) -> None:
+    for label, name in enumerate(("n01", "n02")):
+        write_images(data_dir / "mini" / name, 12, value=100 * label)
+    found = load("mini", normalise="none")
+    assert [int(x) for x in found.test_x[:, 0, 0, 0] * 255 + 0.5] == [5, 11, 105, 111]  # every sixth image of a class
+    assert torch.bincount(found.train_y).tolist() == [10, 10]
+    assert "comes without a test part" in found.notes[0]
+    assert "mini" in dataset_names()
+
+
+def test_domains_of_images_like_office_home(data_dir: Path) -> None:
+    write_images(data_dir / "office/Art/Alarm", 6, sizes=(6, 9))
+    write_images(data_dir / "office/Art/Bed", 6)
+    write_images(data_dir / "office/Real World/Bed", 12)
+    with pytest.raises(
+        UserError, match=r"image Alarm/001.png|image train/Alarm/001.png .*expected one size, or image-size"
+    ):
+        load("office")
+    found = load("office", image_size=8)
+    assert found.sources == ("Art", "Real World")
+    assert found.num_classes == 2  # the same in both
+    assert found.train_x.shape == (20, 3, 8, 8)
+    counts = torch.stack([torch.bincount(found.train_y[found.train_source == i], minlength=2) for i in (0, 1)])
+    assert counts.tolist() == [[5, 5], [0, 10]]
+    partition = make_partition(
+        DataSettings(dataset="office", image_size=8), PartitionSettings(partition="source", num_clients=2)
+    )
+    assert [found.test_source[test].unique().tolist() for test in partition.test] == [[0], [1]]
+    assert load("office", image_size=8, domains="Real World").sources == ("Real World",)
+    for wrong, message in (("Clipart", r"domains: 'Clipart': allowed are Art, Real World"), ("Art,Art", "named twice")):
+        with pytest.raises(UserError, match=message):
+            load("office", image_size=8, domains=wrong)
+    with pytest.raises(UserError, match="dataset 'digits' has none"):
+        load("digits", domains="Art")
+    with pytest.raises(UserError, match="needs a single set"):
+        load("office+digits", domains="Art")
+
+
+def write_cifar10_c(folder: Path, images: int = 60) -> None:
+    """Two corruptions; an image's grey value is its severity, plus 10 for the second one."""
+    folder.mkdir()
+    grey = np.repeat(np.arange(1, 6, dtype=np.uint8), images)
+    for name, more in (("fog", 0), ("snow", 10)):
+        np.save(folder / f"{name}.npy", np.broadcast_to((grey + more)[:, None, None, None], (5 * images, 32, 32, 3)))
+    np.save(folder / "labels.npy", np.tile(np.arange(images) % 10, 5))
+
+
+def test_cifar10_c_is_a_domain_a_corruption_and_severity(data_dir: Path) -> None:
+    write_cifar10_c(data_dir / "CIFAR-10-C")
+    found = load("cifar10-c", domains="snow-2, fog", normalise="none")
+    assert found.sources == ("snow-2", "fog")
+    for source, grey in enumerate((12, 5)):
+        for x, of in ((found.train_x, found.train_source), (found.test_x, found.test_source)):
+            assert (x[of == source] * 255).round().unique().tolist() == [grey]
+    assert torch.bincount(found.train_y).tolist() == [10] * 10
+    assert torch.bincount(found.test_y).tolist() == [2] * 10
+    assert load("cifar10-c").sources == ("fog", "snow")
+    data = DataSettings(dataset="cifar10-c")
+    settings = PartitionSettings(partition="source-classes", num_clients=2, classes_per_client=5)
+    partition = make_partition(data, settings)
+    for client, (train, test) in enumerate(zip(partition.train, partition.test, strict=True)):
+        assert found.train_source[train].unique().tolist() == [client]
+        assert found.test_source[test].unique().tolist() == [client]
+        assert found.train_y[train].unique().tolist() == found.test_y[test].unique().tolist()
+    labels = [found.train_y[train].unique().tolist() for train in partition.train]
+    assert sorted(labels[0] + labels[1]) == list(range(10))
+
+
+def test_faults_of_cifar10_c(data_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"has no CIFAR-10-C/<corruption>.npy, labels.npy \(unpacked from https"):
+        load("cifar10-c")
+    write_cifar10_c(data_dir / "CIFAR-10-C")
+    for wrong in ("rain", "fog-6", "fog-x"):
+        with pytest.raises(UserError, match=f"domains: '{wrong}': allowed are fog, snow, each with -1 to -5"):
+            load("cifar10-c", domains=wrong)
+    (data_dir / "CIFAR-10-C/fog.npy").write_bytes(b"no array")
+    with pytest.raises(UserError, match=r"fog.npy: not a readable npy file"):
+        load("cifar10-c")
+    np.save(data_dir / "CIFAR-10-C/fog.npy", np.zeros((310, 32, 32, 3), np.uint8))
+    with pytest.raises(UserError, match=r"fog.npy: severity 5 has 52 labels for 62 images"):
+        load("cifar10-c")
 
 
 def test_image_folder_without_test_images(data_dir: Path) -> None:

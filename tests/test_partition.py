@@ -1,6 +1,7 @@
 """Partitions: who holds what, as properties, and every impossible setting by its message."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,23 @@ def test_shards_are_runs_of_the_label_order() -> None:
 def test_dealt_classes_are_distinct_and_balanced(classes: int, clients: int, data: st.DataObject, seed: int) -> None:
     fits = [n for n in range(1, classes + 1) if clients * n % classes == 0]
     per_client = data.draw(st.sampled_from(fits))
-    dealt = deal_classes(classes, clients, per_client, seed)
+    dealt = deal_classes(classes, PartitionSettings(num_clients=clients, classes_per_client=per_client, seed=seed))
     assert [len(set(labels)) for labels in dealt] == [per_client] * clients
     counts = np.bincount(np.concatenate(dealt), minlength=classes)
     assert set(counts.tolist()) == {clients * per_client // classes}
+
+
+def test_classes_may_repeat_as_published() -> None:
+    dealt = PartitionSettings(partition="classes", num_clients=10, classes_per_client=2, repeat_classes=True)
+    hands = [deal_classes(10, replace(dealt, seed=seed)) for seed in range(200)]
+    for lists in hands:
+        assert sorted(label for labels in lists for label in labels) == sorted([*range(10), *range(10)])
+    twice = sum(any(len(set(labels)) < 2 for labels in lists) for lists in hands)
+    assert 60 < twice < 105  # the probability is 0.41, by the note
+    seed = next(seed for seed, lists in enumerate(hands) if any(len(set(labels)) < 2 for labels in lists))
+    made = make_partition(DIGITS, replace(dealt, seed=seed))
+    assert everything(made) == list(range(SAMPLES))  # two shards of one class, not one of them twice
+    assert sorted(map(len, labels_of(made)))[0] == 1
 
 
 def test_one_client_a_class_is_disjoint_and_covers_everything() -> None:
@@ -216,6 +230,11 @@ def test_summary_is_json_and_adds_up() -> None:
             r"classes-per-client = 1: no partition",
         ),
         ({"partition": "classes", "num_clients": 1430, "classes_per_client": 2}, r"client \d+ has no training sample"),
+        ({"partition": "source-classes", "num_clients": 2}, r"num-clients = 2: partition = 'source-classes' expected"),
+        (
+            {"partition": "source-classes", "num_clients": 1},
+            r"classes-per-client = 2: partition = 'source-classes' needs",
+        ),
         ({"partition": "source", "num_clients": 2}, r"num-clients = 2: partition = 'source' expected .*1 \(digits\)"),
         ({"partition": "lists", "class_lists": "0 | x"}, r"class-lists = '0 \| x': expected class numbers"),
         ({"partition": "lists", "class_lists": "0, 1"}, r"class-lists = '0, 1': expected class numbers"),

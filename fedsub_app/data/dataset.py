@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.data import synthetic
-from fedsub_app.data.sources import ALIASES, Source, data_folder, load_source
+from fedsub_app.data.sources import ALIASES, Source, data_folder, load_sources
 from fedsub_app.errors import UserError
 from fedsub_app.seeds import generator
 
@@ -25,9 +25,11 @@ class DataSettings:
         A name of :func:`dataset_names`, of your own files, or several image sets joined by ``+``.
     data_dir : str
         Folder of the data; "" is ``$FEDSUB_DATA`` or ``~/.cache/fedsub/data``.
+    domains : str
+        Of a set whose images come from several domains, those to use, comma-separated; "" for all.
     train_per_class, test_per_class : int
-        Random choice of that many images a class, 0 for all. Where a class has fewer test images, all test images of
-        that source come from its training images that the training choice left over (a note says so).
+        Random choice of that many images a class (of each source), 0 for all. Where a class has fewer test images, all
+        test images of that source come from its training images that the training choice left over (a note says so).
     image_size : int
         Height and width in pixels, by bilinear interpolation (antialiased); 0 for the largest of the sources.
     normalise : str
@@ -37,6 +39,7 @@ class DataSettings:
     """
 
     dataset: str = "digits"
+    domains: str = ""
     data_dir: str = ""
     train_per_class: int = 0
     test_per_class: int = 0
@@ -49,8 +52,8 @@ class DataSettings:
 class Dataset:
     """Training and test tensors: x float32 [n, channels, height, width] or [n, features]; y and source int64 [n].
 
-    ``source`` is the position in ``sources`` (the names joined by ``+``). ``notes`` says, one line each, what is
-    partial, lossy or substituted.
+    ``source`` is the position in ``sources`` (the names joined by ``+``, or the domains). ``notes`` says, one line
+    each, what is partial, lossy or substituted.
     """
 
     name: str
@@ -82,8 +85,19 @@ def _load(settings: DataSettings) -> Dataset:
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
     if len(names) > 1 and set(names) & set(synthetic.NAMES):
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
-    sources = [_choose(name, load_source(name, Path(settings.data_dir), settings.seed), settings) for name in names]
-    first_label = [sum(source.num_classes for source in sources[:i]) for i in range(len(sources))]
+    domains = [word.strip() for word in settings.domains.split(",") if word.strip()]
+    if len(set(domains)) < len(domains):
+        raise UserError(f"domains = {settings.domains!r}: one is named twice")
+    if domains and len(names) > 1:
+        raise UserError(f"domains = {settings.domains!r}: needs a single set, dataset = {settings.dataset!r}")
+    known: dict[str, Source] = {}
+    first_label, num_classes = [], 0
+    for name in names:
+        found = load_sources(name, Path(settings.data_dir), settings.seed, settings.image_size, domains)
+        known |= {part: _choose(part, source, settings) for part, source in found.items()}
+        first_label += [num_classes] * len(found)
+        num_classes += next(iter(found.values())).num_classes
+    sources = list(known.values())
     train, test = [source.train for source in sources], [source.test for source in sources]
     train_x, test_x = _one_form([x for x, _ in train + test], settings.image_size, len(sources))
     if names[0] not in synthetic.NAMES:
@@ -96,9 +110,9 @@ def _load(settings: DataSettings) -> Dataset:
         test_x=test_x,
         test_y=torch.cat([y + first for (_, y), first in zip(test, first_label, strict=True)]),
         test_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(test)]),
-        num_classes=sum(source.num_classes for source in sources),
-        sources=tuple(names),
-        notes=tuple(f"{name}: {note}" for name, source in zip(names, sources, strict=True) for note in source.notes),
+        num_classes=num_classes,
+        sources=tuple(known),
+        notes=tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes),
     )
 
 

@@ -13,8 +13,10 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +33,7 @@ Array = NDArray[np.generic]
 
 ARCHIVES = (".tar.xz", ".tar.gz", ".tar")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
+HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
 NPZ_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -81,6 +84,37 @@ def read_npz(path: Path) -> tuple[Split, Split]:
     return checked(path, "train", *arrays[:2]), checked(path, "test", *arrays[2:])
 
 
+def read_npy(path: Path) -> Array:
+    """Open one array without reading all of it."""
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not array.ndim:
+            raise ValueError("a single number")
+    except Exception as error:  # NumPy raises several types on damaged bytes
+        raise UserError(f"{path}: not a readable npy file ({one_line(error)})") from error
+    return array
+
+
+def hold_out(labels: Tensor) -> Tensor:
+    """Return which samples are for testing, bool [n]: every sixth of a class, in their order."""
+    places = torch.zeros_like(labels)
+    for label in labels.unique():
+        of_class = labels == label
+        places[of_class] = torch.arange(1, int(of_class.sum()) + 1)
+    return places % HOLD_OUT == 0
+
+
+def folder_form(folder: Path) -> str:
+    """Return how images lie in it: ``split`` ({train,test}/<class>/), ``classes``, ``domains`` (of classes), or ""."""
+    if (folder / "train").is_dir():
+        return "split"
+    for form, pattern in (("classes", "*/*"), ("domains", "*/*/*")):
+        files = islice(folder.glob(pattern), 100)
+        if any(file.suffix.lower() in IMAGES and not file.name.startswith(".") for file in files):
+            return form
+    return ""
+
+
 def npz_keys(path: Path) -> set[str]:
     """Return the keys of an npz file without reading its arrays; none where it is no npz file."""
     try:
@@ -112,21 +146,27 @@ def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
     return root
 
 
-def read_images(path: Path) -> tuple[Split, Split]:
+def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) -> tuple[Split, Split]:
     """Read ``{train,test}/<class>/<image>`` from a folder or an archive of it; what stands above is ignored.
 
-    Class numbers follow the sorted names of the training folders, images the sorted file names, as in torchvision's
-    ImageFolder. Images must be of one size; grey ones become RGB where others are. Decoded once, then read from the
-    cache until a file's size or time changes.
+    A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
+    image (of Mini-ImageNet's 600 a class, 100).
+
+    Class numbers follow ``classes`` or else the sorted names of the training folders, images the sorted file names, as
+    in torchvision's ImageFolder. Images are brought to ``image_size`` pixels a side (bilinear, antialiased), or must be
+    of one size where it is 0; grey ones become RGB where others are. Decoded once, then read from the cache until a
+    file's size or time changes.
     """
-    files = [path] if path.is_file() else sorted(entry for entry in path.glob("*/*/*") if entry.is_file())
-    cached = cache_folder() / f"{path.name}-{fingerprint(files)}.npz"
+    split = path.is_file() or folder_form(path) == "split"
+    files = [path] if path.is_file() else sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())
+    cached = cache_folder() / f"{path.name}-{fingerprint(files, f'{image_size} {classes}')}.npz"
     if cached.exists():
         try:
             return read_npz(cached)
         except UserError:  # a damaged cache file is only a reason to decode again
             pass
-    arrays = _stack(path, _archived(path) if path.is_file() else _unarchived(path, files))
+    encoded = _archived(path) if path.is_file() else _unarchived(path, files) if split else _unsplit(path, files)
+    arrays = _stack(path, encoded, image_size, classes)
     write_atomically(cached, partial(_save, arrays))
     return read_npz(cached)
 
@@ -146,9 +186,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         ) from error
 
 
-def fingerprint(files: Sequence[Path]) -> str:
-    """Return 16 hex digits that change with any file's path, size or time of change."""
-    digest = hashlib.sha256()
+def fingerprint(files: Sequence[Path], more: str = "") -> str:
+    """Return 16 hex digits that change with any file's path, size or time of change, and with ``more``."""
+    digest = hashlib.sha256(more.encode())
     for file in files:
         stat = file.stat()
         digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
@@ -193,6 +233,15 @@ def _unarchived(path: Path, files: Sequence[Path]) -> Iterator[tuple[tuple[str, 
             yield parts, file.read_bytes()
 
 
+def _unsplit(path: Path, files: Sequence[Path]) -> Iterator[tuple[tuple[str, ...], bytes]]:
+    images = [file for file in files if _is_image(("train", *file.relative_to(path).parts))]
+    seen: Counter[str] = Counter()
+    for file in images:
+        seen[file.parent.name] += 1
+        split = "train" if seen[file.parent.name] % HOLD_OUT else "test"
+        yield (split, file.parent.name, file.name), file.read_bytes()
+
+
 def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
     # Read from the archive itself: no member is ever written to disk, so none can be written to a wrong place.
     try:
@@ -212,17 +261,21 @@ def _is_image(parts: tuple[str, ...]) -> bool:
     return len(parts) == 3 and parts[0] in ("train", "test") and parts[2].lower().endswith(IMAGES) and not hidden
 
 
-def _stack(path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]]) -> dict[str, Array]:
+def _stack(
+    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], image_size: int, classes: Sequence[str]
+) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
     for parts, content in encoded:
         where = f"{path}: image {'/'.join(parts)}"
-        images[parts] = _decode(content, where)
+        images[parts] = _decode(content, where, image_size)
         size = size or images[parts].shape[:2]
         if images[parts].shape[:2] != size:
-            raise UserError(f"{where} is {images[parts].shape[:2]}, the ones before are {size}: expected one size")
+            raise UserError(
+                f"{where} is {images[parts].shape[:2]}, the ones before are {size}: expected one size, or image-size"
+            )
     rgb = any(image.ndim == 3 for image in images.values())
-    classes = sorted({name for split, name, _ in images if split == "train"})
+    classes = classes or sorted({name for split, name, _ in images if split == "train"})
     arrays: dict[str, Array] = {}
     for split in ("train", "test"):
         keys = sorted(parts for parts in images if parts[0] == split)
@@ -238,11 +291,13 @@ def _stack(path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]]) -> dict
     return arrays
 
 
-def _decode(content: bytes, where: str) -> NDArray[np.uint8]:
+def _decode(content: bytes, where: str, image_size: int) -> NDArray[np.uint8]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
-            return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+            converted = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+            size = (image_size, image_size) if image_size else converted.size
+            return np.asarray(converted.resize(size, Image.Resampling.BILINEAR))
     except Exception as error:  # PIL's decoders raise many types on damaged bytes
         raise UserError(f"{where} is not readable ({one_line(error)})") from error

@@ -33,30 +33,36 @@ class PartitionSettings:
     partition : str
         ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``:
         equal shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of
-        a combined data set; ``lists``: classes as written in ``class_lists``.
+        a combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as
+        written in ``class_lists``.
     num_clients : int
         1 or more.
     dirichlet_alpha : float
         Above 0, small is uneven.
     shards_per_client : int
     classes_per_client : int
+    repeat_classes : bool
+        With ``classes`` and ``source-classes``: the classes are dealt as FedSelect's code does it, so a client can get
+        the same one twice, and then has fewer classes and two shares of that one.
     class_lists : str
         One list a client, such as ``"0 2 | 1 3"``. A class in several lists is split evenly among them, one in no list
         is not used.
     validation_fraction : float
         Share of a client's training samples set aside, in [0, 1), rounded down.
     client_test : str
-        ``labels``: all test samples whose label the client trains on; ``holdout``: part of its own samples.
+        ``labels``: all test samples of the labels, of each source, that the client trains on; ``holdout``: part of its
+        own samples.
     holdout_fraction : float
         That part, in (0, 1), rounded down, at least one sample; taken before the validation part.
     seed : int
     """
 
-    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "lists"] = "iid"
+    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "iid"
     num_clients: int = 10
     dirichlet_alpha: float = 0.5
     shards_per_client: int = 2
     classes_per_client: int = 2
+    repeat_classes: bool = False
     class_lists: str = ""
     validation_fraction: float = 0.0
     client_test: Literal["labels", "holdout"] = "labels"
@@ -143,7 +149,7 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
         raise UserError(
             f"shards-per-client = {shards}: expected 1 to {samples // clients}, {samples} samples / {clients}"
         )
-    if settings.partition == "classes" and not 1 <= classes <= dataset.num_classes:
+    if settings.partition in ("classes", "source-classes") and not 1 <= classes <= dataset.num_classes:
         raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.num_classes}, the number of classes")
     if not 0 <= settings.validation_fraction < 1:
         raise UserError(f"validation-fraction = {settings.validation_fraction}: expected 0 or more and below 1")
@@ -163,14 +169,19 @@ def _split(
 def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
     shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
     tests = []
+    kinds, test_kinds = (
+        source * dataset.num_classes + y
+        for source, y in ((dataset.train_source, dataset.train_y), (dataset.test_source, dataset.test_y))
+    )
     for client, indices in enumerate(train):
-        labels = dataset.train_y[indices].unique()
-        key = tuple(labels.tolist())
+        own = kinds[indices].unique()
+        key = tuple(own.tolist())
         if key not in shared:
-            shared[key] = torch.isin(dataset.test_y, labels).nonzero().flatten()
+            shared[key] = torch.isin(test_kinds, own).nonzero().flatten()
         if not len(shared[key]):
+            labels = sorted({kind % dataset.num_classes for kind in key})
             raise UserError(
-                f"client-test = 'labels': the test set has no sample of client {client}'s labels {list(key)}; "
+                f"client-test = 'labels': the test set has no sample of client {client}'s labels {labels}; "
                 "use 'holdout'"
             )
         tests.append(shared[key])
@@ -184,9 +195,23 @@ def _iid(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if settings.num_clients != len(dataset.sources):
-        expected = f"{len(dataset.sources)} ({', '.join(dataset.sources)})"
-        raise UserError(f"num-clients = {settings.num_clients}: partition = 'source' expected one a source, {expected}")
+        expected = f"expected one a source, {len(dataset.sources)} ({', '.join(dataset.sources)})"
+        raise UserError(f"num-clients = {settings.num_clients}: partition = {settings.partition!r} {expected}")
     return [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
+
+
+def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    of_source = _by_source(dataset, settings)
+    if settings.num_clients * settings.classes_per_client % dataset.num_classes:
+        expected = f"num-clients * classes-per-client a multiple of {dataset.num_classes}, the number of classes"
+        raise UserError(
+            f"classes-per-client = {settings.classes_per_client}: partition = 'source-classes' needs {expected}"
+        )
+    lists = deal_classes(dataset.num_classes, settings)
+    return [
+        own[torch.isin(dataset.train_y[own], torch.tensor(labels))]
+        for own, labels in zip(of_source, lists, strict=True)
+    ]
 
 
 def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
@@ -208,8 +233,7 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if settings.num_clients * settings.classes_per_client % dataset.num_classes == 0:
-        lists = deal_classes(dataset.num_classes, settings.num_clients, settings.classes_per_client, settings.seed)
-        return _share_classes(dataset, lists, settings.seed)
+        return _share_classes(dataset, deal_classes(dataset.num_classes, settings), settings.seed)
     from flwr_datasets.partitioner import PathologicalPartitioner
 
     partitioner = PathologicalPartitioner(
@@ -222,10 +246,18 @@ def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     return _by_flwr(dataset, settings, partitioner, f"classes-per-client = {settings.classes_per_client}")
 
 
-def deal_classes(num_classes: int, num_clients: int, classes_per_client: int, seed: int) -> list[list[int]]:
-    """Deal every class to equally many clients, distinct ones to each: their product divides by the classes."""
-    random = generator(seed, "classes of clients")
-    left = torch.full((num_classes,), num_clients * classes_per_client // num_classes)
+def deal_classes(num_classes: int, settings: PartitionSettings) -> list[list[int]]:
+    """Deal every class equally often, distinct ones to each client unless they may repeat.
+
+    Clients times classes a client is a multiple of the classes.
+    """
+    num_clients, classes_per_client = settings.num_clients, settings.classes_per_client
+    random = generator(settings.seed, "classes of clients")
+    copies = num_clients * classes_per_client // num_classes
+    if settings.repeat_classes:  # as published: a shuffled deck, cut
+        deck = torch.arange(num_classes).repeat(copies)[torch.randperm(num_classes * copies, generator=random)]
+        return [hand.tolist() for hand in deck.split(classes_per_client)]
+    left = torch.full((num_classes,), copies)
     lists = []
     for clients_left in range(num_clients, 0, -1):
         # A class with as many copies left as clients must go to each of them; the others by their copies left.
@@ -240,10 +272,10 @@ def deal_classes(num_classes: int, num_clients: int, classes_per_client: int, se
 
 
 def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
-    """Split every class evenly and at random among the clients whose list names it."""
+    """Split every class evenly and at random among the clients whose list names it, once for each time it does."""
     shares: list[list[Tensor]] = [[] for _ in lists]
     for label in range(dataset.num_classes):
-        clients = [client for client, labels in enumerate(lists) if label in labels]
+        clients = [client for client, labels in enumerate(lists) for own in labels if own == label]
         if clients:
             indices = (dataset.train_y == label).nonzero().flatten()
             order = torch.randperm(len(indices), generator=generator(seed, "partition", label))
@@ -301,5 +333,6 @@ _DIVIDE = {
     "shards": _by_shards,
     "classes": _by_classes,
     "source": _by_source,
+    "source-classes": _by_source_and_classes,
     "lists": _by_lists,
 }

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,14 +14,18 @@ import torch
 from fedsub_app.data import synthetic
 from fedsub_app.data.files import (
     ARCHIVES,
+    HOLD_OUT,
     NPZ_KEYS,
     Array,
     Split,
     checked,
     find,
+    folder_form,
+    hold_out,
     npz_keys,
     one_line,
     read_images,
+    read_npy,
     read_npz,
     unpacked_idx,
 )
@@ -36,6 +40,8 @@ MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled 
 EMNIST = {"emnist": "digits"} | {
     f"emnist-{split}": split for split in ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 }
+CIFAR10_C = "cifar10-c"
+HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 DOWNLOAD_SILENCE_S = 30.0
 
 
@@ -65,13 +71,28 @@ def _built_in() -> dict[str, str]:
         **{name: f"EMNIST {split}, 28x28 grey" for name, split in EMNIST.items()},
         "cifar10": "CIFAR-10, 32x32 RGB, 10 classes",
         "cifar100": "CIFAR-100, 32x32 RGB, 100 classes",
+        CIFAR10_C: "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)",
         **dict.fromkeys(MEDMNIST, "MedMNIST v2, 28x28"),
         **{alias: f"= {meaning}" for alias, meaning in ALIASES.items()},
     }
 
 
-def load_source(name: str, data: Path, seed: int) -> Source:
-    """Return one source, all of it; ``name`` is without ``+``. Raises :class:`UserError` where it cannot."""
+def load_sources(name: str, data: Path, seed: int, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+    """Return the sources of one set, all of them: its domains, which have the same classes, or else itself.
+
+    ``name`` is without ``+``; ``domains`` are those wanted, none for all. Raises :class:`UserError` where it cannot.
+    """
+    if name == CIFAR10_C:
+        return _cifar10_c(data, domains)
+    folder = _own_files(data).get(name)
+    if folder and folder_form(folder) == "domains":
+        return _image_domains(folder, image_size, domains)
+    if domains:
+        raise UserError(f"domains = {', '.join(domains)!r}: dataset {name!r} has none; allowed is ''")
+    return {name: _single(name, data, seed, image_size)}
+
+
+def _single(name: str, data: Path, seed: int, image_size: int) -> Source:
     if name in synthetic.NAMES:
         return Source(*synthetic.generate(name, seed), synthetic.NUM_CLASSES)
     if name == "digits":
@@ -84,7 +105,7 @@ def load_source(name: str, data: Path, seed: int) -> Source:
         return _medmnist(name, data)
     if name == "chestmnist":
         raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
-    return _own(name, data)
+    return _own(name, data, image_size)
 
 
 def _digits(seed: int) -> Source:
@@ -173,18 +194,57 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
     return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
 
 
-def _own(name: str, data: Path) -> Source:
+def _cifar10_c(data: Path, domains: Sequence[str]) -> dict[str, Source]:
+    """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
+
+    Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
+    """
+    folder = find(data, "CIFAR-10-C")
+    if folder is None:
+        where = "unpacked from https://zenodo.org/records/2535967"
+        raise UserError(f"dataset = {CIFAR10_C!r}: {data} has no CIFAR-10-C/<corruption>.npy, labels.npy ({where})")
+    known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
+    labels = read_npy(folder / "labels.npy")
+    found = {}
+    for domain in domains or known:
+        corruption, _, severity = domain.partition("-")
+        number = int(severity or 5) if severity in ("", *"12345") else 0
+        if corruption not in known or not number:
+            raise UserError(f"domains: {domain!r}: allowed are {', '.join(known)}, each with -1 to -5 for its severity")
+        file = folder / f"{corruption}.npy"
+        images = read_npy(file)
+        rows = slice(len(images) * (number - 1) // 5, len(images) * number // 5)
+        x, y = checked(file, f"severity {number}", np.array(images[rows]), np.array(labels[rows]))
+        test = hold_out(y)
+        found[domain] = Source((x[~test], y[~test]), (x[test], y[test]), 10, (HELD_OUT,))
+    return found
+
+
+def _image_domains(folder: Path, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+    """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
+    known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
+    unknown = [domain for domain in domains if domain not in known]
+    if unknown:
+        raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(known)}")
+    classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
+    return {
+        domain: Source(*read_images(known[domain], image_size, classes), len(classes), (HELD_OUT,))
+        for domain in domains or known
+    }
+
+
+def _own(name: str, data: Path, image_size: int) -> Source:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
     file = _own_files(data).get(name)
     if file is None and re.fullmatch(r"[\w.-]+", name):
         file = find(data, f"{name}.npz")  # not an image set, as it seems: let the reader say why
     if file is None:
-        forms = f"{name}.npz, {name}/{{train,test}}/<class>/ or {name}{{{','.join(ARCHIVES)}}}"
+        forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = ", ".join(dataset_names(str(data)))
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
-    train, test = read_npz(file) if file.suffix == ".npz" else read_images(file)
+    train, test = read_npz(file) if file.suffix == ".npz" else read_images(file, image_size)
     num_classes = int(max(train[1].max(), test[1].max())) + 1
-    notes = []
+    notes = [HELD_OUT] if folder_form(file) == "classes" else []
     if "jpeg" in name or "lossy" in name:
         notes.append("lossy JPEG, not the original pixels")
     if "subset" in name:
@@ -199,7 +259,7 @@ def _own_files(data: Path) -> dict[str, Path]:
     for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
         suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
         is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
-        is_folder = not suffix and (path / "train").is_dir()
+        is_folder = not suffix and path.name not in ("train", "test") and folder_form(path) != ""
         name = path.name.removesuffix(suffix)
         if (is_npz or is_folder or suffix in ARCHIVES) and name not in built_in:
             found.setdefault(name, path)
