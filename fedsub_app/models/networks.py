@@ -67,7 +67,7 @@ def _conv_net(
     hidden: Sequence[int] = (),
     batch_norm: bool = False,
 ) -> nn.Module:
-    """Blocks of convolution, [BatchNorm,] ReLU and 2 x 2 max-pooling, then fully connected layers."""
+    """Blocks of convolution, [BatchNorm,] 2 x 2 max-pooling and ReLU, then fully connected layers."""
 
     def size_after_blocks(size: int) -> int:
         for _ in channels:
@@ -81,8 +81,8 @@ def _conv_net(
         layers[f"conv{k}"] = nn.Conv2d(in_channels, out_channels, kernel, padding=padding)
         if batch_norm:
             layers[f"bn{k}"] = nn.BatchNorm2d(out_channels)
+        layers[f"pool{k}"] = nn.MaxPool2d(2)  # before the ReLU, which commutes with it: a quarter of its work
         layers[f"relu{k}"] = nn.ReLU()
-        layers[f"pool{k}"] = nn.MaxPool2d(2)
         in_channels = out_channels
     layers["flatten"] = nn.Flatten()
     flat = in_channels * size_after_blocks(height) * size_after_blocks(width)
