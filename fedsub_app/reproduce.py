@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -146,7 +147,7 @@ def reproduce(
     machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
         "command": " ".join(["fedsub reproduce", name, *(f"-s {key}={value}" for key, value in overrides.items())])
-        + "".join(f" --only {word!r}" for word in only),
+        + "".join(f" --only {shlex.quote(word)}" for word in only),
         "commit": ", ".join(sorted({_recorded(job, "commit") for job in jobs})),
         "seeds": ", ".join(map(str, numbers)),
         "machine": f"{machine}; one run a core, one thread a run",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from client_apps.base import workplace
 from fedsub_app import cli, config, reproduce
 from fedsub_app.protocol import Json
 from fedsub_app.report import human_bytes, human_seconds
@@ -79,6 +80,43 @@ def test_a_table_is_run_written_and_not_run_twice(
     assert "done  " not in capsys.readouterr().out
     assert cli.main(["reproduce", table, "--out", str(out), "-s", "lr=0.01", "--seeds", "1"]) == 0  # other settings
     assert capsys.readouterr().out.count("done  ") == 2
+
+
+def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["reproduce", table, "--out", str(tmp_path), "--seeds", "1", "--only"]
+    assert cli.main([*arguments, "Local"]) == 2
+    assert capsys.readouterr().err == "error: --only 'Local': allowed are 'digits', 'FedAvg', 'local'\n"
+    assert cli.main([*arguments, "local", "--only", "digits"]) == 0
+    rows = list(csv.reader((tmp_path / "small.csv").open()))
+    assert [row[1] for row in rows[1:]] == ["local"]
+    assert "--only local --only digits" in (tmp_path / "small.md").read_text()
+    assert not (tmp_path / "digits-fedavg").exists()
+
+
+def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
+    file = reproduce.tables()[table]
+    file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))
+    keys = ["-s", "evaluate=personal", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
+    assert cli.main(["reproduce", table, "--out", str(tmp_path), "--only", "local", *keys]) == 0
+    folders = sorted((tmp_path / "digits-local").glob("seed?"))
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    cells = dict(zip(*list(csv.reader((tmp_path / "small.csv").open())), strict=True))
+    for column, key in (
+        ("final accuracy (%)", "personal-accuracy"),
+        ("on validation data (%)", "personal-validation-accuracy"),
+    ):
+        low, middle, high = sorted(summary[f"final-{key}"] for summary in summaries)
+        assert cells[column] == f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    assert "median (minimum to maximum)" in (tmp_path / "small.md").read_text()
+    settings = config.resolve(
+        {"run-dir": str(folders[0]), **json.loads((folders[0] / "settings.json").read_text())["settings"]}
+    )
+    place = workplace(settings)
+    sizes = [len(indices) for indices in place.partition.validation]
+    lines = [json.loads(line) for line in (folders[0] / "rounds.jsonl").read_text().splitlines()]
+    for client, metrics in lines[-1]["evaluated"].items():  # a whole number of its own validation samples
+        right = metrics["personal-validation-accuracy"] / 100 * sizes[int(client)]
+        assert right == pytest.approx(round(right), abs=1e-6)
 
 
 def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
