@@ -1,8 +1,11 @@
 """Networks, their tensors and their structure."""
 
+from urllib.error import URLError
+
 import pytest
 import torch
 from torch import nn
+from torchvision.models import resnet18
 
 from fedsub_app.errors import UserError
 from fedsub_app.models import (
@@ -39,7 +42,7 @@ def test_parameter_counts_are_the_papers(name, in_shape, classes, parameters):
 
 
 def test_every_name_has_a_description_and_a_paper_network():
-    assert set(model_names()) == {name for name, *_ in PAPERS}
+    assert set(model_names()) == {name for name, *_ in PAPERS} | {"resnet18-imagenet"}
     assert all(description and "\n" not in description for description in model_names().values())
 
 
@@ -152,6 +155,32 @@ def test_units_of_a_cnn_with_batch_norm_and_flatten():
     assert conv1.cols == (("conv2.weight", 1),)
     assert conv2.cols == (("fc1.weight", 25),)  # 5 x 5 pixels behind the second pool
     assert (fc1.size, fc2.size, fc2.cols) == (120, 84, (("fc3.weight", 1),))
+
+
+def test_pretrained_weights_are_torchvisions_file_with_a_new_head(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub/checkpoints/resnet18-f37072fd.pth"  # the name that torchvision looks for
+
+    def no_network(*_, **__):
+        raise URLError("no network")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    with pytest.raises(UserError, match=rf"model = 'resnet18-imagenet': needs {file}, from https.*no network"):
+        build_model("resnet18-imagenet", (3, 64, 64), 65, 0)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    stored = resnet18(weights=None).state_dict()
+    torch.save(stored, file)
+    net = build_model("resnet18-imagenet", (3, 64, 64), 65, 0)
+    found = net.state_dict()
+    assert found["fc.weight"].shape == (65, 512)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in stored.items() if not name.startswith("fc."))
+    again = build_model("resnet18-imagenet", (3, 64, 64), 65, 0).state_dict()
+    assert torch.equal(found["fc.weight"], again["fc.weight"])  # from the seed
+    with pytest.raises(UserError, match="'resnet18-imagenet': trained on RGB images, these have 1 channels"):
+        build_model("resnet18-imagenet", (1, 64, 64), 65, 0)
+    file.write_bytes(b"no weights")
+    with pytest.raises(UserError, match=rf"needs {file}, from https"):
+        build_model("resnet18-imagenet", (3, 64, 64), 65, 0)
 
 
 def test_units_of_a_resnet_are_the_inner_channels_of_its_blocks():

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -89,12 +90,29 @@ def _conv_net(
     return nn.Sequential(layers | _fully_connected([flat, *hidden, num_classes]))
 
 
-def _resnet18(name: str, in_shape: Shape, num_classes: int) -> nn.Module:
-    """torchvision's ResNet-18, with its 7 x 7 stem also for small images (as FedSelect's code has it)."""
-    channels, _, _ = _image_shape(name, in_shape, 1)
-    from torchvision.models import resnet18  # here, not above: the import takes a second that the other nets save
+def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = False) -> nn.Module:
+    """torchvision's ResNet-18, with its 7 x 7 stem also for small images (as FedSelect's code has it).
 
-    net: nn.Module = resnet18(weights=None, num_classes=num_classes)
+    ``pretrained``: with ImageNet's weights, read from torch's hub folder or downloaded, and a fresh output layer.
+    """
+    channels, _, _ = _image_shape(name, in_shape, 1)
+    # Here, not above: the import takes a second that the other nets save.
+    from torchvision.models import ResNet18_Weights, resnet18
+
+    net: nn.Module
+    if pretrained:
+        weights = ResNet18_Weights.IMAGENET1K_V1
+        if channels != 3:
+            raise UserError(f"model = {name!r}: trained on RGB images, these have {channels} channels")
+        try:
+            net = resnet18(weights=weights, progress=False)
+        except Exception as error:  # no network, a damaged file: torch's loader raises many types
+            file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(f"model = {name!r}: needs {file}, from {weights.url} ({reason})") from error
+        net.fc = nn.Linear(512, num_classes)
+        return net
+    net = resnet18(weights=None, num_classes=num_classes)
     if channels != 3:
         stem = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # torchvision's own rule
@@ -135,6 +153,11 @@ _NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = 
         {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)},
     ),
     "resnet18": ("FedSelect, FedFull: torchvision's ResNet-18, random initialisation", _resnet18, {}),
+    "resnet18-imagenet": (
+        "FedSelect, Office-Home: the same with ImageNet weights (downloaded by torchvision) and a new output layer",
+        _resnet18,
+        {"pretrained": True},
+    ),
     "feature-mlp": (
         "IST: linear 1000, BatchNorm on batch statistics, ReLU, linear, for extracted features",
         _mlp,
