@@ -17,7 +17,7 @@ PENDING, GROWN, SINCE = "pending/", "grown", "since/"
 class FedSelectClient(Client):
     """Trains its personal positions, then the global ones, then makes those personal that moved most.
 
-    Its state is its model, its mask, the mask that it grew last and is not known to be accepted (``pending``) and in
+    Its state is its model, its masks, those that it grew last and are not known to be accepted (``pending``) and in
     which round it did (``grown``), and with ``movement = "since-growth"`` its model at that time.
     """
 
@@ -40,11 +40,12 @@ class FedSelectClient(Client):
     def masks(self, accepted: int) -> Tensors:
         """Return the mask that the server knows, which grew last in round ``accepted``; 0: never."""
         names = selectable([name for name, _ in self.model.named_parameters()], self.options.layer)
-        grown = int(self.state.get(GROWN, torch.zeros((), dtype=torch.int64)))
-        if accepted and accepted == grown:  # the answer of that round has arrived
-            self.state |= {f"{MASK}{name}": self.state[f"{PENDING}{name}"] for name in names}
-        elif accepted and f"{MASK}{names[0]}" not in self.state:
+        grown = self.state.get(GROWN)
+        if accepted and grown is None:
             raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
+        pending = [self.state.pop(f"{PENDING}{name}", None) for name in names]
+        if accepted and accepted == grown:  # the answer of that round has arrived
+            self.state |= {f"{MASK}{n}": mask for n, mask in zip(names, pending, strict=True) if mask is not None}
         return {
             name: self.state.get(f"{MASK}{name}", torch.zeros(self.place.tensors[name].shape, dtype=torch.bool))
             for name in names
@@ -96,12 +97,13 @@ class FedSelectClient(Client):
             options.scope == "model",
             self.generator("selection"),
         )
-        self.state |= {f"{PENDING}{name}": mask for name, mask in new.items()}
-        self.state |= {f"{MASK}{name}": mask for name, mask in masks.items()}
-        self.state[GROWN] = torch.tensor(self.round)
         if since:
             self.state |= {f"{SINCE}{name}": trained[name] for name in masks}
-        return {f"{MASK}{name}": mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
+        changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
+        if changed:
+            self.state |= {f"{PENDING}{name}": mask for name, mask in changed.items()}
+            self.state[GROWN] = torch.tensor(self.round)
+        return {f"{MASK}{name}": mask for name, mask in changed.items()}
 
     def personal(self, sent: Tensors) -> Tensors:
         """Return the client's model as its last training left it."""
