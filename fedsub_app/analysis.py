@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Learned sub-networks are those of the last checkpoint (theta > 0.5).
+    ``overlap.csv``, ``.png`` and ``overlap-rounds.png`` (FedSelect): intersection over union of the clients' masks, mean
+    of all pairs per checkpoint and layer, and each pair at the last checkpoint. ``personal.csv`` and ``.png``: personal
+    fraction and bytes per round. ``clients.csv`` and ``.png``: accuracies of each client at the last evaluation.
 
     Raises
     ------
@@ -205,7 +209,18 @@ def _overlap(folder: Path, settings: Settings, checkpoints: Sequence[Path]) -> l
         axes.set_axis_off()
     drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.6)
     drawing.savefig(folder / "overlap.png", dpi=120)
-    return [_write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows), folder / "overlap.png"]
+    names = list(last)
+    over_rounds = figure(8, 1.5 + 0.15 * len(names))
+    axes = over_rounds.subplots()
+    means = np.array([float(mean) for _, _, mean in rows]).reshape(-1, len(names)).T
+    image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(checkpoints)), [str(number) for number, *_ in rows[:: len(names)]], fontsize="small")
+    axes.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names], fontsize="x-small")
+    axes.set_xlabel("round")
+    over_rounds.colorbar(image, ax=axes, label="mean overlap of two clients")
+    over_rounds.savefig(folder / "overlap-rounds.png", dpi=120)
+    written = _write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows)
+    return [written, folder / "overlap.png", folder / "overlap-rounds.png"]
 
 
 def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:

@@ -86,5 +86,5 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
     found = overlap([client.get("pending/fc3.weight", client["mask/fc3.weight"]) for client in state])
     expected = float(found[~torch.eye(3, dtype=torch.bool)].mean())
     assert float(next(row[2] for row in rows if row[:2] == ["3", "fc3.weight"])) == pytest.approx(expected, abs=1e-4)
-    for name in ("personal", "clients", "overlap"):
+    for name in ("personal", "clients", "overlap", "overlap-rounds"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
