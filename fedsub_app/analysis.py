@@ -36,9 +36,9 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Learned sub-networks are those of the last checkpoint (theta > 0.5).
-    ``overlap.csv``, ``.png`` and ``overlap-rounds.png`` (FedSelect): intersection over union of the clients' masks, mean
-    of all pairs per checkpoint and layer, and each pair at the last checkpoint. ``personal.csv`` and ``.png``: personal
-    fraction and bytes per round. ``clients.csv`` and ``.png``: accuracies of each client at the last evaluation.
+    ``overlap.csv``, ``.png`` and ``overlap-rounds.png`` (FedSelect): intersection over union of the clients' masks,
+    mean of all pairs per checkpoint and layer, and each pair at the last checkpoint. ``personal.csv`` and ``.png``:
+    personal fraction and bytes per round. ``clients.csv`` and ``.png``: each client's last measured accuracies.
 
     Raises
     ------
@@ -190,7 +190,8 @@ def _overlap(folder: Path, settings: Settings, checkpoints: Sequence[Path]) -> l
     dataset = load_dataset(settings.data)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     strategy = FedSelect(settings, model, {})
-    rows, last = [], {}
+    rows: list[list[Any]] = []
+    last: dict[str, Tensor] = {}
     for path in checkpoints:
         state = {n.removeprefix("state/"): t for n, t in load_file(path).items() if n.startswith("state/")}
         strategy.load_state(state)
