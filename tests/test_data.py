@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import os
 import struct
 import tarfile
@@ -27,8 +28,11 @@ from fedsub_app.data import (
 from fedsub_app.data.sources import MEDMNIST
 from fedsub_app.data.synthetic import LAYOUTS
 from fedsub_app.errors import UserError
+from fedsub_app.protocol import Json
+from fedsub_app.runs import read_rounds
 
 Array = NDArray[Any]
+CORRUPTIONS = ("fog", "snow")
 REAL_DATA = os.environ.get("FEDSUB_DATA")
 
 
@@ -523,7 +527,7 @@ def write_cifar10_c(folder: Path, images: int = 60) -> None:
     """Two corruptions; an image's grey value is its severity, plus 10 for the second one."""
     folder.mkdir()
     grey = np.repeat(np.arange(1, 6, dtype=np.uint8), images)
-    for name, more in (("fog", 0), ("snow", 10)):
+    for name, more in zip(CORRUPTIONS, (0, 10), strict=True):
         np.save(folder / f"{name}.npy", np.broadcast_to((grey + more)[:, None, None, None], (5 * images, 32, 32, 3)))
     np.save(folder / "labels.npy", np.tile(np.arange(images) % 10, 5))
 
@@ -547,6 +551,23 @@ def test_cifar10_c_is_a_domain_a_corruption_and_severity(data_dir: Path) -> None
         assert found.train_y[train].unique().tolist() == found.test_y[test].unique().tolist()
     labels = [found.train_y[train].unique().tolist() for train in partition.train]
     assert sorted(labels[0] + labels[1]) == list(range(10))
+
+
+def test_the_experiment_on_cifar10_c_runs(data_dir: Path, run_local: Callable[..., tuple[Json, Path]]) -> None:
+    write_cifar10_c(data_dir / "CIFAR-10-C", images=120)
+    domains = {
+        "train_per_class": 8,
+        "test_per_class": 2,
+        "domains": ", ".join(f"{c}-{s}" for c in CORRUPTIONS for s in range(1, 6)),
+    }
+    small = {"model": "lenet5", "num_rounds": 2, "local_epochs": 1, "method": "fedselect"}
+    _, folder = run_local(experiment="fedselect/cifar10-c", **domains, **small)
+    partition = json.loads((folder / "partition.json").read_text())
+    assert [sum(count > 0 for count in counts) for counts in partition["counts"]] == [2] * 10
+    assert partition["train"] == partition["validation"] == [8] * 10
+    assert partition["test"] == [4] * 10
+    lines = read_rounds(folder)
+    assert all(0 <= metrics["personal-validation-accuracy"] <= 100 for metrics in lines[-1]["evaluated"].values())
 
 
 def test_faults_of_cifar10_c(data_dir: Path) -> None:
