@@ -641,6 +641,11 @@ def test_combination(data_dir: Path) -> None:
     torch.testing.assert_close(normal.train_x.std((0, 2, 3)), torch.ones(3), atol=1e-3, rtol=0)
 
 
+def test_a_set_is_not_combined_with_itself() -> None:
+    with pytest.raises(UserError, match=r"dataset = 'digits\+digits': 'digits' is in it twice"):
+        load("digits+digits")
+
+
 def test_aliases_stand_for_combinations() -> None:
     assert dataset_names()["cifar-mnist"] == "= cifar10+mnist"
     with pytest.raises(UserError, match="joined by '\\+', not synthetic"):

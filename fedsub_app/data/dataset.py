@@ -94,6 +94,8 @@ def _load(settings: DataSettings) -> Dataset:
     first_label, num_classes = [], 0
     for name in names:
         found = load_sources(name, Path(settings.data_dir), settings.seed, settings.image_size, domains)
+        if twice := known.keys() & found.keys():
+            raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         known |= {part: _choose(part, source, settings) for part, source in found.items()}
         first_label += [num_classes] * len(found)
         num_classes += next(iter(found.values())).num_classes
