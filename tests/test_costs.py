@@ -37,7 +37,7 @@ def test_ist_one_mac_is_two_flops():
     assert forward_flops(model, (3072,), 32) == 2 * 32 * (3072 * 1000 + 1000 * 200)
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", sorted(set(model_names()) - {"resnet18-imagenet"}))  # that one is resnet18, downloaded
 def test_subnet_with_all_units_is_the_network(name):
     in_shape = SHAPES.get(name, (3, 32, 32))
     model = build_model(name, in_shape, 10, seed=0)
