@@ -254,26 +254,34 @@ HEADER = (
     "MB down",
     "MB up",
     "GFLOPs",
+    "minutes",
 )
 
 
 SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum to maximum)"}
-COSTS = ("formula-bytes-down", "formula-bytes-up", "flops")
+COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9), ("seconds", 60))  # and their unit
 
 
 def _cells(row: Row, jobs: list[Job], spread: str) -> list[str]:
     summaries = [job.summary() for job in jobs if job.row is row]
     good = [summary for summary in summaries if summary]
     if not good:
-        return [row.setting, row.label, "failed", row.paper["rounds"], "failed", row.paper["final"], *[""] * 4]
+        return [
+            row.setting,
+            row.label,
+            "failed",
+            row.paper["rounds"],
+            "failed",
+            row.paper["final"],
+            *[""] * (1 + len(COSTS)),
+        ]
     key = next(key for key in good[0] if key.startswith("final-"))
     final = _over_seeds([summary[key] for summary in good], spread)
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
     key = key.removesuffix("accuracy") + "validation-accuracy"
     validation = _over_seeds([summary[key] for summary in good], spread) if key in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
-    mean = [statistics.mean(summary[f"total-{cost}"] for summary in good) for cost in COSTS]
-    costs = [f"{mean[0] / 1e6:.1f}", f"{mean[1] / 1e6:.1f}", f"{mean[2] / 1e9:.1f}"]
+    costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
     reached_in = ", ".join(reached)
     return [row.setting, row.label, reached_in, row.paper["rounds"], final, row.paper["final"], validation, *costs]
 
@@ -289,14 +297,13 @@ def _over_seeds(values: Sequence[float], spread: str) -> str:
 def _write(out: Path, name: str, content: Json, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
     spread = content.get("spread", "deviation")
     cells = [_cells(row, jobs, spread) for row in rows]
+    used = [column for column in range(len(HEADER)) if any(row[column] for row in cells)]
     lines = [f"# {content['title']}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over seeds. MB by the",
-        "papers' formula and GFLOPs (of the dense network, mask learning included) are per run.",
+        "papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
         "",
-        f"| {' | '.join(HEADER)} |",
-        f"|{'---|' * len(HEADER)}",
-        *(f"| {' | '.join(row)} |" for row in cells),
+        *(f"| {' | '.join(row[column] for column in used)} |" for row in (HEADER, ("---",) * len(HEADER), *cells)),
         "",
     ]
     out.mkdir(parents=True, exist_ok=True)

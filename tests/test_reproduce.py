@@ -76,6 +76,8 @@ def test_a_table_is_run_written_and_not_run_twice(
     text = (out / "small.md").read_text()
     for fact in ("# A small table", "- commit: ", "- seeds: 0, 1", "- machine: ", "- data: digits"):
         assert fact in text
+    assert "| minutes |" in text
+    assert "on validation data" not in text  # no row has any
     assert cli.main(["reproduce", table, "--out", str(out)]) == 0  # all there: nothing is run again
     assert "done  " not in capsys.readouterr().out
     assert cli.main(["reproduce", table, "--out", str(out), "-s", "lr=0.01", "--seeds", "1"]) == 0  # other settings
