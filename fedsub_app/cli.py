@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     reproduce.set_defaults(command=_reproduce)
 
-    report = commands.add_parser("report", help="draw learning curves of runs against rounds, bytes and seconds")
+    report = commands.add_parser(
+        "report", help="draw and compare runs: accuracy against rounds, bytes, FLOPs and seconds"
+    )
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.add_argument("--out", type=Path, default=Path("curves.png"), metavar="FILE")
     report.set_defaults(command=_report)
@@ -118,9 +120,11 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedsub_app.report import draw_curves
+    from fedsub_app.report import compare, draw_curves
 
     print(draw_curves(options.folders, options.out))
+    if len(options.folders) > 1:
+        print(compare(options.folders))
     return 0
 
 

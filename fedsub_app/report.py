@@ -1,6 +1,7 @@
 """What a person sees of a run: a line a round, a table at the end, pictures."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+# what a run has cost by the end of a round: the sum of these keys of its lines, over the unit
+COSTS = {
+    "MB by formula": (("formula-bytes-down", "formula-bytes-up"), 1e6),
+    "GFLOPs": (("flops",), 1e9),
+    "seconds in rounds": (("seconds",), 1),
+}
 
 
 def human_bytes(count: float) -> str:
@@ -109,48 +117,85 @@ def draw_run(folder: Path) -> None:
 
 
 def draw_curves(folders: Sequence[Path], target: Path) -> Path:
-    """Draw accuracy against rounds, bytes and seconds, a line a run (and accuracy); returns the picture.
+    """Draw accuracy against rounds, bytes, FLOPs and seconds, a line a run (and accuracy); returns the picture.
 
     Raises
     ------
     UserError
         A folder is not the directory of a run, or holds no evaluated round.
     """
-    drawing = figure(13, 4)
-    panels = drawing.subplots(1, 3, sharey=True)
+    drawing = figure(15, 4)
+    panels = drawing.subplots(1, 4, sharey=True)
     drawn = 0
-    for folder in folders:
-        settings = _settings(folder)
-        lines = read_rounds(folder)
-        sent = seconds = 0.0
-        rows = []
-        for line in lines:
-            sent += line.get("bytes-down", 0) + line.get("bytes-up", 0)
-            seconds += line.get("seconds", 0)
-            rows.append((line, line["round"], sent / 1e6, seconds))
+    for folder, name in zip(folders, _names(folders), strict=True):
+        lines = _with_costs(folder)
         for key in ACCURACIES:
-            points = [(line[key], *place) for line, *place in rows if key in line]
+            points = [line for line in lines if key in line]
             if not points:
                 continue
-            name = f"{settings['method']} {key.removesuffix('-accuracy')}, seed {settings['seed']}"
-            for panel, column in zip(panels, (1, 2, 3), strict=True):
-                panel.plot(
-                    [point[column] for point in points],
-                    [point[0] for point in points],
-                    color=COLOURS[drawn % len(COLOURS)],
-                    label=name,
-                    linewidth=1.3,
-                )
+            label = f"{name}: {key.removesuffix('-accuracy')}"
+            for panel, cost in zip(panels, ("round", *COSTS), strict=True):
+                accuracy = [point[key] for point in points]
+                colour = COLOURS[drawn % len(COLOURS)]
+                panel.plot([point[cost] for point in points], accuracy, color=colour, label=label, linewidth=1.3)
             drawn += 1
     if not drawn:
         raise UserError(f"{', '.join(map(str, folders))}: no evaluated round to draw")
-    for panel, label in zip(panels, ("round", "MB sent, both ways", "seconds in rounds"), strict=True):
+    for panel, label in zip(panels, ("round", *COSTS), strict=True):
         panel.set_xlabel(label)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy (%)")
     panels[0].legend(fontsize="small")
     drawing.savefig(target, dpi=120)
     return target
+
+
+def compare(folders: Sequence[Path]) -> str:
+    """Return a Markdown table: each run's last accuracy, and the first run's when it had cost no more.
+
+    For every accuracy that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
+    where the first run had not been evaluated yet.
+    """
+    first = _with_costs(folders[0])
+    header = (
+        "run",
+        "accuracy",
+        "at the end (%)",
+        *(text for cost in COSTS for text in (cost, "first run by then (%)")),
+    )
+    rows = [header, ("---",) * len(header)]
+    for folder, name in zip(folders, _names(folders), strict=True):
+        lines = _with_costs(folder)
+        for key in ACCURACIES:
+            if not any(key in line for line in first) or not any(key in line for line in lines):
+                continue
+            row = [name, key.removesuffix("-accuracy"), f"{[line[key] for line in lines if key in line][-1]:.2f}"]
+            for cost in COSTS:
+                spent = lines[-1][cost]
+                by_then = [line[key] for line in first if key in line and line[cost] <= spent]
+                row += [f"{spent:.1f}", f"{by_then[-1]:.2f}" if by_then else "–"]
+            rows.append(tuple(row))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return how runs are told apart: by method and seed or, where that is not enough, by folder."""
+    settings = [_settings(folder) for folder in folders]
+    names = [f"{content['method']}, seed {content['seed']}" for content in settings]
+    if len(set(names)) < len(names):
+        names = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+    return names
+
+
+def _with_costs(folder: Path) -> list[Json]:
+    """Return the lines of a run's rounds, each with what the run has cost by its end."""
+    lines = read_rounds(folder)
+    for cost, (keys, unit) in COSTS.items():
+        total = 0.0
+        for line in lines:
+            total += sum(line.get(key, 0) for key in keys) / unit
+            line[cost] = total
+    return lines
 
 
 def _settings(folder: Path) -> Json:

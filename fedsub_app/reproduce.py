@@ -266,15 +266,8 @@ def _cells(row: Row, jobs: list[Job], spread: str) -> list[str]:
     summaries = [job.summary() for job in jobs if job.row is row]
     good = [summary for summary in summaries if summary]
     if not good:
-        return [
-            row.setting,
-            row.label,
-            "failed",
-            row.paper["rounds"],
-            "failed",
-            row.paper["final"],
-            *[""] * (1 + len(COSTS)),
-        ]
+        unknown = [""] * (1 + len(COSTS))
+        return [row.setting, row.label, "failed", row.paper["rounds"], "failed", row.paper["final"], *unknown]
     key = next(key for key in good[0] if key.startswith("final-"))
     final = _over_seeds([summary[key] for summary in good], spread)
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))

@@ -13,7 +13,7 @@ import pytest
 from client_apps.base import workplace
 from fedsub_app import cli, config, reproduce
 from fedsub_app.protocol import Json
-from fedsub_app.report import human_bytes, human_seconds
+from fedsub_app.report import compare, human_bytes, human_seconds
 
 Run = Callable[..., tuple[Json, Path]]
 TABLE = """# A small table
@@ -168,6 +168,28 @@ def test_report_draws_runs_into_one_picture(run_local: Run, tmp_path: Path) -> N
     folders = [str(run_local(name, method=name)[1]) for name in ("fedavg", "fedprox")]
     assert cli.main(["report", *folders, "--out", str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_are_compared_at_equal_costs(tmp_path: Path) -> None:
+    """Two runs by hand: what the first had reached when it had cost what the second did, and no more."""
+    made = {
+        "fedavg": [(0, 0, 0, 0, 10.0), (5, 5, 4, 1, None), (5, 5, 4, 1, 50.0), (5, 5, 4, 1, 60.0)],
+        "fedpart": [(4, 5, 9, 0, 20.0), (5, 9, 2, 5, 55.0)],
+    }
+    for name, rounds in made.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.json").write_text(json.dumps({"settings": {"method": name, "seed": 0}}))
+        lines = []
+        for number, (down, up, flops, seconds, accuracy) in enumerate(rounds):
+            line = {"round": number, "formula-bytes-down": down * 1e6, "formula-bytes-up": up * 1e6}
+            line |= {"flops": flops * 1e9, "seconds": seconds}
+            lines.append(json.dumps(line | ({} if accuracy is None else {"global-accuracy": accuracy})))
+        (tmp_path / name / "rounds.jsonl").write_text("\n".join(lines) + "\n")
+    first, second = compare([tmp_path / "fedavg", tmp_path / "fedpart"]).splitlines()[2:]
+    assert first.endswith("| global | 60.00 | 30.0 | 60.00 | 12.0 | 60.00 | 3.0 | 60.00 |")
+    assert second.endswith("| global | 55.00 | 23.0 | 50.00 | 11.0 | 50.00 | 5.0 | 60.00 |")
+    (last,) = compare([tmp_path / "fedpart", tmp_path / "fedavg"]).splitlines()[3:]
+    assert last.endswith("| global | 60.00 | 30.0 | 55.00 | 12.0 | 55.00 | 3.0 | 20.00 |")
 
 
 def test_a_run_leaves_what_it_should(run_local: Run) -> None:
