@@ -63,7 +63,7 @@ class FedPeWSClient(Client):
             return sent["mask"]
         self.sampler = self.generator("masks")
         self.others = sent["theta"].to(device)
-        start = torch.full_like(sent["theta"], self.options.score_start)
+        start = self.options.first_scores(self.settings.seed, self.id, len(sent["theta"]))
         self.scores = self.state.get("scores", start).to(device)
         self.load({name: sent[name] for name in self.place.tensors})
         self.drawn = self.draw() if self.options.draws == "round" else None

@@ -24,6 +24,7 @@ from pydantic import Field
 from torch import nn
 
 from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
+from fedsub_app.seeds import generator
 from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
@@ -37,8 +38,9 @@ class FedPeWSSettings(MethodSettings):
 
     Readings of what the paper leaves open: ``mask_rule``: a weight is covered with both its neurons, or with the one
     that it leads ``out`` to; ``others``: theta of the others is the mean of their probabilities or of the masks that
-    they drew last; ``score_start``: s_g^0; ``draws``: the mask that the weights are trained under is drawn anew every
-    step, or once a round.
+    they drew last; ``score_start``: s_g^0, the same for all (Algorithm 1); ``score_spread``: standard deviation of each
+    client's own start around it; ``draws``: the mask that the weights are trained under is drawn anew every step, or
+    once a round.
     """
 
     masks: Literal["learned", "fixed"]
@@ -46,6 +48,7 @@ class FedPeWSSettings(MethodSettings):
     mask_rule: Literal["and", "out"]
     others: Literal["probabilities", "masks"]
     score_start: Annotated[float, Field(allow_inf_nan=False)]
+    score_spread: NonNegative
     draws: Literal["step", "round"]
     warmup_rounds: CountOrZero
     lambda_: NonNegative
@@ -60,6 +63,11 @@ class FedPeWSSettings(MethodSettings):
         if self.shares and self.masks != "fixed":
             raise ValueError(f"fedpews.shares = {self.shares!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)
+
+    def first_scores(self, seed: int, client: int, hidden: int) -> torch.Tensor:
+        """Return the mask scores that a client starts from, float ``[hidden]``; server and client draw the same."""
+        noise = torch.randn(hidden, generator=generator(seed, 0, client, "first scores"))
+        return self.score_start + self.score_spread * noise
 
     def share_list(self, num_clients: int) -> list[float]:
         """Return ``shares`` as numbers, equal ones where it is empty."""
@@ -86,7 +94,8 @@ class FedPeWS(SubnetStrategy):
         super().__init__(settings, model, header)
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
-        self.theta = torch.full((settings.num_clients, self.hidden), self.options.score_start).sigmoid()
+        starts = [self.options.first_scores(settings.seed, i, self.hidden) for i in range(settings.num_clients)]
+        self.theta = torch.stack(starts).sigmoid()
         self.covered: dict[int, torch.Tensor] = {}  # the running round's neuron masks
         self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:

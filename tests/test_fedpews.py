@@ -76,7 +76,8 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
     model = build_model("fedpews-mlp", (5,), 4, s.seed)
     x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
-    scores = [torch.full((256,), options.score_start) for _ in range(2)]
+    draws = [torch.randn(256, generator=generator(s.seed, 0, i, "first scores")) for i in range(2)]
+    scores = [options.score_start + options.score_spread * draw for draw in draws]
     theta = [torch.sigmoid(score) for score in scores]
     for t in range(1, s.num_rounds + 1):
         warm = t <= options.warmup_rounds
@@ -136,6 +137,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
         {"fedpews.mask-rule": "out"},
         {"fedpews.others": "masks"},
         {"fedpews.score-start": 1.0},
+        {"fedpews.score-spread": 0.5},
         {"fedpews.draws": "round"},
     ],
 )
