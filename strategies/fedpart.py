@@ -16,8 +16,9 @@ Where this leaves paper or published code:
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full_first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync_all`` sends every group that is outdated.
-- Similarities are not clipped, as published; where their sum is not positive the round takes the plain mean and says so
-  (``similarity-fallback``), and a second moment that negative weights make negative becomes 0.
+- A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
+  then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
+  is positive the round takes the plain mean and says so (``similarity-fallback``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -169,20 +170,19 @@ class FedPart(SubnetStrategy):
         names = self.trained_parameters()
         kinds = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in names]
         zeros = {name: torch.zeros_like(updates[0].tensors[name]) for name in kinds}
-        merged = masked_mean(zeros, _parts(updates, kinds, weights))
-        for name, tensor in merged.items():
-            self.moments[name] = tensor.clamp_(min=0) if name.startswith(SECOND) else tensor
+        self.moments |= masked_mean(zeros, _parts(updates, kinds, weights))
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
         self.moments |= {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
 
     def _similarities(self, updates: Sequence[Update]) -> list[float]:
-        """Return each client's weight: the cosine of its moments with their mean (Algorithm 2, lines 6 to 8)."""
+        """Return each client's weight: the cosine of its moments with their mean (Algorithm 2, lines 6 to 8), or 0."""
         names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters()]
         states = torch.stack([torch.cat([update.tensors[name].flatten() for name in names]) for update in updates])
         found: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
         self.report["similarity"] = [round(value, 6) for value in found]
-        if sum(found) > 0:
-            return found
+        weights = [max(value, 0.0) for value in found]
+        if any(weights):
+            return weights
         self.report["similarity-fallback"] = True
         return [1.0] * len(updates)
 

@@ -294,6 +294,24 @@ def test_opposite_states_fall_back_to_the_plain_mean_and_say_so() -> None:
     torch.testing.assert_close(merged["fc1.weight"], torch.ones(32, 5))
 
 
+def test_a_client_against_the_others_does_not_count() -> None:
+    made = strategy(fedpart__momentum="similarity")
+    updates = [answer(made, client) for client in range(3)]
+    for client, update in enumerate(updates):
+        update.tensors["fc1.weight"].fill_(float(client))
+        for name, tensor in update.tensors.items():
+            if name.startswith("first/"):
+                tensor.fill_((1.0, 2.0, -0.5)[client])
+            elif name.startswith("second/"):
+                tensor.fill_(0.1)
+    merged = made.merge(updates)
+    first, second, third = made.report["similarity"]
+    assert third < 0 < first
+    expected = (first * 0 + second * 1) / (first + second)
+    torch.testing.assert_close(merged["fc1.weight"], torch.full((32, 5), expected))
+    assert all(bool((tensor >= 0).all()) for name, tensor in made.moments.items() if name.startswith("second/"))
+
+
 def test_bad_moments_are_refused() -> None:
     made = strategy(fedpart__momentum="mean")
     made.task(0)
