@@ -182,10 +182,11 @@ class Client:
         """The client's own model at the end of its last round, where its state holds one."""
         return {n.removeprefix(PREVIOUS): t for n, t in self.state.items() if n.startswith(PREVIOUS)}
 
-    def remember(self, names: Collection[str] | None = None) -> None:
-        """Keep the trained model, or some of its tensors, as the client's own, for :attr:`previous`."""
+    def remember(self, names: Collection[str] | None = None) -> Tensors:
+        """Keep the trained model, or some of its tensors, as the client's own, for :attr:`previous`; returns them."""
         kept = {name: tensor for name, tensor in self.trained().items() if names is None or name in names}
         self.state |= {f"{PREVIOUS}{name}": tensor for name, tensor in kept.items()}
+        return kept
 
     def trained(self) -> Tensors:
         """Return a copy of the model's tensors (the next client reuses the model)."""

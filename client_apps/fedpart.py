@@ -29,8 +29,7 @@ class FedPartClient(Client):
         self.load(model)
         self.sent = sent
         self.fit(names=names)
-        self.remember()
-        answer = {name: tensor for name, tensor in self.trained().items() if name in names}
+        answer = {name: tensor for name, tensor in self.remember().items() if name in names}
         if self.options.momentum == "none" or not self.settings.local_epochs:
             return answer
         trained = [name for name, _ in self.model.named_parameters() if name in names]

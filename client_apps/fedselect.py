@@ -32,8 +32,7 @@ class FedSelectClient(Client):
         self.load(own | sent | scattered)
         before = {name: self.place.tensors[name].detach().cpu().clone() for name in masks}
         self.alternate(masks, cut)
-        self.remember()
-        trained = self.trained()
+        trained = self.remember()
         whole = {name: trained[name] for name in sent if name not in cut}
         return whole | gather(trained, cut) | self.grow(masks, before, trained)
 
@@ -64,7 +63,7 @@ class FedSelectClient(Client):
             keep = {id(self.place.tensors[name]): part for name, part in (masks if names else cut).items()}
             phases[phase] = (
                 self.optimizer,
-                [torch.empty_like(p).copy_(keep[id(p)]) if id(p) in keep else None for p in self.optimizer.parameters],
+                [_factor(keep.get(id(p)), p) for p in self.optimizer.parameters],
             )
         self.model.train(self.options.bn_batch == "always" or self.round == 1)
         for _ in range(passes):
@@ -108,3 +107,8 @@ class FedSelectClient(Client):
     def personal(self, sent: Tensors) -> Tensors:
         """Return the client's model as its last training left it."""
         return self.previous or self.initial()
+
+
+def _factor(positions: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return bool positions as 0 and 1 laid out as the parameter; via uint8, the same bytes, in half the time."""
+    return None if positions is None else torch.empty_like(parameter).copy_(positions.view(torch.uint8))

@@ -44,12 +44,12 @@ def grow(
     found = {}
     for name, mask in masks.items():
         found[name] = mask
-        off = _positions(~mask)
-        ones = mask.numel() - len(off)
+        ones = int(mask.sum())
         full = ones > limit * mask.numel() if limit_included else ones >= limit * mask.numel()
-        count = len(off) - round((1 - share) * len(off))
+        count = mask.numel() - ones - round((1 - share) * (mask.numel() - ones))
         if full or not count:
             continue
+        off = _positions(~mask)
         if choose == "random":
             chosen = torch.randperm(len(off), generator=generator)[:count]
         else:
