@@ -3,7 +3,8 @@
 - ``fedpews``: a warm-up round over a plain one of the same run (the paper's omega, Appendix A), learned and fixed
   masks, computing with zeros and with smaller weights ("narrow").
 - ``fedpart``: a round of each layer group over a round of the full network of the same run.
-- ``fedselect``: a round of one LocalAlt (two passes over the data) over a FedAvg round of two epochs, in turn.
+- ``fedselect``: a round of one or three LocalAlts (two passes over the data each) over a FedAvg round of two or six
+  epochs, in turn.
 
 Local engine, medians. Writes ``bench/out/methods.json``.
 """
@@ -72,14 +73,14 @@ def fedpart_rounds(model: str) -> Json:
     return found | {"all groups": over(rest, full)}
 
 
-def fedselect_round(model: str) -> Json:
-    """Return a round of one LocalAlt, once masks have grown, over a plain round of two epochs."""
+def fedselect_round(model: str, times: int) -> Json:
+    """Return a round of some LocalAlts, once masks have grown, over a plain round of twice as many epochs."""
     keys: dict[str, Value] = {"model": model, "num-rounds": ROUNDS + 1, "lr": 0.01}
     upper: list[Json] = []
     lower: list[Json] = []
     for _ in range(2):
-        lower += run({**keys, "method": "fedavg", "local-epochs": 2}, 256)
-        upper += run({**keys, "method": "fedselect", "local-epochs": 1}, 256)
+        lower += run({**keys, "method": "fedavg", "local-epochs": 2 * times}, 256)
+        upper += run({**keys, "method": "fedselect", "local-epochs": times}, 256)
     return over(upper, lower)
 
 
@@ -101,7 +102,10 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         for narrow in (False, True)
     }
     found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
-    return found | {f"fedselect: {model}": (fedselect_round, (model,)) for model in ("lenet5", "resnet18")}
+    return found | {
+        f"fedselect: {model}, LocalAlts: {times}": (fedselect_round, (model, times))
+        for model, times in (("lenet5", 1), ("resnet18", 1), ("resnet18", 3))
+    }
 
 
 def main() -> int:

@@ -29,8 +29,8 @@ class FedSelectClient(Client):
         cut = {name: ~mask for name, mask in masks.items() if mask.any()}
         own = self.previous or self.initial()
         scattered = {name: own[name].masked_scatter(positions, sent[name]) for name, positions in cut.items()}
-        self.load(own | sent | scattered)
-        before = {name: self.place.tensors[name].detach().cpu().clone() for name in masks}
+        before = own | sent | scattered
+        self.load(before)
         self.alternate(masks, cut)
         trained = self.remember()
         whole = {name: trained[name] for name in sent if name not in cut}
