@@ -183,7 +183,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
     settings = [_settings(folder) for folder in folders]
     names = [f"{content['method']}, seed {content['seed']}" for content in settings]
     if len(set(names)) < len(names):
-        names = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+        whole = [folder.resolve() for folder in folders]
+        names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
     return names
 
 

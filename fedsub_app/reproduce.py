@@ -198,9 +198,8 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
                 said = time.monotonic()
                 finished = sum(job.rounds_done() for job in jobs)
                 rate = (finished - before) / (said - start)
-                left = (
-                    human_seconds((total - finished) / rate) if rate > 0 else "unknown"
-                )  # a resumed run goes back a few
+                # A resumed run first goes back to its last checkpoint.
+                left = human_seconds((total - finished) / rate) if rate > 0 else "unknown"
                 print(f"{finished} of {total} rounds, {len(running)} runs to go, left {left}", flush=True)
     return failures
 

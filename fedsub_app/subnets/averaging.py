@@ -30,7 +30,7 @@ def masked_mean(old: Mapping[str, Tensor], updates: Sequence[Update], server_lr:
     updates : ``(tensors, masks, weight)`` of each client. A tensor that an update lacks gets nothing from it, as with
         a mask of zeros (FedPart). A mask is bool and broadcasts to its tensor; one that is lacking, or ``None`` for all
         of them, is all ones. Values must be finite also where they are masked. Weights are finite; where negative ones
-        (FedPart's cosine similarities) make the denominator 0 or less, the old value stays.
+        make the denominator 0 or less, the old value stays.
     server_lr : step from ``old`` (0) to the mean (1).
 
     Returns
