@@ -1,5 +1,10 @@
-"""The one error class whose message is written for the user."""
+"""The one error class whose message is written for the user, and how others are put into it."""
 
 
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception as one line of text."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fedsub_app.errors import UserError
+from fedsub_app.errors import UserError, one_line
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
@@ -193,11 +193,6 @@ def fingerprint(files: Sequence[Path], more: str = "") -> str:
         stat = file.stat()
         digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception as one line of text."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _save(arrays: dict[str, Array], target: BinaryIO) -> None:

@@ -23,13 +23,12 @@ from fedsub_app.data.files import (
     folder_form,
     hold_out,
     npz_keys,
-    one_line,
     read_images,
     read_npy,
     read_npz,
     unpacked_idx,
 )
-from fedsub_app.errors import UserError
+from fedsub_app.errors import UserError, one_line
 from fedsub_app.seeds import generator
 
 ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}

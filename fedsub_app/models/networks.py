@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedsub_app.errors import UserError
+from fedsub_app.errors import UserError, one_line
 from fedsub_app.seeds import derive
 
 Shape = tuple[int, ...]
@@ -108,8 +108,7 @@ def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = F
             net = resnet18(weights=weights, progress=False)
         except Exception as error:  # no network, a damaged file: torch's loader raises many types
             file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise UserError(f"model = {name!r}: needs {file}, from {weights.url} ({reason})") from error
+            raise UserError(f"model = {name!r}: needs {file}, from {weights.url} ({one_line(error)[:200]})") from error
         net.fc = nn.Linear(512, num_classes)
         return net
     net = resnet18(weights=None, num_classes=num_classes)
