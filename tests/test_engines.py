@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import PATIENCE, fedsub, free_port, rounds, run_flower
+from helpers import PATIENCE, fedsub, free_port, result, rounds, run_flower
 
+from fedsub_app.config import experiments, resolve
 from fedsub_app.flower import PROJECT, environment
 from fedsub_app.protocol import Json
 
@@ -132,6 +134,56 @@ def test_a_run_that_fails_says_so_and_changes_no_tracked_file(flower: dict[str, 
     assert re.search(r"^failed: run \d+ is finished:failed", done.stderr, re.MULTILINE)
     assert ((PROJECT / "pyproject.toml").read_bytes(), tracked()) == before
     assert not (tmp_path / "run").exists()
+
+
+# Image sets of this test's own, in place of those that need files.
+SOURCES = {"cifar10": "left", "cifar-mnist": "left+right", "path-oct-tissue": "left+middle+right"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in sorted(experiments()) if name.startswith("fedpews/")])
+def test_every_experiment_is_the_same_on_both_engines_and_when_killed_and_resumed(
+    name: str, flower: dict[str, str], tmp_path: Path
+) -> None:
+    """Its own settings, but two rounds, the first of them warm-up, few samples and not 200 clients."""
+    settings = resolve({"experiment": name})
+    for source in ("left", "middle", "right"):
+        random = np.random.default_rng(len(source))
+        images = random.integers(0, 256, (2, 400, 32, 32, 3), dtype=np.uint8)
+        labels = np.arange(400) % 10
+        np.savez(
+            tmp_path / f"{source}.npz",
+            train_images=images[0],
+            train_labels=labels,
+            test_images=images[1],
+            test_labels=labels,
+        )
+    small = {
+        "experiment": name,
+        "dataset": SOURCES.get(settings.dataset, settings.dataset),
+        "num-clients": str(min(settings.num_clients, 20)),
+        "data-dir": str(tmp_path),
+        "train-per-class": "40",
+        "test-per-class": "4",
+        "num-rounds": "2",
+        "fedpews.warmup-rounds": "1",
+        "eval-every": "1",
+        "checkpoint-every": "1",
+        "node-timeout": "90.0",
+    }
+
+    def keys(folder: str) -> list[str]:
+        values = small | {"run-dir": str(tmp_path / folder)}
+        return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
+
+    done = fedsub(tmp_path, "run", *keys("whole"))
+    assert done.code == 0, done.err
+    simulated = run_flower(flower, "--engine", "local-simulation", *keys("simulated"))
+    assert simulated.returncode == 0, simulated.stdout + simulated.stderr
+    assert rounds(tmp_path / "simulated") == rounds(tmp_path / "whole")
+    assert fedsub(tmp_path, "run", *keys("killed"), die=("line written", 2)).code == -signal.SIGKILL
+    assert fedsub(tmp_path, "run", "--resume", str(tmp_path / "killed")).code == 0
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
 @pytest.mark.slow
