@@ -69,6 +69,8 @@ def test_a_table_is_run_written_and_not_run_twice(
         json.loads((out / f"digits-fedavg/seed{seed}/summary.json").read_text())["final-global-accuracy"]
         for seed in (0, 1)
     ]
+    # "local" keeps its models in its clients' states, which nobody asks for any more.
+    assert sorted(path.name for path in (out / "digits-local/seed0").iterdir() if path.is_dir()) == ["checkpoints"]
     mean, spread = sum(finals) / 2, abs(finals[0] - finals[1]) / 2**0.5
     assert fedavg[4] == f"{mean:.2f} ± {spread:.2f}"
     assert fedavg[3] == "7"
