@@ -40,7 +40,7 @@ class FedPeWSClient(Client):
         if self.fixed is not None:
             return answer
         answer["mask"] = mask
-        return answer | {"theta": self.theta.cpu()} if self.options.others == "probabilities" else answer
+        return answer if self.options.others == "masks" else answer | {"theta": self.theta.cpu()}
 
     @property
     def narrow(self) -> bool:

@@ -38,8 +38,9 @@ class FedPeWSSettings(MethodSettings):
     ``shares``: every client's share of each hidden layer under fixed masks, such as "0.25 0.75"; "": equal (C.4).
 
     Readings of what the paper leaves open: ``mask_rule``: a weight is covered with both its neurons, or with the one
-    that it leads ``out`` to; ``others``: theta of the others is the mean of their probabilities or of the masks that
-    they drew last; ``score_start``: s_g^0, the same for all (Algorithm 1); ``score_spread``: standard deviation of each
+    that it leads ``out`` to; ``others``: theta of the others is the mean of their probabilities, the ``highest`` of
+    them (a unit that one of them takes is left to it; the same with two clients), or the mean of the masks that they
+    drew last; ``score_start``: s_g^0, the same for all (Algorithm 1); ``score_spread``: standard deviation of each
     client's own start around it; ``draws``: the mask that the weights are trained under is drawn anew every step, or
     once a round.
     """
@@ -47,7 +48,7 @@ class FedPeWSSettings(MethodSettings):
     masks: Literal["learned", "fixed"]
     shares: str
     mask_rule: Literal["and", "out"]
-    others: Literal["probabilities", "masks"]
+    others: Literal["probabilities", "highest", "masks"]
     score_start: Annotated[float, Field(allow_inf_nan=False)]
     score_spread: NonNegative
     draws: Literal["step", "round"]
@@ -115,7 +116,10 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             covered = gather(self.current, self.positions(self.fixed[client]))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
-        others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
+        if self.options.others == "highest":
+            others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
+        else:
+            others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
         return Task(client, self.current | {"theta": others}, {"warm-up": True})
 
     def positions(self, mask: torch.Tensor) -> Tensors:
@@ -129,7 +133,7 @@ class FedPeWS(SubnetStrategy):
         specs = {name: Spec((None,)) for name in self.shapes}
         if self.options.masks == "learned":
             specs["mask"] = Spec((self.hidden,), torch.bool)
-            if self.options.others == "probabilities":
+            if self.options.others != "masks":
                 specs["theta"] = Spec((self.hidden,))
         return specs
 

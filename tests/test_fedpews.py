@@ -233,6 +233,8 @@ def test_theta_of_the_others_by_hand() -> None:
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
     assert strategy.task(0).tensors["theta"][0].item() == pytest.approx((0.4 + 0.9) / 2)
     assert strategy.task(2).tensors["theta"][0].item() == pytest.approx(0.3)
+    strategy.options = strategy.options.model_copy(update={"others": "highest"})
+    assert [strategy.task(client).tensors["theta"][0].item() for client in range(3)] == pytest.approx([0.9, 0.9, 0.4])
 
 
 def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:

@@ -83,7 +83,7 @@ def score_gradient(scores: Tensor, mask_gradient: Tensor, others: Tensor, lambda
     ----------
     scores : float ``[h]``.
     mask_gradient : float ``[h]``, the gradient of the loss in the mask that was drawn.
-    others : float ``[h]`` in [0, 1]: the mean probabilities of the other clients.
+    others : float ``[h]`` in [0, 1]: the probabilities of the other clients, taken together.
     """
     theta = torch.sigmoid(scores)
     return (mask_gradient - 2 * lambda_ * (theta - others)) * theta * (1 - theta)
