@@ -10,7 +10,8 @@ the others take the mean over the clients that cover them (Eq. 4). Afterwards it
 Read into the paper, which is silent or contradicts itself there:
 - theta of the others (line 12) is the mean of ``sigmoid(s_j)`` that clients ``j != i`` uploaded last, at first 0.5
   (``s_g^0 = 0``, ``score-start``; with ``score-spread`` the clients start apart, against line 9); line 18 uploads only
-  the mask, from which it could not be computed.
+  the mask, from which it could not be computed. With more than two clients a unit then ends on about half of them;
+  with ``others = "highest"`` it ends on one (docs/results/fedpews.md: which does better).
 - A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
 - Positions that nobody covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
