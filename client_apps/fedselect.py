@@ -7,48 +7,51 @@ import torch
 from client_apps.base import Client
 from fedsub_app.errors import UserError
 from fedsub_app.protocol import Json, Tensors
-from fedsub_app.subnets.masks import gather
+from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from strategies.fedselect import MASK, FedSelectSettings
 
-PENDING, GROWN, SINCE = "pending/", "grown", "since/"
+SINCE = "since/"
 
 
 class FedSelectClient(Client):
     """Trains its personal positions, then the global ones, then makes those personal that moved most.
 
-    Its state is its model, its masks, those that it grew last and are not known to be accepted (``pending``) and in
-    which round it did (``grown``), and with ``movement = "since-growth"`` its model at that time.
+    Its state is its model, its masks as bits (``mask/<round in which it grew>/<tensor>``: those that the server may
+    still name, and the one grown last), and with ``movement = "since-growth"`` its model at that time.
     """
 
     options: FedSelectSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """One round of Algorithm 1, lines 4 to 11."""
-        masks = self.masks(config["grown"])
-        cut = {name: ~mask for name, mask in masks.items() if mask.any()}
+        """One round of Algorithm 1: take the mean where nothing is held, GradSelect under the new mask."""
+        masks, held = self.masks(config["grown"]), self.masks(config["held"])
         own = self.previous or self.initial()
-        scattered = {name: own[name].masked_scatter(positions, sent[name]) for name, positions in cut.items()}
-        before = own | sent | scattered
+        received = {name: ~mask for name, mask in held.items() if mask.any()}
+        before = own | sent | {name: own[name].masked_scatter(part, sent[name]) for name, part in received.items()}
+        cut = {name: ~mask for name, mask in masks.items() if mask.any()}
         self.load(before)
         self.alternate(masks, cut)
         trained = self.remember()
-        whole = {name: trained[name] for name in sent if name not in cut}
+        named = tuple(f"{MASK}{config[key]}/" for key in ("grown", "held"))
+        self.state = {n: t for n, t in self.state.items() if n.startswith(named) or not n.startswith(MASK)}
+        whole = {name: trained[name] for name in trained if name not in cut and name in self.shared}
         return whole | gather(trained, cut) | self.grow(masks, before, trained)
 
-    def masks(self, accepted: int) -> Tensors:
-        """Return the mask that the server knows, which grew last in round ``accepted``; 0: never."""
+    @property
+    def shared(self) -> set[str]:
+        """Names of the tensors that are global at least in part: all but local BatchNorm statistics."""
+        local = self.options.bn_statistics == "local"
+        return {name for name, _ in self.model.named_parameters()} if local else set(self.place.tensors)
+
+    def masks(self, grown: int) -> Tensors:
+        """Return the mask that grew in this round, for every tensor that can be selected; 0: the empty one."""
         names = selectable([name for name, _ in self.model.named_parameters()], self.options.layer)
-        grown = self.state.get(GROWN)
-        if accepted and grown is None:
+        prefix = f"{MASK}{grown}/"
+        bits = {name: self.state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in self.state}
+        if grown and not bits:
             raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
-        pending = [self.state.pop(f"{PENDING}{name}", None) for name in names]
-        if accepted and accepted == grown:  # the answer of that round has arrived
-            self.state |= {f"{MASK}{n}": mask for n, mask in zip(names, pending, strict=True) if mask is not None}
-        return {
-            name: self.state.get(f"{MASK}{name}", torch.zeros(self.place.tensors[name].shape, dtype=torch.bool))
-            for name in names
-        }
+        return unpack_bits(bits, {name: self.place.tensors[name].shape for name in names})
 
     def alternate(self, masks: Tensors, cut: Tensors) -> None:
         """GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
@@ -100,8 +103,7 @@ class FedSelectClient(Client):
             self.state |= {f"{SINCE}{name}": trained[name] for name in masks}
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
-            self.state |= {f"{PENDING}{name}": mask for name, mask in changed.items()}
-            self.state[GROWN] = torch.tensor(self.round)
+            self.state |= {f"{MASK}{self.round}/{name}": bits for name, bits in pack_bits(new).items()}
         return {f"{MASK}{name}": mask for name, mask in changed.items()}
 
     def personal(self, sent: Tensors) -> Tensors:

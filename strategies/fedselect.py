@@ -5,8 +5,9 @@ Parameters for Fine-Tuning, CVPR 2024, https://arxiv.org/abs/2404.02478.
 
 Every client has a mask of personal positions, at first none. A client trains its personal positions, then the global
 ones; the server takes at each position the mean over the clients for which it is global. Then the positions that
-training moved most become personal, until a fraction alpha is. Personal values never leave the client; what travels is
-the values at its global positions, and the new mask's bits where it changed.
+training moved most become personal, until a fraction alpha is. Personal values never leave the client; up travel the
+values at its global positions and the new mask's bits where it changed. Down travel the values at the positions that
+were global in the client's last round (Algorithm 1, last lines): one that has become personal since starts from the mean.
 
 Paper and published code differ; the default reads the paper, with what only the code says filled in:
 - p of the positions of each layer that are still global (code; the paper reads as if model-wide: ``scope = "model"``),
@@ -18,13 +19,13 @@ Paper and published code differ; the default reads the paper, with what only the
   batch (``bn-batch = "first-round"``: published training runs on round 0's statistics after the first round).
 - clients are weighed alike (both); a client's accuracy is that of its model after its training and before the next
   mean (code), correct over total.
-Positions that no client has as global keep their value (the paper's 0/0); nobody reads them.
+Positions that no client has as global keep their value (the paper's 0/0); nobody reads them. A client whose reply is
+lost keeps its personal values, but its growth is discarded and its last broadcast is repeated with the new mean.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
@@ -33,7 +34,7 @@ from fedsub_app.errors import UserError
 from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
 from fedsub_app.settings import Count, MethodSettings, Settings
 from fedsub_app.subnets.averaging import masked_mean
-from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
 
@@ -69,8 +70,11 @@ class FedSelect(SubnetStrategy):
 
     Attributes
     ----------
-    masks : client -> tensor name -> bool, 1: personal; names that can be selected only.
-    grown : round in which each client's mask last grew, int64 [N]; 0: never. A client whose reply is lost grew in vain.
+    masks : client -> tensor name -> bool, 1: personal; names that can be selected only. m^t of the paper.
+    held : the same, of the mask under which the client trained in its last accepted round: positions whose personal
+        values it has. m^(t-1).
+    grown : rounds in which each client's ``masks`` and ``held`` grew, int64 [N, 2]; 0: never. They name the masks in
+        messages. Growth whose reply was lost is discarded.
     """
 
     options: FedSelectSettings
@@ -84,24 +88,22 @@ class FedSelect(SubnetStrategy):
         self.global_names = [name for name in self.current if name not in statistics]
         empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
         self.masks = [dict(empty) for _ in range(settings.num_clients)]
-        self.grown = torch.zeros(settings.num_clients, dtype=torch.int64)
+        self.held = list(self.masks)
+        self.grown = torch.zeros(settings.num_clients, 2, dtype=torch.int64)
         self._new: dict[int, Tensors] = {}
 
     def task(self, client: int) -> Task:
-        """Send the values at the client's global positions, whole tensors where all of them are."""
-        cut = self._cut(client)
+        """Send the values at the positions that the client does not hold, whole tensors where these are all."""
+        cut = _global(self.held[client])
         whole = {name: self.current[name] for name in self.global_names if name not in cut}
-        return Task(client, whole | gather(self.current, cut), {"grown": int(self.grown[client])})
-
-    def _cut(self, client: int) -> Tensors:
-        """Return the global positions of the tensors that are partly personal: tensor name -> bool."""
-        return {name: ~mask for name, mask in self.masks[client].items() if mask.any()}
+        grown, held = self.grown[client].tolist()
+        return Task(client, whole | gather(self.current, cut), {"grown": grown, "held": held})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The values at its global positions and, where it grew, its mask."""
         masks = self.masks[client]
         specs = {name: self._like_current[name] for name in self.global_names}
-        specs |= {name: Spec((int(mask.sum()),)) for name, mask in self._cut(client).items()}
+        specs |= {name: Spec((int(mask.sum()),)) for name, mask in _global(masks).items()}
         return specs | {
             f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool, optional=True) for name, mask in masks.items()
         }
@@ -115,19 +117,20 @@ class FedSelect(SubnetStrategy):
                     raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
                 masks[name] = new
         self._new[client] = masks
-        cut = self._cut(client)
+        cut = _global(self.masks[client])
         tensors = {name: update.tensors[name] for name in self.global_names if name not in cut}
         tensors |= scatter(update.tensors, cut)
         return Update(client, tensors, update.metrics, update.num_examples)
 
     def merge(self, updates: Sequence[Update]) -> Tensors:
         """Mean at every position over the clients for which it was global in this round; then the masks grow."""
-        parts = [(update.tensors, self._cut(update.client), self.weight(update)) for update in updates]
+        parts = [(update.tensors, _global(self.masks[update.client]), self.weight(update)) for update in updates]
         merged = masked_mean(self.current, parts, server_lr=self.settings.server_lr)
         for client in [update.client for update in updates]:
-            new = self._new[client]
+            new, self.held[client] = self._new[client], self.masks[client]
+            self.grown[client, 1] = self.grown[client, 0]
             if any(not torch.equal(mask, new[name]) for name, mask in self.masks[client].items()):
-                self.masks[client], self.grown[client] = new, self.round
+                self.masks[client], self.grown[client, 0] = new, self.round
         personal = sum(int(mask.sum()) for masks in self.masks for mask in masks.values())
         selectable_positions = sum(mask.numel() for masks in self.masks for mask in masks.values())
         self.report["personal-fraction"] = personal / selectable_positions
@@ -138,18 +141,26 @@ class FedSelect(SubnetStrategy):
         return super().evaluation_task(client) if "global-local" in self.settings.evaluations else Task(client)
 
     def state(self) -> Tensors:
-        """Every client's mask, as bits, and when it grew."""
+        """Every client's masks, as bits, and when they grew."""
+        kinds = {"mask": self.masks, "held": self.held}
         bits = {
-            f"{client}/{name}": torch.from_numpy(np.packbits(mask.numpy()))
-            for client, masks in enumerate(self.masks)
-            for name, mask in masks.items()
+            f"{kind}/{client}/{name}": packed
+            for kind, of_clients in kinds.items()
+            for client, masks in enumerate(of_clients)
+            for name, packed in pack_bits(masks).items()
         }
         return bits | {"grown": self.grown}
 
     def load_state(self, state: Tensors) -> None:
         """Restore them."""
         self.grown = state["grown"].clone()
-        for client, masks in enumerate(self.masks):
-            for name, mask in masks.items():
-                bits = np.unpackbits(state[f"{client}/{name}"].numpy(), count=mask.numel())
-                masks[name] = torch.from_numpy(bits.view(bool)).view(mask.shape)
+        shapes = {name: mask.shape for name, mask in self.masks[0].items()}
+        for kind, of_clients in (("mask", self.masks), ("held", self.held)):
+            for client in range(len(of_clients)):
+                bits = {name: state[f"{kind}/{client}/{name}"] for name in shapes}
+                of_clients[client] = unpack_bits(bits, shapes)
+
+
+def _global(masks: Tensors) -> Tensors:
+    """Return the global positions of the tensors that are partly personal: tensor name -> bool."""
+    return {name: ~mask for name, mask in masks.items() if mask.any()}

@@ -150,3 +150,19 @@ def scatter(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[s
     Inverse of :func:`gather` on those positions.
     """
     return {name: torch.zeros(mask.shape).masked_scatter_(mask, values[name]) for name, mask in masks.items()}
+
+
+def pack_bits(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return bool masks as bits, for storage: tensor name -> uint8 ``[ceil(numel / 8)]``, in row-major order."""
+    return {name: torch.from_numpy(np.packbits(mask.numpy())) for name, mask in masks.items()}
+
+
+def unpack_bits(bits: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Inverse of :func:`pack_bits`, for every name of ``shapes``; a mask that ``bits`` lacks is all off."""
+    masks = {}
+    for name, shape in shapes.items():
+        masks[name] = torch.zeros(shape, dtype=torch.bool)
+        if name in bits:
+            values = np.unpackbits(bits[name].numpy(), count=shape.numel())
+            masks[name] = torch.from_numpy(values.view(bool)).view(shape)
+    return masks
