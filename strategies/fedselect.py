@@ -7,7 +7,7 @@ Every client has a mask of personal positions, at first none. A client trains it
 ones; the server takes at each position the mean over the clients for which it is global. Then the positions that
 training moved most become personal, until a fraction alpha is. Personal values never leave the client; up travel the
 values at its global positions and the new mask's bits where it changed. Down travel the values at the positions that
-were global in the client's last round (Algorithm 1, last lines): one that has become personal since starts from the mean.
+were global in the client's last round (Algorithm 1, last lines): one made personal since then starts from the mean.
 
 Paper and published code differ; the default reads the paper, with what only the code says filled in:
 - p of the positions of each layer that are still global (code; the paper reads as if model-wide: ``scope = "model"``),

@@ -14,6 +14,7 @@ from fedsub_app.analysis import overlap, unit_activations
 from fedsub_app.models import unit_groups
 from fedsub_app.protocol import Json
 from fedsub_app.runs import read_rounds
+from fedsub_app.subnets.masks import unpack_bits
 from tests.test_fedpews import SETTINGS
 from tests.test_fedselect import KEYS as FEDSELECT
 
@@ -83,7 +84,10 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
     assert len(rows) == 3 * 5  # rounds, layers
     assert all(0 <= float(row[2]) <= 1 for row in rows)
     state = [load_file(folder / f"clients/client-{c:06d}/round-000003.safetensors") for c in range(3)]
-    found = overlap([client.get("pending/fc3.weight", client["mask/fc3.weight"]) for client in state])
+    names = [max(n for n in client if n.startswith("mask/") and n.endswith("/fc3.weight")) for client in state]
+    newest = [client[name] for client, name in zip(state, names, strict=True)]
+    shapes = {"fc3.weight": torch.Size((128, 64))}
+    found = overlap([unpack_bits({"fc3.weight": bits}, shapes)["fc3.weight"] for bits in newest])
     expected = float(found[~torch.eye(3, dtype=torch.bool)].mean())
     assert float(next(row[2] for row in rows if row[:2] == ["3", "fc3.weight"])) == pytest.approx(expected, abs=1e-4)
     for name in ("personal", "clients", "overlap", "overlap-rounds"):

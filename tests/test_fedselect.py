@@ -201,7 +201,7 @@ def own_masks(state: Tensors, number: int) -> Tensors:
 
 
 def test_a_newly_personal_position_starts_from_the_mean() -> None:
-    """Algorithm 1, last lines: the broadcast is by the mask that the round trained under, the new one comes after it."""
+    """Algorithm 1, last lines: the broadcast is by the mask that the round trained under."""
     made, workers = strategy(), []
     for k in range(2):
         task = made.task(k)
