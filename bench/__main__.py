@@ -17,7 +17,7 @@ import torch
 
 from bench.flower_box import PROJECT
 from bench.measures import FULL, MEASURES, QUICK, Result, commit
-from fedsub_app.protocol import Json
+from fedsub_app.common.tensors import Json
 
 OUT = PROJECT / "bench/out/latest.json"
 TO_REACH: dict[str, float] = {

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fedsub_app.common.tensors import Json
 from fedsub_app.flower import CONNECTION, environment
-from fedsub_app.protocol import Json
-from fedsub_app.runs import read_rounds
+from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -1,8 +1,8 @@
 """Ditto, client side (Algorithm 1): a personal model beside the global one, pulled towards it."""
 
 from client_apps.base import Client
-from client_apps.objectives import Prox
-from fedsub_app.protocol import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.training.objectives import Prox
 from strategies.ditto import DittoSettings
 
 

@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from client_apps.base import Client
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import head_names
-from fedsub_app.protocol import Json, Tensors
 from fedsub_app.subnets.collaboration import feature_statistics
-from fedsub_app.training import EVALUATION_BATCH, Optimizer
+from fedsub_app.training.local import EVALUATION_BATCH
+from fedsub_app.training.optimizer import Optimizer
 from strategies.fedpac import CENTROIDS, COUNTS, KNOWN, MEANS, FedPACSettings, H, V
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from client_apps.base import Client
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import layer_groups
-from fedsub_app.protocol import Json, Tensors
-from fedsub_app.training import Optimizer
+from fedsub_app.training.optimizer import Optimizer
 from strategies.fedpart import FIRST, SECOND, STEPS, FedPartSettings
 
 

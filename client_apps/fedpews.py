@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from client_apps.base import Client
-from fedsub_app.costs import subnet_flops
-from fedsub_app.protocol import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.subnets.gates import Gates
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
+from fedsub_app.training.costs import subnet_flops
 from strategies.fedpews import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU

@@ -5,8 +5,8 @@ from itertools import islice
 import torch
 
 from client_apps.base import Client
-from fedsub_app.errors import UserError
-from fedsub_app.protocol import Json, Tensors
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from strategies.fedselect import MASK, FedSelectSettings

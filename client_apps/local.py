@@ -1,7 +1,7 @@
 """Local training without federation, client side: the model is the client's state."""
 
 from client_apps.base import Client
-from fedsub_app.protocol import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors
 
 
 class LocalClient(Client):

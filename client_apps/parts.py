@@ -3,8 +3,8 @@
 from functools import cached_property
 
 from client_apps.base import Client
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import part_names
-from fedsub_app.protocol import Json, Tensors
 from strategies.parts import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
 
 

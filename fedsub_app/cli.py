@@ -5,7 +5,7 @@ import logging
 import sys
 from pathlib import Path
 
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -98,8 +98,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _run_local(overrides: dict[str, str | int | float | bool]) -> int:
     from fedsub_app.client_app import app
-    from fedsub_app.local_grid import LocalGrid
-    from fedsub_app.runs import RunFailed, settings_of
+    from fedsub_app.federation.local_grid import LocalGrid
+    from fedsub_app.runs.directory import RunFailed, settings_of
     from fedsub_app.server_app import log_to_stdout, run_experiment
 
     log_to_stdout()
@@ -120,7 +120,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedsub_app.report import compare, draw_curves
+    from fedsub_app.runs.report import compare, draw_curves
 
     print(draw_curves(options.folders, options.out))
     if len(options.folders) > 1:
@@ -129,7 +129,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _analyse(options: argparse.Namespace) -> int:
-    from fedsub_app.analysis import analyse
+    from fedsub_app.runs.analysis import analyse
 
     for path in analyse(options.folder, options.samples):
         print(path)

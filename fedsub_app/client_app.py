@@ -10,14 +10,15 @@ import torch
 from flwr.app import Context, Message, MessageType
 from flwr.clientapp import ClientApp
 
-from client_apps.base import Workplace, workplace
+from fedsub_app.common.code import code_digest
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.errors import UserError
-from fedsub_app.federation import code_digest
+from fedsub_app.federation.protocol import Update, pack, unpack, update_part
 from fedsub_app.methods import METHODS
-from fedsub_app.protocol import Json, Tensors, Update, pack, unpack, update_part
 from fedsub_app.settings import Settings
-from fedsub_app.state import ClientState
+from fedsub_app.training.client_state import ClientState
+from fedsub_app.training.workplace import Workplace, workplace
 
 app = ClientApp()
 

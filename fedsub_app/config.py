@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import MethodSettings, Section, Settings, Value
 

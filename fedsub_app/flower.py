@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
 
 if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
     from fedsub_app.settings import Value
@@ -100,7 +100,7 @@ def wake(connection: str) -> "subprocess.Popen[bytes]":
 
 def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.Popen[bytes] | None" = None) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    from fedsub_app.runs import settings_of
+    from fedsub_app.runs.directory import settings_of
 
     settings_of(overrides)  # fail early
     overrides = dict(overrides)

@@ -29,11 +29,11 @@ from threading import Thread
 
 import torch
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
 from fedsub_app.config import conf_folder, resolve
-from fedsub_app.errors import UserError
-from fedsub_app.protocol import Json
-from fedsub_app.report import human_seconds
-from fedsub_app.runs import read_rounds
+from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.report import human_seconds
 from fedsub_app.settings import Settings, Value
 
 LOOK_SECONDS = 2.0
@@ -219,8 +219,8 @@ def _end_with_parent() -> None:
 def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     """Run or continue one run in this process; returns why it failed, or nothing."""
     from fedsub_app.client_app import app
-    from fedsub_app.local_grid import LocalGrid
-    from fedsub_app.runs import RunFailed, settings_of
+    from fedsub_app.federation.local_grid import LocalGrid
+    from fedsub_app.runs.directory import RunFailed, settings_of
     from fedsub_app.server_app import run_experiment
 
     log = logging.getLogger("fedsub")

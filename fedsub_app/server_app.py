@@ -8,18 +8,19 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from client_apps.base import pick_device
-from fedsub_app import report
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
 from fedsub_app.data import load_dataset, make_partition, partition_summary
-from fedsub_app.errors import UserError
-from fedsub_app.federation import exchange, wake
+from fedsub_app.federation.nodes import exchange, wake
+from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
-from fedsub_app.protocol import Json
-from fedsub_app.runs import Run, RunFailed, open_run, settings_of
+from fedsub_app.runs import report
+from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of
 from fedsub_app.settings import Settings
-from fedsub_app.training import evaluate
-from strategies.base import SubnetStrategy, to_arrays, to_tensors
+from fedsub_app.training.local import evaluate
+from fedsub_app.training.workplace import pick_device
+from strategies.base import SubnetStrategy
 
 log = logging.getLogger("fedsub")
 app = ServerApp()

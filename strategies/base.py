@@ -10,31 +10,31 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
-from fedsub_app.costs import formula_bytes
-from fedsub_app.federation import Dropped, Federation
-from fedsub_app.models import tensors as tensors_of
-from fedsub_app.models import unit_groups
-from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update, finite, read_update, specs, wire_bytes
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.nodes import Dropped, Federation
+from fedsub_app.federation.protocol import (
+    BadReply,
+    Spec,
+    Task,
+    Update,
+    finite,
+    read_update,
+    specs,
+    to_arrays,
+    to_tensors,
+    wire_bytes,
+)
+from fedsub_app.models import tensors_of, unit_groups
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.training.costs import formula_bytes
 
 log = logging.getLogger("fedsub")
-
-
-def to_tensors(arrays: ArrayRecord) -> Tensors:
-    """Flower's record as named CPU tensors."""
-    return {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
-
-
-def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Named tensors as Flower's record."""
-    return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 class SubnetStrategy(Strategy):

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
-from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
 from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.collaboration import combination

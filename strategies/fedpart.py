@@ -28,8 +28,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import layer_groups
-from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
 from fedsub_app.settings import Count, CountOrZero, MethodSettings, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.schedules import scheduled_group

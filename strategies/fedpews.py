@@ -25,8 +25,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
-from fedsub_app.seeds import generator
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split

@@ -30,8 +30,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedsub_app.errors import UserError
-from fedsub_app.protocol import BadReply, Json, Spec, Task, Tensors, Update
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.settings import Count, MethodSettings, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits

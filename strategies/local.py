@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from fedsub_app.protocol import Spec, Task, Tensors, Update
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.protocol import Spec, Task, Update
 from strategies.base import SubnetStrategy
 
 

@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import part_names
-from fedsub_app.protocol import Json, Spec, Task, Tensors, Update
 from fedsub_app.settings import CountOrZero, MethodSettings, Settings
 from fedsub_app.subnets.averaging import masked_mean
 from strategies.base import SubnetStrategy

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fedsub_app.client_app import app
-from fedsub_app.local_grid import LocalGrid
-from fedsub_app.protocol import Json
-from fedsub_app.runs import settings_of
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.runs.directory import settings_of
 from fedsub_app.server_app import run_experiment
 from fedsub_app.settings import Value
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from fedsub_app.common.tensors import Json
 from fedsub_app.flower import PROJECT
-from fedsub_app.protocol import Json
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
@@ -32,7 +32,7 @@ _processes.set_forkserver_preload(
     [
         "fedsub_app.cli",
         "fedsub_app.client_app",
-        "fedsub_app.local_grid",
+        "fedsub_app.federation.local_grid",
         "fedsub_app.server_app",
         "flwr_datasets.partitioner",
         "matplotlib.pyplot",
@@ -133,13 +133,13 @@ def _client_state_half_written(number: int) -> None:
 
 
 def _client_state_written(number: int) -> None:
-    from fedsub_app.state import ClientState
+    from fedsub_app.training.client_state import ClientState
 
     _wrap(ClientState, "save", after=lambda self, round_, *_: round_ == number)
 
 
 def _line_written(number: int) -> None:
-    from fedsub_app.runs import Run
+    from fedsub_app.runs.directory import Run
 
     _wrap(Run, "log_round", after=lambda self, line: line["round"] == number)
 
@@ -150,13 +150,13 @@ def _checkpoint_half_written(number: int) -> None:
 
 
 def _checkpoint_written(number: int) -> None:
-    from fedsub_app.runs import Run
+    from fedsub_app.runs.directory import Run
 
     _wrap(Run, "checkpoint", after=lambda self, server_round, *_: server_round == number)
 
 
 def _before_the_summary(number: int) -> None:
-    from fedsub_app.runs import Run
+    from fedsub_app.runs.directory import Run
 
     _wrap(Run, "finish", before=lambda self, *_: self.lines[-1]["round"] == number)
 
@@ -166,7 +166,7 @@ def _summary_half_written(number: int) -> None:
 
 
 def _settings_written(number: int) -> None:
-    from fedsub_app.runs import Run
+    from fedsub_app.runs.directory import Run
 
     _wrap(Run, "write_json", after=lambda self, name, content: name == "settings.json")
 

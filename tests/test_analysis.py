@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedsub_app import cli
-from fedsub_app.analysis import overlap, unit_activations
+from fedsub_app.common.tensors import Json
 from fedsub_app.models import unit_groups
-from fedsub_app.protocol import Json
-from fedsub_app.runs import read_rounds
+from fedsub_app.runs.analysis import overlap, unit_activations
+from fedsub_app.runs.directory import read_rounds
 from fedsub_app.subnets.masks import unpack_bits
 from tests.test_fedpews import SETTINGS
 from tests.test_fedselect import KEYS as FEDSELECT

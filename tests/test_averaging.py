@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsub_app.seeds import generator
+from fedsub_app.common.seeds import generator
 from fedsub_app.subnets import averaging
 from fedsub_app.subnets.averaging import masked_mean
 

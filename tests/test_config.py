@@ -2,8 +2,8 @@
 
 import pytest
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.config import defaults, describe, experiments, parse_pairs, resolve
-from fedsub_app.errors import UserError
 from fedsub_app.methods import METHODS
 
 

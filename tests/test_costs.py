@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedsub_app.costs import formula_bytes, forward_flops, subnet_flops, training_flops
-from fedsub_app.models import build_model, mlp, model_names, tensors, unit_groups
+from fedsub_app.models import build_model, mlp, model_names, tensors_of, unit_groups
+from fedsub_app.training.costs import formula_bytes, forward_flops, subnet_flops, training_flops
 
 SHAPES = {"fedpews-mlp": (5,), "feature-mlp": (20,), "mnist-cnn": (1, 28, 28)}
 
@@ -81,5 +81,5 @@ def test_bytes_by_hand():
 
 def test_bytes_of_sub_fedavg_and_fedpart():
     lenet = build_model("lenet5", (3, 32, 32), 10, seed=0)
-    assert 500 * 10 * 2 * formula_bytes(tensors(lenet)) == 2_480_240_000  # 2.48 GB, Table 1
-    assert formula_bytes(tensors(build_model("fedpart-cnn", (3, 32, 32), 10, seed=0))) == 617_944
+    assert 500 * 10 * 2 * formula_bytes(tensors_of(lenet)) == 2_480_240_000  # 2.48 GB, Table 1
+    assert formula_bytes(tensors_of(build_model("fedpart-cnn", (3, 32, 32), 10, seed=0))) == 617_944

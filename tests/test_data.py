@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
 from fedsub_app.data import (
     Dataset,
     DataSettings,
@@ -27,9 +29,7 @@ from fedsub_app.data import (
 )
 from fedsub_app.data.sources import MEDMNIST
 from fedsub_app.data.synthetic import LAYOUTS
-from fedsub_app.errors import UserError
-from fedsub_app.protocol import Json
-from fedsub_app.runs import read_rounds
+from fedsub_app.runs.directory import read_rounds
 
 Array = NDArray[Any]
 CORRUPTIONS = ("fog", "snow")

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from helpers import PATIENCE, fedsub, free_port, result, rounds, run_flower
 
+from fedsub_app.common.tensors import Json
 from fedsub_app.config import experiments, resolve
 from fedsub_app.flower import PROJECT, environment
-from fedsub_app.protocol import Json
 
 KEYS = {
     "model": "feature-mlp",

@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 
 import fedsub_app.client_app
 from fedsub_app.client_app import app
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
-from fedsub_app.errors import UserError
-from fedsub_app.federation import Answers, Dropped, Federation, Node, exchange
-from fedsub_app.local_grid import LocalGrid
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.nodes import Answers, Dropped, Federation, Node, exchange
+from fedsub_app.federation.protocol import Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
-from fedsub_app.protocol import Json, Task, Tensors, pack, unpack
 from fedsub_app.settings import Value
-from strategies.base import to_arrays, to_tensors
 
 RunLocal = Callable[..., tuple[Json, Path]]
 

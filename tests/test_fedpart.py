@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.costs import training_flops
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.errors import UserError
-from fedsub_app.models import build_model, layer_groups
-from fedsub_app.models import tensors as tensors_of
-from fedsub_app.protocol import BadReply, Json, Tensors, Update
-from fedsub_app.runs import read_rounds
-from fedsub_app.seeds import generator
+from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.models import build_model, layer_groups, tensors_of
+from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
 from fedsub_app.subnets.schedules import scheduled_group
+from fedsub_app.training.costs import training_flops
 from strategies.fedpart import NONE, OWN, FedPart
 
 Run = Callable[..., tuple[Json, Path]]
@@ -261,8 +261,8 @@ def test_who_did_not_answer_is_sent_the_full_model() -> None:
 
 
 def test_a_client_without_its_model_says_so(run_local: Run) -> None:
-    from client_apps.base import workplace
     from client_apps.fedpart import FedPartClient
+    from fedsub_app.training.workplace import workplace
 
     place = workplace(resolve(SETTINGS))
     with pytest.raises(UserError, match="client 2 has no model of an earlier round"):

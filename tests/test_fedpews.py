@@ -11,14 +11,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.errors import UserError
-from fedsub_app.models import build_model, unit_groups
-from fedsub_app.models import tensors as tensors_of
-from fedsub_app.protocol import BadReply, Json, Tensors, Update
-from fedsub_app.runs import read_rounds
-from fedsub_app.seeds import generator
+from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.models import build_model, tensors_of, unit_groups
+from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
 from fedsub_app.subnets.gates import Gates
 from fedsub_app.subnets.masks import split

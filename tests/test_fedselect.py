@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from client_apps.base import workplace
 from client_apps.fedselect import FedSelectClient
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.errors import UserError
-from fedsub_app.models import build_model
-from fedsub_app.models import tensors as tensors_of
-from fedsub_app.protocol import BadReply, Json, Tensors, Update
-from fedsub_app.runs import read_rounds
-from fedsub_app.seeds import generator
+from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.models import build_model, tensors_of
+from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
+from fedsub_app.training.workplace import workplace
 from strategies.fedselect import FedSelect
 
 Run = Callable[..., tuple[Json, Path]]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedsub_app.errors import UserError
-from fedsub_app.models import UnitGroup, build_model, tensors, unit_groups
-from fedsub_app.seeds import generator
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.models import UnitGroup, build_model, tensors_of, unit_groups
 from fedsub_app.subnets import masks
 from fedsub_app.subnets.gates import Gates
 
@@ -35,7 +35,7 @@ def tiny(kind: str) -> nn.Sequential:
     model = nn.Sequential()
     for name, layer in named.items():
         model.add_module(name, layer)
-    for name, tensor in tensors(model).items():
+    for name, tensor in tensors_of(model).items():
         if name.startswith("bn"):  # defaults of 0 and 1 would hide mistakes
             tensor.data = torch.rand_like(tensor) + 0.5
     return model
@@ -82,7 +82,7 @@ def slow_expand(kind: str, unit_masks, shapes):
 
 
 def shapes_of(model):
-    return {name: tensor.shape for name, tensor in tensors(model).items()}
+    return {name: tensor.shape for name, tensor in tensors_of(model).items()}
 
 
 def draw_masks(groups, data):
@@ -223,7 +223,7 @@ def test_split_gather_scatter():
     unit_masks = masks.split(torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool(), groups)
     assert [m.tolist() for m in unit_masks.values()] == [[True, False, True], [False, False, True, True]]
     full = masks.expand(groups, unit_masks, shapes_of(model))
-    named = {name: t.detach() for name, t in tensors(model).items()}
+    named = {name: t.detach() for name, t in tensors_of(model).items()}
     values = masks.gather(named, full)
     assert {name: len(v) for name, v in values.items()} == {name: int(m.sum()) for name, m in full.items()}
     assert all(torch.equal(t, named[name] * full[name]) for name, t in masks.scatter(values, full).items())

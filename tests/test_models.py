@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
 from fedsub_app.models import (
     build_model,
     head_names,

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
 from fedsub_app.data.partition import deal_classes
-from fedsub_app.errors import UserError
 
 DIGITS = DataSettings(dataset="digits", normalise="none")
 SAMPLES = 1438

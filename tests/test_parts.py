@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.errors import UserError
 from fedsub_app.methods import METHODS
-from fedsub_app.models import build_model, head_names, part_names, tensors
-from fedsub_app.protocol import Json, Tensors
-from fedsub_app.runs import read_rounds
-from fedsub_app.seeds import generator
+from fedsub_app.models import build_model, head_names, part_names, tensors_of
+from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Settings, Value
 
 Run = Callable[..., tuple[Json, Path]]
@@ -42,7 +42,7 @@ def state_of(folder: Path, client: int, round_: int = 3) -> Tensors:
 
 
 def initial() -> Tensors:
-    return {n: t.detach() for n, t in tensors(build_model("feature-mlp", (1, 8, 8), 10, 0)).items()}
+    return {n: t.detach() for n, t in tensors_of(build_model("feature-mlp", (1, 8, 8), 10, 0)).items()}
 
 
 # --- the slow reference -----------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Reference:
         self.s = settings
         self.data, self.parts = load_dataset(settings.data), make_partition(settings.data, settings.partitioning)
         self.net = build_model(settings.model, (1, 8, 8), 10, settings.seed)
-        self.start = {n: t.detach().clone() for n, t in tensors(self.net).items()}
+        self.start = {n: t.detach().clone() for n, t in tensors_of(self.net).items()}
         self.clients = range(settings.num_clients)
 
     def sgd(
@@ -211,7 +211,7 @@ def test_parts_by_hand() -> None:
     resnet = build_model("resnet18", (3, 32, 32), 10, 0)
     assert part_names(resnet, "head") == head_names(resnet) == ("fc.weight", "fc.bias")
     body = part_names(resnet, "body")
-    assert set(body) | {"fc.weight", "fc.bias"} == set(tensors(resnet))
+    assert set(body) | {"fc.weight", "fc.bias"} == set(tensors_of(resnet))
     named = part_names(resnet, "layer4.1 fc")
     assert all(name.startswith(("layer4.1.", "fc.")) for name in named)
     assert "layer4.1.bn1.running_mean" in named
@@ -243,6 +243,6 @@ def test_a_frozen_part_is_not_trained(run_local: Run) -> None:
     assert any(isinstance(module, nn.BatchNorm2d) for module in net.modules())
     keys = KEYS | {"model": "lenet5-bn", "image_size": 32, "train_per_class": 20, "num_rounds": 1}
     _, folder = run_local(method="fedbabu", **keys)
-    start = {n: t.detach() for n, t in tensors(net).items()}
+    start = {n: t.detach() for n, t in tensors_of(net).items()}
     for name in head_names(net):
         assert torch.equal(state_of(folder, 0, 1)[f"previous/{name}"], start[name])

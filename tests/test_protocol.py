@@ -10,14 +10,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsub_app.protocol import (
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.protocol import (
     DTYPES,
     HEADER,
     STYPE,
     TENSORS,
     BadReply,
     Spec,
-    Tensors,
     Update,
     pack,
     read_update,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from client_apps.base import workplace
 from fedsub_app import cli, config, reproduce
-from fedsub_app.protocol import Json
-from fedsub_app.report import compare, human_bytes, human_seconds
+from fedsub_app.common.tensors import Json
+from fedsub_app.runs.report import compare, human_bytes, human_seconds
+from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]
 TABLE = """# A small table

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from client_apps.base import Client
+from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import Update, to_arrays, to_tensors
 from fedsub_app.models import build_model
-from fedsub_app.protocol import Json, Update
-from fedsub_app.runs import RunFailed, read_rounds
-from strategies.base import SubnetStrategy, to_arrays, to_tensors
+from fedsub_app.runs.directory import RunFailed, read_rounds
+from strategies.base import SubnetStrategy
 
 Run = Callable[..., tuple[Json, Path]]
 

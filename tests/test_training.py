@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from client_apps.objectives import Moon
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.errors import UserError
-from fedsub_app.models import build_model
-from fedsub_app.models import tensors as tensors_of
-from fedsub_app.protocol import Json
+from fedsub_app.models import build_model, tensors_of
 from fedsub_app.settings import Value
-from fedsub_app.training import Optimizer, crop_and_flip
+from fedsub_app.training.local import crop_and_flip
+from fedsub_app.training.objectives import Moon
+from fedsub_app.training.optimizer import Optimizer
 
 
 @pytest.mark.parametrize("network", ["lenet5-bn", "fedpews-mlp"])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
 from fedsub_app.data.sources import ALIASES, Source, data_folder, load_sources
-from fedsub_app.errors import UserError
-from fedsub_app.seeds import generator
 
 
 @dataclass(frozen=True)

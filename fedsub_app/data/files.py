@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fedsub_app.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, one_line
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
-from fedsub_app.errors import UserError
-from fedsub_app.seeds import derive, generator
 
 
 @dataclass(frozen=True)

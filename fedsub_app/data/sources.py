@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
 from fedsub_app.data.files import (
     ARCHIVES,
@@ -28,8 +30,6 @@ from fedsub_app.data.files import (
     read_npz,
     unpacked_idx,
 )
-from fedsub_app.errors import UserError, one_line
-from fedsub_app.seeds import generator
 
 ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
 MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled out: importing it takes a second

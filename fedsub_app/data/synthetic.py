@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsub_app.seeds import generator
+from fedsub_app.common.seeds import generator
 
 NUM_CLASSES = 4
 TEST_POINTS = 6_400

@@ -1,6 +1,6 @@
 """Networks by name, their tensors by name, and their structure (units, layers, head)."""
 
-from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors
+from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of
 from fedsub_app.models.units import UnitGroup, head_names, layer_groups, part_names, unit_groups
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "mlp",
     "model_names",
     "part_names",
-    "tensors",
+    "tensors_of",
     "unit_groups",
 ]

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedsub_app.errors import UserError, one_line
-from fedsub_app.seeds import derive
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.seeds import derive
 
 Shape = tuple[int, ...]
 
@@ -194,7 +194,7 @@ def build_model(name: str, in_shape: Shape, num_classes: int, seed: int) -> nn.M
         return builder(name, tuple(in_shape), num_classes, **settings)
 
 
-def tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's parameters and floating-point buffers by name, in ``state_dict`` order.
 
     These are the model's own objects (``nn.Parameter`` with its ``grad``, running statistics), not copies:
@@ -205,14 +205,14 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Copy ``new`` into the model (or its :func:`tensors`), in place: exactly their names and shapes, any device.
+    """Copy ``new`` into the model (or its :func:`tensors_of`), in place: exactly their names and shapes, any device.
 
     Raises
     ------
     ValueError
         If a name is missing, unknown, or has another shape; nothing has been copied then.
     """
-    own = tensors(model) if isinstance(model, nn.Module) else model
+    own = tensors_of(model) if isinstance(model, nn.Module) else model
     if own.keys() != new.keys():
         raise ValueError(
             f"tensors missing: {sorted(own.keys() - new.keys())}, unknown: {sorted(new.keys() - own.keys())}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedsub_app.models.networks import tensors
+from fedsub_app.models.networks import tensors_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 # Layers that treat every unit alone, so that a unit that is zero before them is nobody else's business behind them.
@@ -48,7 +48,7 @@ class UnitGroup:
 
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
     """Full names of a leaf module's tensors."""
-    return tuple(f"{prefix}.{name}" for name in tensors(module))
+    return tuple(f"{prefix}.{name}" for name in tensors_of(module))
 
 
 def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
@@ -101,7 +101,7 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
 
 
 def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return FedPart's layers, shallow to deep: the names of :func:`tensors`, each in exactly one group.
+    """Return FedPart's layers, shallow to deep: the names of :func:`tensors_of`, each in exactly one group.
 
     A convolution or linear layer and the BatchNorm behind it are one group. The shortcut convolutions of a ResNet are
     groups of their own, behind the second convolution of their block: ResNet-18 has 21 groups.
@@ -125,7 +125,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
-    """Return the names of a part of the model, in the order of :func:`tensors`: what is shared or personal.
+    """Return the names of a part of the model, in the order of :func:`tensors_of`: what is shared or personal.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
     ValueError
         A name is of no layer or tensor, or the part is empty or the whole model.
     """
-    every = tuple(tensors(model))
+    every = tuple(tensors_of(model))
     head = head_names(model)
     if part == "head":
         return tuple(name for name in every if name in head)

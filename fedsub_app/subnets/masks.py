@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.errors import UserError
+from fedsub_app.common.errors import UserError
 from fedsub_app.models.units import UnitGroup
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from fedsub_app.seeds import generator
+from fedsub_app.common.seeds import generator
 
 Order = Literal["shallow", "deep", "random"]
 

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.errors import UserError
 from fedsub_app.models import build_model, load_tensors, unit_groups
 from fedsub_app.models.units import UnitGroup
-from fedsub_app.protocol import Json, Tensors
-from fedsub_app.report import COLOURS, figure
-from fedsub_app.runs import read_rounds, settings_of
-from fedsub_app.seeds import generator
+from fedsub_app.runs.directory import read_rounds, settings_of
+from fedsub_app.runs.report import COLOURS, figure
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.masks import fixed_masks, split
 from strategies.fedselect import FedSelect

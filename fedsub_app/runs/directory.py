@@ -28,12 +28,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from fedsub_app.common.code import code_digest
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.errors import UserError
-from fedsub_app.federation import code_digest
-from fedsub_app.protocol import Json, Tensors
 from fedsub_app.settings import LOCATION_KEYS, Settings, Value
-from fedsub_app.state import write_atomic
 
 try:
     import fcntl

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-Tensors = dict[str, torch.Tensor]
-Json = dict[str, Any]
+from fedsub_app.common.tensors import Json, Tensors
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
 STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
@@ -74,6 +73,16 @@ class Spec:
 def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     """Return the specs that ``tensors`` themselves fulfil."""
     return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def to_tensors(arrays: ArrayRecord) -> Tensors:
+    """Flower's record as named CPU tensors."""
+    return {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    """Named tensors as Flower's record."""
+    return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def _encode(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

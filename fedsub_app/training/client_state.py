@@ -10,29 +10,12 @@ import os
 import re
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from fedsub_app.errors import UserError
-
-Tensors = dict[str, torch.Tensor]
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` so that ``path`` holds either all of it or what it held before, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
+from fedsub_app.common.tensors import Tensors
 
 
 def _apart(tensors: Tensors) -> Tensors:

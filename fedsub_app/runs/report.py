@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsub_app.errors import UserError
-from fedsub_app.protocol import Json
-from fedsub_app.runs import ACCURACIES, read_rounds
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
+from fedsub_app.runs.directory import ACCURACIES, read_rounds
 from fedsub_app.settings import Settings
 
 if TYPE_CHECKING:

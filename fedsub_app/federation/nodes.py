@@ -5,36 +5,24 @@ client ``c`` lives on the node with ``c % num_partitions == partition_id``. Wher
 data and client state, and the sampled clients are spread evenly over them instead.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from fedsub_app.errors import UserError
-from fedsub_app.protocol import BadReply, Json, Task, Tensors, pack, unpack, wire_bytes
-from fedsub_app.seeds import generator
+from fedsub_app.common.code import code_digest
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import BadReply, Task, pack, unpack, wire_bytes
 from fedsub_app.settings import Settings
 
 log = logging.getLogger("fedsub")
 LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up
-
-
-@cache
-def code_digest() -> str:
-    """Hash of the source of our three packages as this process has imported them."""
-    root = Path(__file__).resolve().parents[1]
-    files = sorted(path for name in ("fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py"))
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What every room uses: errors, seeds, tensors by name, files, the base of settings."""

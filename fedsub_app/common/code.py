@@ -1,0 +1,16 @@
+"""Which code this process runs."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def code_digest() -> str:
+    """Hash of the source of our three packages as this process has imported them."""
+    root = Path(__file__).resolve().parents[2]
+    files = sorted(path for name in ("fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

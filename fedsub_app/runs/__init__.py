@@ -1,0 +1,1 @@
+"""Run directories and what is read off them: reports, pictures, analyses."""

@@ -1,0 +1,1 @@
+"""What a client does on its own machine: workplace, local training, optimizer, objectives, costs, durable state."""
