@@ -15,7 +15,7 @@ from fedsub_app.models import (
     load_tensors,
     mlp,
     model_names,
-    tensors,
+    tensors_of,
     unit_groups,
 )
 
@@ -52,15 +52,15 @@ def test_small_grey_digits_fit(name):
 
 
 def test_digits_reach_the_linear_layer_as_one_pixel_per_channel():
-    assert tensors(build_model("fedpews-cnn", (1, 8, 8), 10, seed=0))["fc1.weight"].shape == (10, 128 * 1 * 1)
+    assert tensors_of(build_model("fedpews-cnn", (1, 8, 8), 10, seed=0))["fc1.weight"].shape == (10, 128 * 1 * 1)
 
 
 def test_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone():
     before = torch.get_rng_state()
-    first, again, other = (tensors(build_model("lenet5", (3, 32, 32), 10, seed)) for seed in (1, 1, 2))
+    first, again, other = (tensors_of(build_model("lenet5", (3, 32, 32), 10, seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(5)  # another state of the global generator must not matter
-    after = tensors(build_model("lenet5", (3, 32, 32), 10, 1))
+    after = tensors_of(build_model("lenet5", (3, 32, 32), 10, 1))
     assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], after[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
 
@@ -88,7 +88,7 @@ def test_smallest_image_of_the_message_works():
 
 def test_tensors_are_the_models_own_without_integers():
     model = build_model("lenet5-bn", (3, 32, 32), 10, seed=0)
-    named = tensors(model)
+    named = tensors_of(model)
     assert [n for n in named if n.startswith("bn1")] == [
         "bn1.weight",
         "bn1.bias",
@@ -101,7 +101,7 @@ def test_tensors_are_the_models_own_without_integers():
 
 
 def test_feature_mlp_has_no_running_statistics():
-    assert list(tensors(mlp(3, 2, [4], batch_norm=True))) == [
+    assert list(tensors_of(mlp(3, 2, [4], batch_norm=True))) == [
         "fc1.weight",
         "fc1.bias",
         "bn1.weight",
@@ -113,8 +113,8 @@ def test_feature_mlp_has_no_running_statistics():
 
 def test_load_tensors_copies_in():
     source, target = (build_model("lenet5-bn", (3, 32, 32), 10, seed) for seed in (0, 1))
-    load_tensors(target, tensors(source))
-    assert all(torch.equal(a, tensors(source)[name]) for name, a in tensors(target).items())
+    load_tensors(target, tensors_of(source))
+    assert all(torch.equal(a, tensors_of(source)[name]) for name, a in tensors_of(target).items())
     assert target.conv1.weight is not source.conv1.weight
     assert target.conv1.weight.requires_grad
 
@@ -122,7 +122,7 @@ def test_load_tensors_copies_in():
 @pytest.mark.parametrize("spoil", ["missing", "unknown", "shape"])
 def test_load_tensors_is_strict_and_copies_nothing_then(spoil):
     model = build_model("fedpews-mlp", (5,), 4, seed=0)
-    new = {name: torch.zeros_like(t) for name, t in tensors(model).items()}
+    new = {name: torch.zeros_like(t) for name, t in tensors_of(model).items()}
     if spoil == "missing":
         del new["fc5.bias"]
     elif spoil == "unknown":
@@ -131,7 +131,7 @@ def test_load_tensors_is_strict_and_copies_nothing_then(spoil):
         new["fc5.bias"] = torch.zeros(1)  # would broadcast
     with pytest.raises(ValueError, match=r"fc[56]\.bias"):
         load_tensors(model, new)
-    assert all(bool(t.any()) for t in tensors(model).values())
+    assert all(bool(t.any()) for t in tensors_of(model).values())
 
 
 def test_units_of_an_mlp():
@@ -194,7 +194,7 @@ def test_units_of_a_resnet_are_the_inner_channels_of_its_blocks():
 @pytest.mark.parametrize(("name", "in_shape", "classes", "_"), PAPERS)
 def test_units_fit_the_shapes(name, in_shape, classes, _):
     model = build_model(name, in_shape, classes, seed=0)
-    named = tensors(model)
+    named = tensors_of(model)
     for group in unit_groups(model):
         assert all(named[row].shape[0] == group.size for row in group.rows)
         assert all(named[col].shape[1] == group.size * repeat for col, repeat in group.cols)
@@ -213,14 +213,14 @@ def test_layers_hold_every_tensor_once_and_end_with_the_head(name, in_shape, cla
     model = build_model(name, in_shape, classes, seed=0)
     layers = layer_groups(model)
     flat = [tensor for layer in layers for tensor in layer]
-    assert sorted(flat) == sorted(tensors(model))
+    assert sorted(flat) == sorted(tensors_of(model))
     assert len(set(flat)) == len(flat)
     assert layers[-1] == head_names(model)
 
 
 def test_layers_of_the_fedpart_net_are_the_papers():
     model = build_model("fedpart-cnn", (3, 32, 32), 10, seed=0)
-    sizes = [sum(tensors(model)[name].numel() for name in layer) for layer in layer_groups(model)]
+    sizes = [sum(tensors_of(model)[name].numel() for name in layer) for layer in layer_groups(model)]
     assert sizes == [456, 2416, 72_180, 28_960, 22_540, 16_920, 10_164, 850]
 
 
