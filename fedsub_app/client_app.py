@@ -85,7 +85,7 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
         before = header["round"] + (header["phase"] == MessageType.EVALUATE)
         worker = METHODS[place.settings.method].client(place, client, header["round"], store.load(before))
         if header["phase"] == MessageType.EVALUATE:
-            return worker.run_evaluation(sent, header["evaluate"])
+            return worker.run_evaluation(sent, config, header["evaluate"])
         update = worker.run_training(sent, config)
         if worker.state:
             store.save(header["round"], worker.state, header["committed"])

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import load_dataset, make_partition, partition_summary
-from fedsub_app.federation.nodes import exchange, wake
+from fedsub_app.federation.nodes import Federation, exchange, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
@@ -84,13 +84,13 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     partition = make_partition(settings.data, settings.partitioning)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     pick_device(settings.device)
-    header: Json = {"settings": settings.flat() | {"experiment": "", "resume": False}}
-    strategy = METHODS[settings.method].strategy(
-        settings, model, header
-    )  # may refuse its settings: nothing is there yet
+    # May reject its settings: before the run directory exists.
+    strategy = METHODS[settings.method].strategy(settings, model)
     run = open_run(settings)
     try:
-        header |= {"run": run.run_id, "state-dir": str(run.state_folder)}
+        told = settings.flat() | {"experiment": "", "resume": False}
+        header = {"settings": told, "run": run.run_id, "state-dir": str(run.state_folder)}
+        strategy.connect(Federation(settings, header))
         if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
             run.write_json("partition.json", partition_summary(dataset, partition))
         for note in dataset.notes:
@@ -103,7 +103,7 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
 
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
     """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
-    settings, config = run.settings, ConfigRecord()
+    settings = run.settings
     last, model, state, abandoned = run.restore()
     # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
@@ -112,21 +112,20 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
-    strategy.committed = run.oldest_round
     strategy.federation.meet(grid)  # before the clock starts: Ray takes seconds to come up
     began = time.perf_counter()
     for number in range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
+        config = ConfigRecord({"committed": run.oldest_round})
         replies = exchange(grid, strategy.configure_train(number, arrays, config, grid), settings.round_timeout)
         merged, _ = strategy.aggregate_train(number, replies)
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.report}
-        line |= _evaluate(grid, strategy, number, arrays, global_test)
+        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
+        line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
-            strategy.committed = run.oldest_round
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:
@@ -144,15 +143,19 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
 
 
 def _evaluate(
-    grid: Grid, strategy: SubnetStrategy, number: int, arrays: ArrayRecord, global_test: GlobalTest | None
+    grid: Grid,
+    strategy: SubnetStrategy,
+    number: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    global_test: GlobalTest | None,
 ) -> Json:
     """Measure what is due after a round; returns it for the round's line."""
     if not strategy.evaluation_due(number):
         return {}
     start = time.perf_counter()
     found: Json = dict(global_test(arrays)) if global_test else {}
-    if messages := strategy.configure_evaluate(number, arrays, ConfigRecord(), grid):
-        strategy.report = {}
+    if messages := strategy.configure_evaluate(number, arrays, config, grid):
         strategy.aggregate_evaluate(number, exchange(grid, messages, strategy.settings.round_timeout))
-        found |= strategy.report
+        found |= strategy.phase.report
     return found | {"evaluate-seconds": time.perf_counter() - start}

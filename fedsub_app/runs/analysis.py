@@ -189,7 +189,7 @@ def overlap(masks: Sequence[Tensor]) -> Tensor:
 def _overlap(folder: Path, settings: Settings, checkpoints: Sequence[Path]) -> list[Path]:
     dataset = load_dataset(settings.data)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
-    strategy = FedSelect(settings, model, {})
+    strategy = FedSelect(settings, model)
     rows: list[list[Any]] = []
     last: dict[str, Tensor] = {}
     for path in checkpoints:
