@@ -17,10 +17,10 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import build_model, tensors_of, unit_groups
+from fedsub_app.models import Network, build_model, tensors_of, unit_groups
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
-from fedsub_app.subnets.gates import Gates
+from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import split
 from strategies.fedpews import FedPeWS
 
@@ -206,10 +206,10 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
     groups = unit_groups(model)
     x, y = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
     mask = (torch.rand(sum(group.size for group in groups)) > 0.4).float().requires_grad_()
-    gates = Gates(model, groups, narrow)
-    gated = gates.forward(x, mask)
+    network = Network(model)
+    output = gated(network, mask, x, narrow=narrow).logits
     weights = [p for _, p in model.named_parameters()]
-    got = torch.autograd.grad(F.cross_entropy(gated, y), [*weights, mask])
+    got = torch.autograd.grad(F.cross_entropy(output, y), [*weights, mask])
     parameters = dict(model.named_parameters())
     for group, part in zip(groups, split(mask, groups).values(), strict=True):
         for name in group.rows:
@@ -219,16 +219,15 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
             parameters[name] = parameters[name] * columns.view(1, -1, *[1] * (parameters[name].dim() - 2))
     literal = functional_call(model, parameters, (x,))
     want = torch.autograd.grad(F.cross_entropy(literal, y), [*weights, mask])
-    torch.testing.assert_close(gated, literal)
+    torch.testing.assert_close(output, literal)
     for left, right in zip(got, want, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
-    gates.remove()
     assert torch.equal(model(x), functional_call(model, dict(model.named_parameters()), (x,)))
 
 
 def test_theta_of_the_others_by_hand() -> None:
     settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0 | 1 | 2 3"})
-    strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
     assert strategy.task(0).tensors["theta"][0].item() == pytest.approx((0.4 + 0.9) / 2)
@@ -238,13 +237,13 @@ def test_theta_of_the_others_by_hand() -> None:
 
 
 def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
-    strategy = FedPeWS(resolve(SETTINGS), build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy = FedPeWS(resolve(SETTINGS), build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     mask = torch.ones(256, dtype=torch.bool)
     values = {name: tensor.flatten() for name, tensor in strategy.current.items()}
     good: Tensors = values | {"mask": mask, "theta": torch.rand(256)}
-    strategy.decode(Update(0, good, {}, 1))
+    strategy.contribution(Update(0, good, {}, 1))
     with pytest.raises(BadReply, match=r"'fc1\.bias': 32 values, its mask covers 0"):
-        strategy.decode(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
+        strategy.contribution(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
     with pytest.raises(BadReply, match=r"'theta': probabilities outside \[0, 1\]"):
-        strategy.decode(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))
+        strategy.contribution(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))

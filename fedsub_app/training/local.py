@@ -22,6 +22,7 @@ EVALUATION_BATCH = 512
 class Trainee(Protocol):
     """What :class:`Training` needs of a client."""
 
+    id: int
     place: Workplace
     settings: Settings
     network: Network
