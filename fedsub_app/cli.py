@@ -161,7 +161,7 @@ def _experiments() -> dict[str, str]:
 
 
 def _tables() -> dict[str, str]:
-    from fedsub_app.reproduce import tables
+    from fedsub_app.config import tables
 
     return {name: _first_comment(path) for name, path in tables().items()}
 
