@@ -104,7 +104,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
     """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
     settings, config = run.settings, ConfigRecord()
-    last, model, state, abandoned = run.restore()
+    found = run.restore()
+    last, model, state, abandoned = found.round, found.model, found.state, found.abandoned
     # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:

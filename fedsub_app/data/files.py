@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import tarfile
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.files import write_atomic
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
@@ -140,7 +140,7 @@ def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
         root = cache_folder() / f"idx-{fingerprint(originals)}"
         for original, name in zip(originals, names, strict=True):
             if not (root / raw / name).exists():
-                write_atomically(root / raw / name, partial(_copy, original))
+                _keep(root / raw / name, partial(_copy, original))
     for original, name in zip(originals, names, strict=True):
         _check_idx(root / raw / name, original, dimensions=3 if "images" in name else 1)
     return root
@@ -167,19 +167,14 @@ def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) ->
             pass
     encoded = _archived(path) if path.is_file() else _unarchived(path, files) if split else _unsplit(path, files)
     arrays = _stack(path, encoded, image_size, classes)
-    write_atomically(cached, partial(_save, arrays))
+    _keep(cached, partial(_save, arrays))
     return read_npz(cached)
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file, then put it in place of ``path``: no reader ever sees half a file."""
+def _keep(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file of the cache folder."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
-            temporary = Path(folder) / path.name
-            with temporary.open("wb") as target:
-                write(target)
-            os.replace(temporary, path)
+        write_atomic(path, write)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder"

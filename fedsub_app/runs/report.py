@@ -117,7 +117,7 @@ def draw_run(folder: Path) -> None:
 
 
 def draw_curves(folders: Sequence[Path], target: Path) -> Path:
-    """Draw accuracy against rounds, bytes, FLOPs and seconds, a line a run (and accuracy); returns the picture.
+    """Draw accuracy against rounds, bytes, FLOPs and seconds, one line per run and accuracy; returns the picture.
 
     Raises
     ------
@@ -145,6 +145,7 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
         panel.set_xlabel(label)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy (%)")
+    panels[0].locator_params(axis="x", integer=True)
     panels[0].legend(fontsize="small")
     drawing.savefig(target, dpi=120)
     return target
