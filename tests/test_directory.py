@@ -37,9 +37,7 @@ def test_a_checkpoint_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "round-000001.safetensors"
     save_file({"model/w": torch.zeros(1)}, path, metadata={"round": "1", "digest": "0123"})
-    with pytest.raises(
-        UserError, match=r"round-000001.safetensors: .* truncated or damaged \('abandoned'\)"
-    ):
+    with pytest.raises(UserError, match=r"round-000001.safetensors: .* truncated or damaged \('abandoned'\)"):
         read_checkpoint(path)
 
 
