@@ -96,7 +96,7 @@ def reproduce(
     rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
     jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
-        _ = job.settings  # bad input: before the first run
+        _ = job.settings  # bad input is reported before the first run starts
     failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)
     machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
@@ -159,7 +159,7 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, killed maybe: its runs go on when they are asked for."""
+    """End this process when the one that started it has ended, also if that was killed. Its runs can be resumed."""
     parent = parent_process()
     assert parent
 

@@ -1,4 +1,4 @@
-"""Readers of data files: npz, idx, image folders and archives of them. Nothing is trusted, nothing is unpickled.
+"""Readers of data files: npz, idx, image folders and archives of them. Content is checked; pickles are never loaded.
 
 Every reader returns ``(train, test)``, each ``(images uint8 [n, channels, height, width], labels int64 [n])``, and
 raises :class:`UserError` naming the file and its fault.
@@ -147,7 +147,7 @@ def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
 
 
 def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) -> tuple[Split, Split]:
-    """Read ``{train,test}/<class>/<image>`` from a folder or an archive of it; what stands above is ignored.
+    """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth.
 
     A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
     image (of Mini-ImageNet's 600 a class, 100).
@@ -163,7 +163,7 @@ def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) ->
     if cached.exists():
         try:
             return read_npz(cached)
-        except UserError:  # a damaged cache file is only a reason to decode again
+        except UserError:  # damaged: decode again
             pass
     encoded = _archived(path) if path.is_file() else _unarchived(path, files) if split else _unsplit(path, files)
     arrays = _stack(path, encoded, image_size, classes)

@@ -50,7 +50,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Answers:
-    """What came back in one phase: the parts that answer a task, and the clients without a usable one."""
+    """What came back in one phase: the parts that answer a task, and the clients without a valid answer."""
 
     parts: list[tuple[int, Json, Tensors]]
     dropped: list[Dropped]
@@ -66,7 +66,7 @@ class Federation:
         self.header = header
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.refused: set[int] = set()  # node ids that are not asked again
+        self.refused: set[int] = set()  # ids of misconfigured or replaced nodes, which are not asked again
         self.asked: list[tuple[Message, list[int]]] = []  # messages of the current phase and their clients
 
     def sample(self, server_round: int) -> list[int]:
@@ -79,8 +79,8 @@ class Federation:
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.
 
-        The first call waits until ``min-nodes`` (or as many as the nodes themselves say there are) have answered, and
-        takes no node that is not as it should be. In later rounds such a node is left alone, with a warning.
+        The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
+        answered, and rejects a misconfigured node with an error. Later ones ignore it with a warning.
 
         Raises
         ------
@@ -216,7 +216,7 @@ class Federation:
 
 
 def wake(grid: Grid) -> None:
-    """Send a roll call ahead, without waiting: simulated nodes import the app while the server loads its data."""
+    """Send a roll call and do not wait for answers: simulated nodes import the app while the server loads its data."""
     grid.push_messages(_roll_call(grid.get_node_ids()))
 
 
@@ -238,7 +238,7 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
 
 
 def _brief(reason: str | None) -> str:
-    """Last line of a traceback, which is what happened."""
+    """Return the last line of a traceback, which names the exception."""
     lines = [line.strip() for line in (reason or "").strip().splitlines() if line.strip()] or ["no reason given"]
     return lines[-1][:300]
 

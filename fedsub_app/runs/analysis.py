@@ -1,4 +1,4 @@
-"""What a run's sub-networks do: who covers which units or positions, which units fire for whom, how clients fare.
+"""What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overlap of personal masks: Tamirisa et al.,
 FedSelect, 2024, Figure 4.
@@ -32,7 +32,7 @@ COVERED_BY = ("no client", "one client", "several clients")
 def analyse(folder: Path, samples: int) -> list[Path]:
     """Write and draw what a run's directory can tell; returns the files.
 
-    ``coverage.csv`` and ``.png``: hidden units covered by no, one and several clients, per warm-up round.
+    ``coverage.csv`` and ``.png``: how many hidden units no client, one and several cover, per warm-up round.
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
@@ -65,7 +65,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
 
 
 def _strategy(settings: Settings) -> SubnetStrategy:
-    """Return the server side of the run's method, which knows what its state says of the clients' masks."""
+    """Return the server side of the run's method, which reads the clients' masks from its state."""
     dataset = load_dataset(settings.data)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     return METHODS[settings.method].strategy(settings, model, {})

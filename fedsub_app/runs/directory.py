@@ -76,7 +76,7 @@ def _recorded(folder: Path) -> Json:
 
 
 def _lock(folder: Path) -> TextIO:
-    """Return the open file whose lock keeps other processes out; a killed process lets go of it."""
+    """Lock the directory; returns the open file that holds the lock until it is closed or the process ends."""
     file = (folder / ".lock").open("w")
     if fcntl:
         try:
@@ -152,7 +152,7 @@ class Run:
         self._lock = _lock(folder)
 
     def close(self) -> None:
-        """Let another process have the directory."""
+        """Release the lock."""
         self._lock.close()
 
     @property
@@ -263,7 +263,7 @@ def open_run(settings: Settings) -> Run:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, ``-dirty`` with changes; from a bundle there is none."""
+    """Return the checkout's commit, ``-dirty`` with changes; a Flower bundle has none."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False)

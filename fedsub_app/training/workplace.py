@@ -46,7 +46,7 @@ class Workplace:
 
     @cached_property
     def black(self) -> torch.Tensor:
-        """Normalised value of black, float [channels]: the lowest there is."""
+        """Value of a black pixel after normalisation: each channel's minimum, float [channels]."""
         return self.train_x.amin((0, 2, 3))
 
     @cached_property
@@ -79,7 +79,7 @@ def workplace(settings: Settings) -> Workplace:
     partition = make_partition(settings.data, settings.partitioning)
     device = pick_device(settings.device)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
-    # Images channels last, weights not: so oneDNN is fastest, and weights are sent, cut and merged as they lie.
+    # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
     placed = [
         part.to(device, memory_format=torch.channels_last if part.dim() == 4 else torch.preserve_format)
         for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
