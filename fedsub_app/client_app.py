@@ -78,7 +78,7 @@ def _answer(message: Message, context: Context) -> Message:
 
 
 def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tensors) -> Update:
-    """One client's task; its exception is its own."""
+    """Run one client's task; where it fails, only this client's update says so."""
     client = config["client"]
     store = ClientState(folder, client)
     try:

@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def log_to_stdout() -> None:
-    """One plain line a record, to the stdout of now (Flower replaces it to stream it)."""
+    """Log one plain line per record to the current stdout, which Flower replaces to stream it."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
@@ -75,16 +75,16 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     UserError
         Bad input, before round 1.
     RunFailed
-        ``max-abandoned`` rounds in a row had too few valid replies; a checkpoint is there.
+        ``max-abandoned`` rounds in a row had too few valid replies; the run can be resumed from its last checkpoint.
     """
-    torch.set_num_threads(1)  # as the workers: the same numbers on every engine
+    torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     dataset = load_dataset(settings.data)
     if settings.augment != "none" and dataset.train_x.dim() != 4:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = make_partition(settings.data, settings.partitioning)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     pick_device(settings.device)
-    # May reject its settings: before the run directory exists.
+    # Before the run directory exists, because it may reject its settings.
     strategy = METHODS[settings.method].strategy(settings, model)
     run = open_run(settings)
     try:
@@ -104,7 +104,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
     """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
     settings = run.settings
-    last, model, state, abandoned = run.restore()
+    found = run.restore()
+    last, model, state, abandoned = found.round, found.model, found.state, found.abandoned
     # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
@@ -112,7 +113,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
-    strategy.federation.meet(grid)  # before the clock starts: Ray takes seconds to come up
+    strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     began = time.perf_counter()
     for number in range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()

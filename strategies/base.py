@@ -14,7 +14,7 @@ from functools import cached_property
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from torch import nn
+from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.federation.nodes import Dropped, Federation, Phase
@@ -110,6 +110,20 @@ class SubnetStrategy(Strategy):
 
     def load_state(self, state: Tensors) -> None:
         """Restore what :meth:`state` returned."""
+
+    def unit_masks(self) -> Tensor | None:
+        """Return every client's sub-network after :meth:`load_state`, for ``fedsub analyse``.
+
+        bool ``[num_clients, hidden units]``, units in the order of ``units``; None: the method has no such masks.
+        """
+        return None
+
+    def position_masks(self) -> list[Tensors] | None:
+        """Return every client's personal positions after :meth:`load_state`, for ``fedsub analyse``.
+
+        One dict a client, tensor name -> bool of the tensor's shape, the same names for all; None: the method has none.
+        """
+        return None
 
     # --- what methods use ---------------------------------------------------------------------------------------------
 

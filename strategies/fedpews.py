@@ -174,3 +174,9 @@ class FedPeWS(SubnetStrategy):
     def load_state(self, state: Tensors) -> None:
         """Restore them."""
         self.theta = state["theta"].clone()
+
+    def unit_masks(self) -> torch.Tensor | None:
+        """The fixed masks, or the units that each client takes with a probability above one half."""
+        if self.options.masks == "fixed":
+            return self.fixed if self.options.warmup_rounds else None
+        return self.theta > 0.5

@@ -153,6 +153,10 @@ class FedSelect(SubnetStrategy):
                 bits = {name: state[f"{kind}/{client}/{name}"] for name in shapes}
                 of_clients[client] = unpack_bits(bits, shapes)
 
+    def position_masks(self) -> list[Tensors] | None:
+        """Every client's mask."""
+        return self.masks
+
 
 def shared_positions(masks: Tensors) -> Tensors:
     """Return the global positions of the tensors that are partly personal: tensor name -> bool."""

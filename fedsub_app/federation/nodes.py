@@ -86,7 +86,7 @@ class Federation:
         self.header = header
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.refused: set[int] = set()  # node ids that are not asked again
+        self.refused: set[int] = set()  # ids of misconfigured or replaced nodes, which are not asked again
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
@@ -98,8 +98,8 @@ class Federation:
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.
 
-        The first call waits until ``min-nodes`` (or as many as the nodes themselves say there are) have answered, and
-        takes no node that is not as it should be. In later rounds such a node is left alone, with a warning.
+        The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
+        answered, and rejects a misconfigured node with an error. Later ones ignore it with a warning.
 
         Raises
         ------
@@ -234,7 +234,7 @@ class Federation:
 
 
 def wake(grid: Grid) -> None:
-    """Send a roll call ahead, without waiting: simulated nodes import the app while the server loads its data."""
+    """Send a roll call and do not wait for answers: simulated nodes import the app while the server loads its data."""
     grid.push_messages(_roll_call(grid.get_node_ids()))
 
 
@@ -256,7 +256,7 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
 
 
 def _brief(reason: str | None) -> str:
-    """Last line of a traceback, which is what happened."""
+    """Return the last line of a traceback, which names the exception."""
     lines = [line.strip() for line in (reason or "").strip().splitlines() if line.strip()] or ["no reason given"]
     return lines[-1][:300]
 
