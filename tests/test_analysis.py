@@ -66,7 +66,7 @@ def test_what_analyse_writes_agrees_with_the_run(
 def strategy_of(**changes: Value) -> SubnetStrategy:
     settings = resolve(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
     model = build_model(settings.model, (5,), 4, settings.seed)
-    return METHODS[settings.method].strategy(settings, model, {})
+    return METHODS[settings.method].strategy(settings, model)
 
 
 def test_learned_units_are_the_probable_ones() -> None:
