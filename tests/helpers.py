@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import Phase
@@ -29,6 +30,7 @@ from strategies.base import SubnetStrategy
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
 SENT = ("bytes-down", "bytes-up")
+SAME = 1e-2  # see away()
 PATIENCE = 300  # seconds after which a process that should have ended is killed and its test fails
 
 _processes = get_context("forkserver")
@@ -247,6 +249,25 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
     said = strategy.accepted(updates)
     strategy.current = merged or strategy.current
     return said
+
+
+def away(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """How far the app's tensors are from those of a reference, as a fraction of how far training moved them.
+
+    The largest over all tensors of ``|ours - expected| / (|expected - start| + |start| / 1000)``, with Euclidean norms;
+    the second term is for tensors that training leaves where they are, a bias before a BatchNorm.
+
+    The app trains in float32. What that rounds off differs between processors, BLAS and torch releases and is not small
+    everywhere: a ReLU's input of 1e-8 may get the other sign, and Adam divides a gradient that is nothing but rounding
+    by its own size. Either moves a few weights by as much as one step does, so no tolerance for single weights is both
+    tight and safe. In the norm they are lost among the others, whereas a wrong line moves all of them: below ``SAME``
+    it is rounding (one such ReLU is 1e-3 of a small bias vector), above it another algorithm.
+    """
+    assert ours.keys() == expected.keys()
+    return max(
+        float((ours[name] - tensor).norm() / ((tensor - start[name]).norm() + start[name].norm() / 1000))
+        for name, tensor in expected.items()
+    )
 
 
 def free_port() -> int:
