@@ -102,11 +102,11 @@ def _run_local(overrides: dict[str, str | int | float | bool]) -> int:
     from fedsub_app.client_app import app
     from fedsub_app.federation.local_grid import LocalGrid
     from fedsub_app.runs.directory import RunFailed, settings_of
-    from fedsub_app.server_app import log_to_stdout, run_experiment
+    from fedsub_app.server_app import log_to_stdout, run_and_report
 
     log_to_stdout()
     try:
-        run_experiment(LocalGrid(app, overrides), settings_of(overrides))
+        run_and_report(LocalGrid(app, overrides), settings_of(overrides))
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED

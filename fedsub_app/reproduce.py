@@ -175,7 +175,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     from fedsub_app.client_app import app
     from fedsub_app.federation.local_grid import LocalGrid
     from fedsub_app.runs.directory import RunFailed, settings_of
-    from fedsub_app.server_app import run_experiment
+    from fedsub_app.server_app import run_and_report
 
     log = logging.getLogger("fedsub")
     keys = dict(overrides)
@@ -190,7 +190,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
         log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
         log.setLevel(logging.INFO)
         log.propagate = False
-        run_experiment(LocalGrid(app, keys), settings_of(keys))
+        run_and_report(LocalGrid(app, keys), settings_of(keys))
         shutil.rmtree(folder / "clients", ignore_errors=True)
     except (UserError, RunFailed) as error:
         return str(error)

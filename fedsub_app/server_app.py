@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -33,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     try:
         settings = settings_of(grid.run.override_config)
         wake(grid)
-        run_experiment(grid, settings)
+        run_and_report(grid, settings)
     except UserError as error:
         log.error("error: %s", error)
         raise  # Flower marks the run as failed
@@ -65,6 +66,18 @@ class GlobalTest:
         load_tensors(self.model, to_tensors(arrays))
         accuracy, loss = evaluate(self.model, self.x, self.y)
         return {"global-accuracy": accuracy, "global-loss": loss}
+
+
+def run_and_report(grid: Grid, settings: Settings) -> Json:
+    """Run all rounds as :func:`run_experiment` does, draw what came out, also of a run that failed, log the summary."""
+    try:
+        summary = run_experiment(grid, settings)
+    except RunFailed as failure:
+        report.draw_run(failure.folder)
+        raise
+    report.draw_run(Path(summary["run-dir"]))
+    log.info("%s", report.summary_table(summary))
+    return summary
 
 
 def run_experiment(grid: Grid, settings: Settings) -> Json:
@@ -131,16 +144,13 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:
             run.finish("failed", to_tensors(arrays))
-            report.draw_run(run.folder)
             reason = line["dropped"][0]["reason"] if line["dropped"] else "no replies"
             raise RunFailed(
                 f"{abandoned} rounds in a row had fewer than min-replies = {settings.min_replies} valid replies "
-                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}"
+                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}",
+                run.folder,
             )
-    summary = run.finish("completed", to_tensors(arrays))
-    report.draw_run(run.folder)
-    log.info("%s", report.summary_table(summary))
-    return summary
+    return run.finish("completed", to_tensors(arrays))
 
 
 def _evaluate(

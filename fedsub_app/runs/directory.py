@@ -43,7 +43,11 @@ except ImportError:  # Windows
 
 
 class RunFailed(Exception):
-    """The run could not go on (too many abandoned rounds); its directory holds a checkpoint to resume from."""
+    """The run could not go on (too many abandoned rounds); ``folder`` holds a checkpoint to resume from."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 def settings_of(overrides: Mapping[str, Value]) -> Settings:

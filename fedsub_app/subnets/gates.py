@@ -5,10 +5,14 @@ multiplying what leaves its layer and what enters the next one by m. Between the
 m >= 0 on (ReLU, pooling, dropout), so one product with m² has the value and the gradients of both: in the weights of a
 unit that is off they are zero, and in its m as well. Therefore a unit that is off may also be left out of the
 computation altogether.
+
+The common form for neuron masks multiplies what a unit puts out, h = relu(z), once: the same values, and the same
+gradients in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,7 +22,13 @@ from fedsub_app.subnets.slices import take
 
 
 def gated(
-    network: Network, mask: Tensor, x: Tensor, tensors: Mapping[str, Tensor] | None = None, narrow: bool = False
+    network: Network,
+    mask: Tensor,
+    x: Tensor,
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    narrow: bool = False,
+    outputs: bool = False,
 ) -> Output:
     """Return f(x ∘ m), differentiable in the weights and, where it requires a gradient, in the mask.
 
@@ -30,8 +40,13 @@ def gated(
     narrow : compute with smaller weights (units that are off are cut out) instead of with zeros: the same values and
         gradients up to rounding; ``features`` are then those of the units that are on. Not for networks with
         BatchNorm, whose gate is behind it so that its statistics are those of the whole layer.
+    outputs : multiply by m where the units' outputs enter the next layer, for the gradient in the mask of all units.
+        Not with ``narrow``.
     """
     groups = network.units
+    if outputs:
+        with _entering(network, split(mask, groups)):
+            return network(x, tensors)
     gates = split(mask.square(), groups)
     if narrow:
         on = split(mask.detach().bool(), groups)
@@ -48,13 +63,25 @@ def _on(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
         for group in network.units:
             if group.name in gates:
                 last = network.module.get_submodule(group.rows[-1].rpartition(".")[0])
-                stack.enter_context(last.register_forward_hook(_Gate(gates[group.name])))
+                stack.enter_context(last.register_forward_hook(partial(_leaving, gates[group.name])))
         yield
 
 
-class _Gate:
-    def __init__(self, gate: Tensor) -> None:
-        self.gate = gate
+def _leaving(gate: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output * gate.view(-1, *[1] * (output.dim() - 2))
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * self.gate.view(-1, *[1] * (output.dim() - 2))
+
+@contextmanager
+def _entering(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply what enters the layers behind the groups by the gates; behind a flatten a gate has several columns."""
+    with ExitStack() as stack:
+        for group in network.units:
+            for name, repeat in group.cols:
+                reader = network.module.get_submodule(name.rpartition(".")[0])
+                gate = gates[group.name].repeat_interleave(repeat)
+                stack.enter_context(reader.register_forward_pre_hook(partial(_gate_input, gate)))
+        yield
+
+
+def _gate_input(gate: Tensor, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    return inputs[0] * gate.view(-1, *[1] * (inputs[0].dim() - 2))
