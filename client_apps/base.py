@@ -39,8 +39,6 @@ class Client:
     subnet_share : FLOPs of the trained sub-network over those of the whole network.
     """
 
-    objective_name = ""  # a method that is an objective names it; else the setting
-
     def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
         self.place = place
         self.settings = place.settings
@@ -54,7 +52,6 @@ class Client:
         self.runs = 0
         self.subnet_share = 1.0
         self.metrics: dict[str, float] = {}
-        self.objective_name = self.objective_name or place.settings.objective
 
     @cached_property
     def x(self) -> torch.Tensor:
@@ -100,7 +97,7 @@ class Client:
     def load(self, sent: Mapping[str, torch.Tensor]) -> None:
         """Copy named tensors into the model."""
         load_tensors(self.place.tensors, sent)
-        self.objective = OBJECTIVES[self.objective_name](self)
+        self.objective = OBJECTIVES[self.settings.objective](self)
 
     @property
     def previous(self) -> Tensors:
@@ -197,7 +194,7 @@ class Client:
         """Train and return the update with its costs."""
         start = time.perf_counter()
         answer = self.train(sent, config)
-        if self.objective_name == "moon":
+        if self.settings.objective == "moon":
             self.remember()
         self.metrics |= {"flops": self.flops, "subnet-flops": self.flops * self.subnet_share}
         self.metrics["compute-seconds"] = time.perf_counter() - start

@@ -53,7 +53,7 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def dataset_names(data_dir: str = "") -> dict[str, str]:
+def dataset_names(data_dir: str | None = None) -> dict[str, str]:
     """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
     return _built_in() | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
@@ -76,7 +76,7 @@ def _built_in() -> dict[str, str]:
     }
 
 
-def load_sources(name: str, data: Path, seed: int, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+def load_sources(name: str, data: Path, seed: int, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
     """Return the sources of one set, all of them: its domains, which have the same classes, or else itself.
 
     ``name`` is without ``+``; ``domains`` are those wanted, none for all. Raises :class:`UserError` where it cannot.
@@ -91,7 +91,7 @@ def load_sources(name: str, data: Path, seed: int, image_size: int, domains: Seq
     return {name: _single(name, data, seed, image_size)}
 
 
-def _single(name: str, data: Path, seed: int, image_size: int) -> Source:
+def _single(name: str, data: Path, seed: int, image_size: int | None) -> Source:
     if name in synthetic.NAMES:
         return Source(*synthetic.generate(name, seed), synthetic.NUM_CLASSES)
     if name == "digits":
@@ -219,7 +219,7 @@ def _cifar10_c(data: Path, domains: Sequence[str]) -> dict[str, Source]:
     return found
 
 
-def _image_domains(folder: Path, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+def _image_domains(folder: Path, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     unknown = [domain for domain in domains if domain not in known]
@@ -232,7 +232,7 @@ def _image_domains(folder: Path, image_size: int, domains: Sequence[str]) -> dic
     }
 
 
-def _own(name: str, data: Path, image_size: int) -> Source:
+def _own(name: str, data: Path, image_size: int | None) -> Source:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
     file = _own_files(data).get(name)
     if file is None and re.fullmatch(r"[\w.-]+", name):
@@ -281,6 +281,6 @@ def _download(name: str, data: Path, wanted: str, attempt: Callable[[], object])
         socket.setdefaulttimeout(silence)
 
 
-def data_folder(setting: str) -> Path:
+def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
     return Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
