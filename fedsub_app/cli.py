@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run an experiment on one of the three engines")
-    run.add_argument("experiment", nargs="?", default="", help="conf/<experiment>.toml (default: pyproject's settings)")
+    run.add_argument("experiment", nargs="?", default="", help="conf/<experiment>.toml (default: none)")
     run.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     run.add_argument(
         "--engine",
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
     names = commands.add_parser("list", help="methods, datasets, models, experiments, tables, settings")
     names.add_argument("what", nargs="?", choices=tuple(_LISTS), help="default: all but the settings")
+    names.add_argument("--toml", action="store_true", help="settings: as pyproject.toml has to name them to Flower")
     names.set_defaults(command=_list)
 
     setup = commands.add_parser("setup", help="register the Flower connection local-simulation; once per machine")
@@ -190,12 +191,17 @@ _LISTS = {
 
 
 def _list(options: argparse.Namespace) -> int:
+    if options.toml:
+        from fedsub_app.config import as_toml
+
+        print(as_toml(), end="")
+        return 0
     for what in [options.what] if options.what else [name for name in _LISTS if name != "settings"]:
         entries = _LISTS[what]()
         print(f"{what}:")
         width = max(map(len, entries), default=0)
         for name, about in entries.items():
-            print(f"  {name:<{width}}  {about}".rstrip())
+            print(f"  {name:<{width}}  {about}".rstrip().replace("\n", "\n" + " " * (width + 4)))
     return 0
 
 

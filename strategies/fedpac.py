@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from fedsub_app.common.section import CountOrZero, NonNegative, Positive
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
-from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
+from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.collaboration import combination
 from strategies.base import SubnetStrategy
@@ -23,11 +24,14 @@ CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "k
 
 
 class FedPACSettings(MethodSettings):
-    """``lambda_``: weight of the feature alignment; ``head_lr``, ``head_epochs``: of the head's own training."""
+    """Keys of FedPAC."""
 
-    lambda_: NonNegative
-    head_lr: Positive
-    head_epochs: CountOrZero
+    lambda_: NonNegative = 1.0
+    """Weight of the feature alignment."""
+    head_lr: Positive = 0.1
+    """Learning rate of the head's own training."""
+    head_epochs: CountOrZero = 1
+    """Epochs of the head's own training, before the body's."""
 
 
 class FedPAC(SubnetStrategy):

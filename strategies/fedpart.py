@@ -14,8 +14,8 @@ Where this leaves paper or published code:
   as float32. Their step counts are merged by maximum, as published.
 - The proximal term is squared and there in all steps; MOON compares with the client's real previous model.
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
-- A client that has no model of an earlier round gets the full one (``stale = "full_first"``); as published it would
-  train a random network with one layer replaced (``faithful``). ``sync_all`` sends every group that is outdated.
+- A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
+  train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
   then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
   is positive the round takes the plain mean and says so (``similarity-fallback``).
@@ -28,10 +28,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedsub_app.common.section import Count, CountOrZero
 from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import layer_groups
-from fedsub_app.settings import Count, CountOrZero, MethodSettings, Settings
+from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
@@ -41,18 +42,20 @@ OWN, NONE = -1, -2
 
 
 class FedPartSettings(MethodSettings):
-    """``full_rounds``, ``rounds_per_group``, ``order``: the schedule; ``momentum``: how Adam's moments are merged.
+    """Keys of FedPart and of momentum aggregation."""
 
-    ``moment_weighting``: with ``momentum = "mean"``, clients count alike or by their examples. ``stale``: what a client
-    is sent that missed rounds.
-    """
-
-    full_rounds: CountOrZero
-    rounds_per_group: Count
-    order: Literal["shallow", "deep", "random"]
-    momentum: Literal["none", "mean", "similarity"]
-    moment_weighting: Literal["uniform", "examples"]
-    stale: Literal["full_first", "faithful", "sync_all"]
+    full_rounds: CountOrZero = 2
+    """Rounds of the full network at the start of every cycle."""
+    rounds_per_group: Count = 2
+    """Rounds for which a layer group is trained."""
+    order: Literal["shallow", "deep", "random"] = "shallow"
+    """The first group of a cycle."""
+    momentum: Literal["none", "mean", "similarity"] = "none"
+    """How Adam's moments, where they are shared, are merged."""
+    moment_weighting: Literal["uniform", "examples"] = "uniform"
+    """What a client counts with momentum = "mean"."""
+    stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
+    """What a client is sent that missed rounds (see the module)."""
 
     def check(self, settings: Settings) -> None:
         """Moments are Adam's."""
@@ -115,9 +118,9 @@ class FedPart(SubnetStrategy):
     def _due(self, client: int) -> torch.Tensor:
         """Return which groups a client is sent, bool [groups]."""
         everything = torch.ones(len(self.groups), dtype=torch.bool)
-        if self.options.stale == "sync_all":
+        if self.options.stale == "sync-all":
             return self.has[client] < self.changed
-        if self.options.stale == "full_first" and bool((self.has[client] == NONE).any()):
+        if self.options.stale == "full-first" and bool((self.has[client] == NONE).any()):
             return everything
         last = self.group(self.round - 1) if self.round > 1 else None
         if last is None or self.group(self.round) is None:

@@ -25,38 +25,47 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
-from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
+from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy
 
+Shares = Annotated[
+    tuple[Positive, ...], Listed("must be positive numbers that add up to 1, one a client, or ''", read=float)
+]
+
 
 class FedPeWSSettings(MethodSettings):
-    """``warmup_rounds``: W; ``lambda_``: weight of the mask diversity; ``mask_lr``: eta_s.
+    """Keys of FedPeWS; the last five are readings of what the paper leaves open."""
 
-    ``shares``: every client's share of each hidden layer under fixed masks, such as "0.25 0.75"; "": equal (C.4).
+    masks: Literal["learned", "fixed"] = "learned"
+    """Sub-networks that the clients learn, or that the server fixes at the start."""
+    shares: Shares = ()
+    """Each client's share of every hidden layer, fixed masks: "0.25, 0.75"; "": equal (C.4)."""
+    warmup_rounds: CountOrZero = 10
+    """W, rounds of the warm-up; at most num-rounds."""
+    lambda_: NonNegative = 1.0
+    """Weight of the mask diversity."""
+    mask_lr: Positive = 0.1
+    """eta_s, learning rate of the mask scores."""
+    mask_rule: Literal["and", "out"] = "and"
+    """A weight is covered with both its neurons, or with the one that it leads to."""
+    others: Literal["probabilities", "highest", "masks"] = "probabilities"
+    """theta of the others: mean or highest of their probabilities, or mean of their masks.
 
-    Readings of what the paper leaves open: ``mask_rule``: a weight is covered with both its neurons, or with the one
-    that it leads ``out`` to; ``others``: theta of the others is the mean of their probabilities, the ``highest`` of
-    them (a unit that one of them takes is left to it; the same with two clients), or the mean of the masks that they
-    drew last; ``score_start``: s_g^0, the same for all (Algorithm 1); ``score_spread``: standard deviation of each
-    client's own start around it; ``draws``: the mask that the weights are trained under is drawn anew every step, or
-    once a round.
+    With ``highest`` a unit that one of them takes is left to it; with two clients it is the same as the mean. The masks
+    are those that they drew last.
     """
-
-    masks: Literal["learned", "fixed"]
-    shares: str
-    mask_rule: Literal["and", "out"]
-    others: Literal["probabilities", "highest", "masks"]
-    score_start: Annotated[float, Field(allow_inf_nan=False)]
-    score_spread: NonNegative
-    draws: Literal["step", "round"]
-    warmup_rounds: CountOrZero
-    lambda_: NonNegative
-    mask_lr: Positive
+    score_start: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """s_g^0, the mask scores at the start."""
+    score_spread: NonNegative = 0.0
+    """Standard deviation of every client's own start around s_g^0."""
+    draws: Literal["step", "round"] = "step"
+    """How often the mask that the weights are trained under is drawn anew."""
 
     def check(self, settings: Settings) -> None:
         """W must not exceed T; shares must fit the clients."""
@@ -65,7 +74,7 @@ class FedPeWSSettings(MethodSettings):
                 f"fedpews.warmup-rounds = {self.warmup_rounds}: must be at most num-rounds = {settings.num_rounds}"
             )
         if self.shares and self.masks != "fixed":
-            raise ValueError(f"fedpews.shares = {self.shares!r}: allowed with fedpews.masks = 'fixed' only")
+            raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)
 
     def first_scores(self, seed: int, client: int, hidden: int) -> torch.Tensor:
@@ -74,19 +83,14 @@ class FedPeWSSettings(MethodSettings):
         return self.score_start + self.score_spread * noise
 
     def share_list(self, num_clients: int) -> list[float]:
-        """Return ``shares`` as numbers, equal ones where it is empty."""
-        if not self.shares:
-            return [1 / num_clients] * num_clients
-        try:
-            shares = [float(word) for word in self.shares.split()]
-        except ValueError:
-            shares = []
-        if len(shares) != num_clients or not min(shares) > 0 or abs(sum(shares) - 1) > 1e-6:
+        """Return every client's share, equal ones where ``shares`` is empty."""
+        shares = self.shares or (1 / num_clients,) * num_clients
+        if len(shares) != num_clients or abs(sum(shares) - 1) > 1e-6:
             raise ValueError(
-                f"fedpews.shares = {self.shares!r}: must be num-clients = {num_clients} positive numbers "
+                f"fedpews.shares = {self.toml()['shares']!r}: must be num-clients = {num_clients} positive numbers "
                 "that add up to 1"
             )
-        return shares
+        return list(shares)
 
 
 class FedPeWS(SubnetStrategy):

@@ -24,41 +24,47 @@ lost keeps its personal values, but its growth is discarded and its last broadca
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Count, Fraction, TextOrNone
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
-from fedsub_app.settings import Count, MethodSettings, Settings
+from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
 
 MASK = "mask/"
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class FedSelectSettings(MethodSettings):
-    """``alpha``: fraction that becomes personal; ``share``: p of the global positions that do so at a time.
+    """Keys of FedSelect; ``choose`` and ``layer`` are the ablations of Table 3, those after them readings."""
 
-    ``choose`` and ``layer`` are the ablations of Table 3. The others are where paper and code differ.
-    """
-
-    alpha: Fraction
-    share: Fraction
-    choose: Literal["most", "least", "random"]
-    layer: str
-    scope: Literal["layer", "model"]
-    alpha_test: Literal["below", "at-most"]
-    movement: Literal["round", "since-growth"]
-    grow_every: Count
-    bn_statistics: Literal["local", "average"]
-    bn_batch: Literal["always", "first-round"]
+    alpha: Fraction = 0.3
+    """Fraction of the parameters that becomes personal."""
+    share: Fraction = 0.25
+    """p, fraction of the global positions that becomes personal at a time."""
+    choose: Literal["most", "least", "random"] = "most"
+    """Which positions become personal: those that moved most or least, or random ones."""
+    layer: TextOrNone = None
+    """Only this layer can become personal: "layer4"; "": all."""
+    scope: Literal["layer", "model"] = "layer"
+    """What alpha and p are fractions of: each layer, or the model."""
+    alpha_test: Literal["below", "at-most"] = "below"
+    """A layer grows while its personal fraction is below alpha, or at most alpha."""
+    movement: Literal["round", "since-growth"] = "round"
+    """The movement that counts: of this round's training, or since the last growth."""
+    grow_every: Count = 1
+    """Rounds from one growth to the next; 3, 6, 9, ... without the first one."""
+    bn_statistics: Literal["local", "average"] = "local"
+    """BatchNorm's running statistics: the client's own, or averaged."""
+    bn_batch: Literal["always", "first-round"] = "always"
+    """When training uses the batch's statistics, not the running ones."""
 
     def check(self, settings: Settings) -> None:
         """Weight decay would move positions whose gradient is masked; momentum and Adam do not."""

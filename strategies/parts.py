@@ -20,43 +20,55 @@ import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import CountOrZero
 from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import part_names
-from fedsub_app.settings import CountOrZero, MethodSettings, Settings
+from fedsub_app.settings import MethodSettings, Settings
 from strategies.base import SubnetStrategy
 
 
 class TuningSettings(MethodSettings):
-    """FedAvg with fine-tuning: ``tune_epochs`` on the client's own data before its evaluation."""
+    """Keys of FedAvg with fine-tuning."""
 
-    tune_epochs: CountOrZero
+    tune_epochs: CountOrZero = 3
+    """Epochs of fine-tuning on a client's own data before its evaluation."""
 
 
 class PartSettings(MethodSettings):
-    """FedPer: ``personal``, the part that stays with the client."""
+    """Keys of FedPer."""
 
-    personal: str
+    personal: str = "head"
+    """What stays with the client: head, body or names of layers, "conv1, layer4.1"."""
 
 
 class FedRepSettings(PartSettings):
-    """FedRep: epochs of the personal part, then of the shared one, instead of ``local-epochs``."""
+    """Keys of FedRep."""
 
-    personal_epochs: CountOrZero
-    shared_epochs: CountOrZero
+    personal_epochs: CountOrZero = 2
+    """Epochs of the personal part, instead of local-epochs."""
+    shared_epochs: CountOrZero = 1
+    """Epochs of the shared part after it, instead of local-epochs."""
 
 
 class FedBABUSettings(PartSettings):
-    """FedBABU: ``tune``, the part that is fine-tuned for evaluation ("all" or as ``personal``)."""
+    """Keys of FedBABU."""
 
-    tune: str
-    tune_epochs: CountOrZero
+    personal: str = "head"
+    """What stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
+    tune: str = "all"
+    """What is fine-tuned before a client's evaluation: all, head, body or names of layers."""
+    tune_epochs: CountOrZero = 3
+    """Epochs of that fine-tuning."""
 
 
 class LGFedAvgSettings(PartSettings):
-    """LG-FedAvg: ``warm_rounds`` of FedAvg first."""
+    """Keys of LG-FedAvg."""
 
-    warm_rounds: CountOrZero
+    personal: str = "body"
+    """What stays with the client: head, body or names of layers, "conv1, layer4.1"."""
+    warm_rounds: CountOrZero = 0
+    """Rounds of FedAvg on the whole model first."""
 
 
 class SharedPart(SubnetStrategy):

@@ -239,11 +239,11 @@ def test_who_was_away_gets_what_stale_promises() -> None:
     everything = set(range(5))
     faithful = play(strategy(fedpart__stale="faithful"), rounds)
     assert faithful[4] == {0: {1}, 1: {1}, 2: {1}}
-    first = play(strategy(fedpart__stale="full_first"), rounds)
+    first = play(strategy(fedpart__stale="full-first"), rounds)
     assert [first[k][0] for k in range(6)] == [everything, everything, {0}, {0}, {1}, {1}]
     assert first[4] == {0: {1}, 1: {1}, 2: everything}
     assert first[5] == {0: {1}, 1: {1}, 2: {1}}
-    everyone = play(strategy(fedpart__stale="sync_all"), rounds)
+    everyone = play(strategy(fedpart__stale="sync-all"), rounds)
     assert [everyone[k][0] for k in range(6)] == [first[k][0] for k in range(6)]  # who is always there: the same
     assert everyone[4] == {0: {1}, 1: {0, 1}, 2: everything}
 

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Value] = {
     "dataset": "synthetic-3k",
     "model": "fedpews-mlp",
     "partition": "lists",
-    "class-lists": "0 2 | 1 3",
+    "class-lists": "0 2, 1 3",
     "num-rounds": 3,
     "batch-size": 128,
     "seed": 6,  # no draw of a mask here is closer to its probability than 2e-5: rounding (1e-7) decides none
@@ -165,7 +165,7 @@ def test_fixed_masks_follow_algorithm_1(run_local: Run) -> None:
 
 
 def test_shares_of_fixed_masks(run_local: Run) -> None:
-    keys = SETTINGS | {"fedpews.masks": "fixed", "fedpews.shares": "0.25 0.75"}
+    keys = SETTINGS | {"fedpews.masks": "fixed", "fedpews.shares": "0.25, 0.75"}
     _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
     first = torch.cat([(torch.arange(width) < width // 4).double() for width in (32, 64, 128, 32)])
     ours, expected = load_file(folder / "model.safetensors"), reference(keys, [first, 1 - first])
@@ -175,11 +175,11 @@ def test_shares_of_fixed_masks(run_local: Run) -> None:
 @pytest.mark.parametrize(
     ("shares", "masks", "said"),
     [
-        ("0.5 0.4", "fixed", "fedpews.shares = '0.5 0.4': must be num-clients = 2 positive numbers that add up to 1"),
+        ("0.5, 0.4", "fixed", "fedpews.shares = '0.5, 0.4': must be num-clients = 2 positive numbers that add up to 1"),
         ("0.5", "fixed", "fedpews.shares = '0.5': must be"),
-        ("half half", "fixed", "fedpews.shares = 'half half': must be"),
-        ("-0.5 1.5", "fixed", "fedpews.shares = '-0.5 1.5': must be"),
-        ("0.5 0.5", "learned", "fedpews.shares = '0.5 0.5': allowed with fedpews.masks = 'fixed' only"),
+        ("half, half", "fixed", "fedpews.shares = 'half, half': must be"),
+        ("-0.5, 1.5", "fixed", "fedpews.shares = '-0.5, 1.5': must be"),
+        ("0.5, 0.5", "learned", "fedpews.shares = '0.5, 0.5': allowed with fedpews.masks = 'fixed' only"),
     ],
 )
 def test_wrong_shares_are_named(shares: str, masks: str, said: str) -> None:
@@ -231,7 +231,7 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
 
 
 def test_theta_of_the_others_by_hand() -> None:
-    settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0 | 1 | 2 3"})
+    settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0, 1, 2 3"})
     strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)

@@ -212,7 +212,7 @@ def test_parts_by_hand() -> None:
     assert part_names(resnet, "head") == head_names(resnet) == ("fc.weight", "fc.bias")
     body = part_names(resnet, "body")
     assert set(body) | {"fc.weight", "fc.bias"} == set(tensors_of(resnet))
-    named = part_names(resnet, "layer4.1 fc")
+    named = part_names(resnet, "layer4.1, fc")
     assert all(name.startswith(("layer4.1.", "fc.")) for name in named)
     assert "layer4.1.bn1.running_mean" in named
     for wrong in ("fc1", "layer4.3", "laye", "", "conv1 bn1 layer1 layer2 layer3 layer4 fc"):

@@ -254,8 +254,12 @@ def test_list_shows_every_room(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for name in ("fedpews", "synthetic-3k", "lenet5", "fedpews/digits", "fedpews-3k-and-digits"):
         assert name in text
+    assert cli.main(["list", "settings", "--toml"]) == 0
+    assert capsys.readouterr().out == config.as_toml()
     assert cli.main(["list", "settings"]) == 0
-    assert "'sgd'" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for words in ('"sgd"', "sgd | adam", "number > 0", "Learning rate of the first round."):
+        assert words in text
 
 
 def test_env_prints_defaults_that_a_shell_may_override(capsys: pytest.CaptureFixture[str]) -> None:

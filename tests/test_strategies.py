@@ -1,5 +1,6 @@
 """FedAvg, FedProx and local training: numbers by hand, invariants, evaluation as it is named."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def test_mean_of_three_numbers(weighting: str, server_lr: float, expected: list[
     ]
     merge_round(strategy, updates)
     torch.testing.assert_close(strategy.current["w"], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("method", "objective"), [("fedprox", "prox"), ("moon", "moon"), ("fedavg", "none")])
+def test_a_run_records_its_objective(method: str, objective: str, run_local: Run) -> None:
+    _, folder = run_local(method=method, num_rounds=1)
+    assert json.loads((folder / "settings.json").read_text())["settings"]["objective"] == objective
 
 
 def test_fedprox_without_its_term_is_fedavg_bit_for_bit(run_local: Run) -> None:

@@ -56,7 +56,7 @@ def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value
 
 
 def test_the_learning_rate_falls_at_its_rounds() -> None:
-    settings = resolve({"lr": 0.1, "lr-decay-at": "200 400", "lr-decay": 0.1})
+    settings = resolve({"lr": 0.1, "lr-decay-at": "200, 400", "lr-decay": 0.1})
     rates = [settings.lr_at(server_round) for server_round in (1, 199, 200, 399, 400)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
     parameter = torch.nn.Parameter(torch.ones(1))

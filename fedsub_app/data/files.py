@@ -146,7 +146,7 @@ def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
     return root
 
 
-def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) -> tuple[Split, Split]:
+def read_images(path: Path, image_size: int | None = None, classes: Sequence[str] = ()) -> tuple[Split, Split]:
     """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth.
 
     A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
@@ -154,7 +154,7 @@ def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) ->
 
     Class numbers follow ``classes`` or else the sorted names of the training folders, images the sorted file names, as
     in torchvision's ImageFolder. Images are brought to ``image_size`` pixels a side (bilinear, antialiased), or must be
-    of one size where it is 0; grey ones become RGB where others are. Decoded once, then read from the cache until a
+    of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
     file's size or time changes.
     """
     split = path.is_file() or folder_form(path) == "split"
@@ -252,7 +252,7 @@ def _is_image(parts: tuple[str, ...]) -> bool:
 
 
 def _stack(
-    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], image_size: int, classes: Sequence[str]
+    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], image_size: int | None, classes: Sequence[str]
 ) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
@@ -281,7 +281,7 @@ def _stack(
     return arrays
 
 
-def _decode(content: bytes, where: str, image_size: int) -> NDArray[np.uint8]:
+def _decode(content: bytes, where: str, image_size: int | None) -> NDArray[np.uint8]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.mode[0] in "IF":

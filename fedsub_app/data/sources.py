@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
     name: str
     data: Path
     seed: int
-    image_size: int
+    image_size: int | None
     domains: Sequence[str]
 
 
@@ -84,14 +84,14 @@ def _without_domains(load: Callable[[Wanted], Source], wanted: Wanted) -> dict[s
     return {wanted.name: load(wanted)}
 
 
-def dataset_names(data_dir: str = "") -> dict[str, str]:
+def dataset_names(data_dir: str | None = None) -> dict[str, str]:
     """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
     known = {name: entry.about for name, entry in KNOWN.items()}
     aliases = {alias: f"= {meaning}" for alias, meaning in ALIASES.items()}
     return known | aliases | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
 
-def load_sources(name: str, data: Path, seed: int, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+def load_sources(name: str, data: Path, seed: int, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
     """Return the sources of one set, all of them: its domains, which have the same classes, or else itself.
 
     ``name`` is without ``+``; ``domains`` are those wanted, none for all. Raises :class:`UserError` where it cannot.
@@ -219,7 +219,7 @@ def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
     return found
 
 
-def _image_domains(folder: Path, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+def _image_domains(folder: Path, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     unknown = [domain for domain in domains if domain not in known]
@@ -290,7 +290,7 @@ def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> Non
         socket.setdefaulttimeout(silence)
 
 
-def data_folder(setting: str) -> Path:
+def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
     return Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
 

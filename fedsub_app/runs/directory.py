@@ -33,7 +33,7 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
-from fedsub_app.config import resolve
+from fedsub_app.config import resolve, spelled
 from fedsub_app.settings import LOCATION_KEYS, Settings, Value
 
 try:
@@ -57,11 +57,11 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     folder = Path(str(overrides.get("run-dir", "")))
     recorded = _recorded(folder)["settings"]
     for key, value in overrides.items():
-        if key not in LOCATION_KEYS and recorded.get(key) != value:
+        if key not in LOCATION_KEYS and recorded.get(key) != spelled(key, value):
             raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {recorded.get(key)!r}")
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
     settings = resolve({key: value for key, value in recorded.items() if key != "experiment"} | location)
-    return settings.model_copy(update={"experiment": str(recorded.get("experiment", ""))})
+    return settings.model_copy(update={"experiment": recorded.get("experiment") or None})
 
 
 def _recorded(folder: Path) -> Json:
@@ -230,11 +230,10 @@ def open_run(settings: Settings) -> Run:
     UserError
         The directory exists and is not empty, cannot be made, or (resume) is not one of a run.
     """
-    if settings.resume:
-        folder = Path(settings.run_dir).resolve()
-        return Run(folder, settings, str(_recorded(folder)["run-id"]))
     if settings.run_dir:
         folder = Path(settings.run_dir).resolve()
+        if settings.resume:
+            return Run(folder, settings, str(_recorded(folder)["run-id"]))
         if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
     else:
