@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     reproduce.add_argument("name", help="a table, see `fedsub list tables`")
     reproduce.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the table's)")
     reproduce.add_argument(
-        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override in every run"
+        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting in every run"
     )
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the cores)")
     reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/<name>")
@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("curves.png"), metavar="FILE")
     report.set_defaults(command=_report)
 
-    analyse = commands.add_parser("analyse", help="draw a run's mask coverage and the activations of its units")
+    analyse = commands.add_parser(
+        "analyse", help="draw a run's masks, the activations of its units and its clients' accuracies"
+    )
     analyse.add_argument("folder", type=Path, metavar="DIR")
     analyse.add_argument("--samples", type=int, default=256, metavar="N", help="training samples of each client")
     analyse.set_defaults(command=_analyse)
@@ -101,11 +103,11 @@ def _run_local(overrides: dict[str, str | int | float | bool]) -> int:
     from fedsub_app.client_app import app
     from fedsub_app.federation.local_grid import LocalGrid
     from fedsub_app.runs.directory import RunFailed, settings_of
-    from fedsub_app.server_app import log_to_stdout, run_experiment
+    from fedsub_app.server_app import log_to_stdout, run_and_report
 
     log_to_stdout()
     try:
-        run_experiment(LocalGrid(app, overrides), settings_of(overrides))
+        run_and_report(LocalGrid(app, overrides), settings_of(overrides))
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -162,7 +164,7 @@ def _experiments() -> dict[str, str]:
 
 
 def _tables() -> dict[str, str]:
-    from fedsub_app.reproduce import tables
+    from fedsub_app.config import tables
 
     return {name: _first_comment(path) for name, path in tables().items()}
 

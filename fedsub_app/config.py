@@ -1,6 +1,7 @@
 """Settings: TOML and key=value in, frozen, typed, validated objects out. The only place that knows TOML spelling.
 
-Order: the defaults of the classes, then ``conf/<experiment>.toml``, then what the method presets, then single keys.
+Order: the defaults of the classes, then ``conf/<experiment>.toml`` on top of what it ``extends``, then what the method
+presets, then single keys.
 Keys are kebab-case in TOML and on the command line, snake_case in Python; a method's own keys are ``method.key``.
 """
 
@@ -60,7 +61,7 @@ def defaults() -> dict[str, Value]:
 
 
 def conf_folder() -> Path:
-    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``tables/<name>.toml``).
+    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
 
     It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
     """
@@ -69,10 +70,34 @@ def conf_folder() -> Path:
 
 
 def experiments() -> dict[str, Path]:
-    """Names of the experiments (paths below conf/ without ``.toml``) and their files."""
-    root = conf_folder()
-    found = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.toml"))}
-    return {name: path for name, path in found.items() if not name.startswith("tables/")}
+    """Names of the experiments, ``<paper>/<experiment>``, and their files."""
+    return {f"{path.parent.name}/{path.stem}": path for path in sorted(conf_folder().glob("*/*.toml"))}
+
+
+def tables() -> dict[str, Path]:
+    """Names of the tables, ``<paper>-<name>``, and their files."""
+    found = sorted(conf_folder().glob("*/tables/*.toml"))
+    return {f"{path.parent.parent.name}-{path.stem}": path for path in found}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return a file of conf/ as TOML has it.
+
+    Raises
+    ------
+    UserError
+        It is not valid TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
+
+
+def conf_name(path: Path) -> str:
+    """Return how a message names a file of conf/: ``conf/<paper>/<experiment>.toml``."""
+    return f"conf/{path.relative_to(conf_folder()).as_posix()}"
 
 
 def describe() -> dict[str, str]:
@@ -150,16 +175,27 @@ def parse_pairs(pairs: list[str]) -> dict[str, Value]:
     return values
 
 
-def _read_experiment(name: str) -> dict[str, Value]:
+def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
+    """Return an experiment's keys on top of those of the experiment that it ``extends``.
+
+    ``extending``: the experiments that led to this one, each of which extends the next.
+    """
+    source = f"conf/{extending[-1]}.toml: extends" if extending else "experiment"
+    if name in extending:
+        raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = experiments().get(name)
     if path is None:
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"experiment = {name!r}: no conf/{name}.toml{hint}")
-    try:
-        return flatten(tomllib.loads(path.read_text()))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"conf/{name}.toml: not valid TOML: {error}") from None
+        raise UserError(f"{source} = {name!r}: no conf/{name}.toml{hint}")
+    own = flatten(read_toml(path))
+    base = own.pop("extends", None)
+    _check_known(own, f" in conf/{name}.toml")
+    if base is None:
+        return own
+    if not isinstance(base, str) or not base:
+        raise UserError(f"conf/{name}.toml: extends = {base!r}: must be the name of an experiment")
+    return _read_experiment(base if "/" in base else f"{path.parent.name}/{base}", (*extending, name)) | own
 
 
 def _check_known(values: Mapping[str, Value], source: str) -> None:
@@ -191,7 +227,6 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     _check_known(overrides, "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
-    _check_known(chosen, f" in conf/{name}.toml")
     values = defaults() | chosen | dict(overrides)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):

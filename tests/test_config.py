@@ -1,6 +1,7 @@
 """Settings: order of the sources, and one clear line for every wrong one."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from fedsub_app import config
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import as_toml, defaults, describe, experiments, flatten, parse_pairs, resolve, spelled
 from fedsub_app.flower import PROJECT
@@ -44,9 +46,47 @@ def test_settings_need_no_toml() -> None:
 
 def test_an_experiment_lies_between_defaults_and_single_keys() -> None:
     assert resolve({}).num_rounds == 50
-    assert resolve({"experiment": "fedpews/table2-d"}).num_rounds == 500
+    assert resolve({"experiment": "fedpews/table2-3k-eta-0.1"}).num_rounds == 500
     # a key set by hand wins even where it equals the default
-    assert resolve({"experiment": "fedpews/table2-d", "num-rounds": 50}).num_rounds == 50
+    assert resolve({"experiment": "fedpews/table2-3k-eta-0.1", "num-rounds": 50}).num_rounds == 50
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A conf/ with the folder of one paper, empty."""
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(config, "conf_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_an_experiment_lies_on_top_of_what_it_extends(conf: Path) -> None:
+    (conf / "other/base.toml").write_text("lr = 0.3\nbatch-size = 7\n[fedpews]\nlambda = 3.0\nmask-lr = 0.3\n")
+    (conf / "paper/middle.toml").write_text('extends = "other/base"\nlr = 0.2\n[fedpews]\nlambda = 2.0\n')
+    (conf / "paper/top.toml").write_text('extends = "middle"\nlr = 0.1\n')
+    settings = resolve({"experiment": "paper/top"}).flat()
+    assert [settings[key] for key in ("lr", "batch-size", "fedpews.lambda", "fedpews.mask-lr")] == [0.1, 7, 2.0, 0.3]
+    assert settings["experiment"] == "paper/top"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('extends = "b"', "conf/paper/b.toml: extends = 'paper/a': a circle (paper/a -> paper/b -> paper/a)"),
+        ('extends = "a"', "conf/paper/a.toml: extends = 'paper/a': a circle (paper/a -> paper/a)"),
+        ('extends = "bb"', "conf/paper/a.toml: extends = 'paper/bb': no conf/paper/bb.toml; did you mean paper/b?"),
+        ("extends = 3", "conf/paper/a.toml: extends = 3: must be the name of an experiment"),
+        ('extends = "c"', "lrr = 1 in conf/paper/c.toml: unknown key; did you mean lr?"),
+        ("lr = = 1", "conf/paper/a.toml: not valid TOML: Invalid value (at line 1, column 6)"),
+    ],
+)
+def test_a_wrong_experiment_is_one_line_that_names_the_file(conf: Path, text: str, line: str) -> None:
+    (conf / "paper/a.toml").write_text(text)
+    (conf / "paper/b.toml").write_text('extends = "a"')
+    (conf / "paper/c.toml").write_text("lrr = 1")
+    with pytest.raises(UserError) as caught:
+        resolve({"experiment": "paper/a"})
+    assert str(caught.value) == line
 
 
 @pytest.mark.parametrize("name", sorted(experiments()))

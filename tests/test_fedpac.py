@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import SAME, away, merge_round
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import build_model
+from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.subnets.collaboration import combination, feature_statistics
 from strategies.fedpac import COUNTS, MEANS, FedPAC, H, V
@@ -64,14 +65,13 @@ KEYS = {"method": "fedpac", "num_clients": 3, "partition": "iid", "evaluate": "p
 
 def test_without_alignment_and_head_epochs_the_body_is_trained_under_a_frozen_head(run_local: Run) -> None:
     _, folder = run_local(**KEYS, fedpac__lambda=0.0, fedpac__head_epochs=0, num_rounds=1)
-    start = build_model("feature-mlp", (1, 8, 8), 10, 0).state_dict()
+    start = tensors_of(build_model("feature-mlp", (1, 8, 8), 10, 0))
     model = load_file(folder / "model.safetensors")
-    torch.testing.assert_close(model["fc2.weight"], start["fc2.weight"])
+    torch.testing.assert_close(model["fc2.weight"], start["fc2.weight"].detach())  # up to the rounding of a mean
     assert not torch.equal(model["fc1.weight"], start["fc1.weight"])
     _, babu = run_local("babu", **KEYS | {"method": "fedbabu"}, num_rounds=1)
     other = load_file(babu / "model.safetensors")
-    for name in model:
-        torch.testing.assert_close(model[name], other[name])
+    assert away(model, other, start) < SAME
 
 
 def test_it_learns_and_aligns(run_local: Run) -> None:
@@ -87,7 +87,7 @@ def test_it_learns_and_aligns(run_local: Run) -> None:
 
 def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
     made = FedPAC(resolve({"method": "fedpac", "model": "fedpews-mlp", "dataset": "synthetic-3k", "num-clients": 2,
-                           "partition": "iid"}), build_model("fedpews-mlp", (5,), 4, 0), {})  # fmt: skip
+                           "partition": "iid"}), build_model("fedpews-mlp", (5,), 4, 0))  # fmt: skip
 
     def update(client: int, value: float) -> Update:
         tensors = {n: torch.full(tuple(k or 0 for k in s.shape), value) for n, s in made.expected(client).items()}
@@ -96,18 +96,18 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
         tensors[V] = torch.tensor([0.1])
         return Update(client, tensors, {}, 10)
 
-    made.current = made.merge([made.decode(update(0, 1.0)), made.decode(update(1, 2.0))])
+    merge_round(made, [update(0, 1.0), update(1, 2.0)])
     for client, value in ((0, 1.0), (1, 2.0)):  # far apart: each keeps its own head
         sent = made.task(client).tensors
         assert bool((sent["fc5.weight"] == value).all())
         assert bool((sent["fc1.weight"] == 1.5).all())
         assert sent["fedpac/known"].tolist() == [True, True, False, False]
         assert sent["fedpac/centroids"][:, 0].tolist() == [1.5, 1.75, 0.0, 0.0]
-    again = FedPAC(made.settings, made.model, {})
+    again = FedPAC(made.settings, made.model)
     again.load_state(made.state())
     assert torch.equal(again.task(1).tensors["fc5.weight"], made.task(1).tensors["fc5.weight"])
     bad = update(0, 1.0)
     bad.tensors[V] = torch.tensor([-1.0])
     with pytest.raises(BadReply, match="'fedpac/v': negative values"):
-        made.decode(bad)
+        made.contribution(bad)
     assert MEANS in made.expected(0)

@@ -1,9 +1,13 @@
-"""Networks by name, their tensors by name, and their structure (units, layers, head)."""
+"""Networks by name, their tensors by name, their structure (units, layers, head), and smaller copies of them."""
 
+from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
+from fedsub_app.models.network import Network, Output
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of
 from fedsub_app.models.units import UnitGroup, head_names, layer_groups, part_names, unit_groups
 
 __all__ = [
+    "Network",
+    "Output",
     "UnitGroup",
     "build_model",
     "head_names",
@@ -11,7 +15,10 @@ __all__ = [
     "load_tensors",
     "mlp",
     "model_names",
+    "narrow_shapes",
+    "narrowed",
     "part_names",
     "tensors_of",
     "unit_groups",
+    "widths_of",
 ]

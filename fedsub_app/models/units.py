@@ -13,7 +13,7 @@ from torch import nn
 from fedsub_app.models.networks import tensors_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
-# Layers that treat every unit alone, so that a unit that is zero before them is nobody else's business behind them.
+# Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
 _UNIT_WISE = (
     nn.ReLU,
     nn.Dropout,

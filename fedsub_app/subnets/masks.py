@@ -149,7 +149,9 @@ def scatter(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[s
 
     Inverse of :func:`gather` on those positions.
     """
-    return {name: torch.zeros(mask.shape).masked_scatter_(mask, values[name]) for name, mask in masks.items()}
+    return {
+        name: values[name].new_zeros(mask.shape).masked_scatter_(mask, values[name]) for name, mask in masks.items()
+    }
 
 
 def pack_bits(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
