@@ -88,7 +88,7 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
     """Return what is measured: name -> function and arguments."""
     networks: dict[str, dict[str, Value]] = {
         "fedpews-mlp, batch 32": {
-            "model": "fedpews-mlp", "dataset": "synthetic-3k", "partition": "lists", "class-lists": "0 2 | 1 3",
+            "model": "fedpews-mlp", "dataset": "synthetic-3k", "partition": "lists", "class-lists": "0 2, 1 3",
         },
         "fedpews-cnn, batch 64": {"model": "fedpews-cnn", "batch-size": 64},
     }  # fmt: skip

@@ -14,12 +14,11 @@ class DittoClient(Client):
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained global model; keep the personal one, trained on ``F(v) + lambda / 2 ||v - w||²``."""
         answer = super().train(sent, config)
-        self.load(self.personal(sent))
-        self.objective = Prox(self, sent, self.options.lambda_)
-        self.fit(purpose="personal batches")
-        self.remember()
+        self.load(self.personal(sent, config))
+        self.fit(objective=Prox(self.network.like(sent), self.options.lambda_), purpose="personal batches")
+        self.keep_own()
         return answer
 
-    def personal(self, sent: Tensors) -> Tensors:
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's own model, at first the global one."""
-        return self.previous or sent
+        return self.own or sent

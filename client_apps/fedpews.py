@@ -1,16 +1,16 @@
-"""FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); what it deviates in: ``strategies/fedpews.py``.
+"""FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); deviations: ``strategies/fedpews.py``."""
 
-A neuron mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step.
-"""
+from functools import partial
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.subnets.gates import Gates
+from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
 from fedsub_app.training.costs import subnet_flops
+from fedsub_app.training.local import Training, cross_entropy
 from strategies.fedpews import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU
@@ -20,77 +20,93 @@ class FedPeWSClient(Client):
     """Learns a mask and the weights under it in the warm-up; FedAvg (or FedProx, or MOON) afterwards."""
 
     options: FedPeWSSettings
-    gates: Gates | None = None
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Lines 8 to 18."""
         if not config.get("warm-up"):
             return super().train(sent, config)
-        self.gates = Gates(self.model, self.units, self.narrow)
-        try:
-            mask = self.warm_up(sent)
-        finally:
-            self.gates.remove()
-        units = split(mask, self.units)
-        flops = subnet_flops(self.model, self.place.in_shape, 1, self.units, units)
-        self.subnet_share = flops / self.place.flops_per_sample
+        if self.options.masks == "fixed":
+            mask, told = sent["mask"], {}
+            self.load(scatter(sent, self.positions(mask)))
+            self.fit(step=FixedMask(mask.to(self.place.device, torch.float32), self.narrow))
+        else:
+            self.load({name: sent[name] for name in self.network.tensors})
+            learning = self.learning(sent["theta"])
+            self.fit(step=learning)
+            self.state["scores"] = learning.scores
+            mask = learning.draw().cpu().bool()  # line 18
+            told = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": learning.theta.cpu()})
+        flops = subnet_flops(self.network.module, self.place.in_shape, 1, self.network.units, self.units(mask))
+        self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
         self.metrics["mask-density"] = float(mask.float().mean())
-        trained = self.trained()
-        answer = gather(trained, self.positions(mask))
-        if self.fixed is not None:
-            return answer
-        answer["mask"] = mask
-        return answer if self.options.others == "masks" else answer | {"theta": self.theta.cpu()}
+        return gather(self.trained(), self.positions(mask)) | told
+
+    def learning(self, others: Tensor) -> "MaskLearning":
+        """Return the learning of the mask, from where the client's last round left it."""
+        options, device = self.options, self.place.device
+        start = options.first_scores(self.settings.seed, self.id, len(others))
+        scores = self.state.get("scores", start).to(device)
+        draws = self.generator("masks")
+        return MaskLearning(scores, others.to(device), options.lambda_, options.mask_lr, draws, self.narrow)
 
     @property
     def narrow(self) -> bool:
         """Say whether to leave the units that are off out of the computation (bench/README.md: where it pays)."""
-        small = self.place.flops_per_sample * self.settings.batch_size < NARROW_FLOPS
-        return not small and self.place.device.type == "cpu" and not any(True for _ in self.model.buffers())
+        small = self.place.training_flops(self.network) * self.settings.batch_size < NARROW_FLOPS
+        return not small and self.place.device.type == "cpu" and not any(True for _ in self.network.module.buffers())
 
-    def positions(self, mask: torch.Tensor) -> Tensors:
+    def units(self, mask: Tensor) -> Tensors:
+        """Return a neuron mask [h] by layer."""
+        return split(mask, self.network.units)
+
+    def positions(self, mask: Tensor) -> Tensors:
         """Return which positions of every tensor a neuron mask [h] covers."""
-        shapes = {name: tensor.shape for name, tensor in self.place.tensors.items()}
-        return expand(self.units, split(mask, self.units), shapes, self.options.mask_rule == "out")
+        shapes = {name: tensor.shape for name, tensor in self.network.tensors.items()}
+        return expand(self.network.units, self.units(mask), shapes)
 
-    def warm_up(self, sent: Tensors) -> torch.Tensor:
-        """Train the sub-network that the server fixed, or one that is learned; returns its mask, bool [h]."""
-        device = self.place.device
-        self.fixed = sent["mask"].to(device, torch.float32) if "mask" in sent else None
-        if self.fixed is not None:
-            self.load(scatter(sent, self.positions(sent["mask"])))
-            self.fit()
-            return sent["mask"]
-        self.sampler = self.generator("masks")
-        self.others = sent["theta"].to(device)
-        start = self.options.first_scores(self.settings.seed, self.id, len(sent["theta"]))
-        self.scores = self.state.get("scores", start).to(device)
-        self.load({name: sent[name] for name in self.place.tensors})
-        self.drawn = self.draw() if self.options.draws == "round" else None
-        self.fit(passes=2)
-        self.state |= {"scores": self.scores}
-        return (self.draw() if self.drawn is None else self.drawn).cpu().bool()  # line 18
+
+class FixedMask:
+    """A step under a mask that stays: Procedure II alone."""
+
+    def __init__(self, mask: Tensor, narrow: bool) -> None:
+        self.mask, self.narrow = mask, narrow
+
+    def __call__(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
+        """Train the weights under the mask."""
+        return training.descend(x, y, partial(gated, training.network, self.mask, narrow=self.narrow))
+
+
+class MaskLearning:
+    """A step that trains a neuron mask's scores and then the weights (lines 11 to 16).
+
+    A mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step.
+
+    Attributes
+    ----------
+    scores : s, float ``[h]``.
+    """
+
+    def __init__(
+        self, scores: Tensor, others: Tensor, lambda_: float, lr: float, draws: torch.Generator, narrow: bool
+    ) -> None:
+        self.scores, self.others = scores, others
+        self.lambda_, self.lr, self.draws, self.narrow = lambda_, lr, draws, narrow
 
     @property
-    def theta(self) -> torch.Tensor:
+    def theta(self) -> Tensor:
         """Probabilities of the mask, [h]."""
         return torch.sigmoid(self.scores)
 
-    def draw(self) -> torch.Tensor:
-        """Return a mask G(s), float [h] of 0 and 1; the same on every device."""
-        return torch.bernoulli(self.theta.cpu(), generator=self.sampler).to(self.place.device)
+    def draw(self) -> Tensor:
+        """Return a mask G(s), float [h] of 0 and 1; drawn on the CPU, so the same on every device."""
+        return torch.bernoulli(self.theta.cpu(), generator=self.draws).to(self.scores.device)
 
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Lines 11 to 16."""
-        if not self.gates:
-            return super().step(x, y)
-        mask = self.fixed
-        if mask is None:
-            trial = self.draw().requires_grad_()  # Procedure I: the weights are frozen
-            (gradient,) = torch.autograd.grad(F.cross_entropy(self.gates.forward(x, trial), y), [trial])
-            gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
-            self.scores = self.scores - self.options.mask_lr * gradient
-            mask = self.draw() if self.drawn is None else self.drawn
-        loss = self.loss(self.gates.forward(x, mask), x, y)  # Procedure II: the scores are frozen
-        self.descend(loss)
-        return loss.detach()
+    def __call__(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
+        """Train the scores under one mask, the weights under the next; returns the second loss."""
+        trial = self.draw().requires_grad_()  # Procedure I: the weights are frozen
+        loss = cross_entropy(gated(training.network, trial, x, narrow=self.narrow), y)
+        (gradient,) = torch.autograd.grad(loss, [trial])
+        training.spend(len(y))
+        self.scores = self.scores - self.lr * score_gradient(self.scores, gradient, self.others, self.lambda_)
+        # Procedure II: the scores are frozen
+        return training.descend(x, y, partial(gated, training.network, self.draw(), narrow=self.narrow))

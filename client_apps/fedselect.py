@@ -1,15 +1,14 @@
-"""FedSelect, client side (GradSelect, LocalAlt); what it deviates in: ``strategies/fedselect.py``."""
-
-from itertools import islice
+"""FedSelect, client side (GradSelect, LocalAlt); deviations from paper and code: ``strategies/fedselect.py``."""
 
 import torch
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
-from strategies.fedselect import MASK, FedSelectSettings
+from fedsub_app.training.local import Training
+from strategies.fedselect import MASK, FedSelectSettings, shared_positions
 
 SINCE = "since/"
 
@@ -26,59 +25,44 @@ class FedSelectClient(Client):
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """One round of Algorithm 1: take the mean where nothing is held, GradSelect under the new mask."""
         masks, held = self.masks(config["grown"]), self.masks(config["held"])
-        own = self.previous or self.initial()
-        received = {name: ~mask for name, mask in held.items() if mask.any()}
-        before = own | sent | {name: own[name].masked_scatter(part, sent[name]) for name, part in received.items()}
-        cut = {name: ~mask for name, mask in masks.items() if mask.any()}
+        own = self.own or self.initial()
+        received = {name: own[name].masked_scatter(at, sent[name]) for name, at in shared_positions(held).items()}
+        before = own | sent | received
         self.load(before)
-        self.alternate(masks, cut)
-        trained = self.remember()
-        named = tuple(f"{MASK}{config[key]}/" for key in ("grown", "held"))
-        self.state = {n: t for n, t in self.state.items() if n.startswith(named) or not n.startswith(MASK)}
-        whole = {name: trained[name] for name in trained if name not in cut and name in self.shared}
+        self.alternate(masks)
+        trained = self.keep_own()
+        self.forget_masks(but=(config["grown"], config["held"]))
+        cut = shared_positions(masks)
+        local = (
+            set(self.network.tensors) - set(self.network.parameters) if self.options.bn_statistics == "local" else ()
+        )
+        whole = {name: tensor for name, tensor in trained.items() if name not in cut and name not in local}
         return whole | gather(trained, cut) | self.grow(masks, before, trained)
-
-    @property
-    def shared(self) -> set[str]:
-        """Names of the tensors that are global at least in part: all but local BatchNorm statistics."""
-        local = self.options.bn_statistics == "local"
-        return {name for name, _ in self.model.named_parameters()} if local else set(self.place.tensors)
 
     def masks(self, grown: int) -> Tensors:
         """Return the mask that grew in this round, for every tensor that can be selected; 0: the empty one."""
-        names = selectable([name for name, _ in self.model.named_parameters()], self.options.layer)
-        prefix = f"{MASK}{grown}/"
-        bits = {name: self.state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in self.state}
+        names = selectable(list(self.network.parameters), self.options.layer)
+        bits = unprefixed(f"{MASK}{grown}/", self.state)
         if grown and not bits:
             raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
-        return unpack_bits(bits, {name: self.place.tensors[name].shape for name in names})
+        return unpack_bits(bits, {name: self.network.tensors[name].shape for name in names})
 
-    def alternate(self, masks: Tensors, cut: Tensors) -> None:
+    def forget_masks(self, but: tuple[int, int]) -> None:
+        """Drop the masks that grew in other rounds: replies that were lost, and masks that have grown since."""
+        kept = tuple(f"{MASK}{grown}/" for grown in but)
+        self.state = {n: t for n, t in self.state.items() if n.startswith(kept) or not n.startswith(MASK)}
+
+    def alternate(self, masks: Tensors) -> None:
         """GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
-        passes = self.settings.local_epochs
-        if not passes:
-            return
-        orders = {"personal": self.order(passes, "personal batches"), "global": self.order(passes)}
-        steps = sum(1 for _ in self.order(1))
-        phases = {}
-        for phase, names in (("personal", tuple(masks)), ("global", None)):
-            self.begin(names)
-            keep = {id(self.place.tensors[name]): part for name, part in (masks if names else cut).items()}
-            phases[phase] = (
-                self.optimizer,
-                [_factor(keep.get(id(p)), p) for p in self.optimizer.parameters],
-            )
-        self.model.train(self.options.bn_batch == "always" or self.round == 1)
-        for _ in range(passes):
-            for phase in phases if cut else ("global",):
-                self.optimizer, self.factors = phases[phase]
-                self.run(islice(orders[phase], steps), names=tuple(masks) if phase == "personal" else None)
-
-    def correct_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Leave the gradients of the positions that this pass trains."""
-        for gradient, factor in zip(gradients, self.factors, strict=True):
-            if factor is not None:
-                gradient.mul_(factor)
+        objective = self.objective()
+        statistics = self.options.bn_batch == "always" or self.round == 1
+        cut = shared_positions(masks)
+        own = Training(self, masks, keep=masks, objective=objective, batch_statistics=statistics)
+        shared = Training(self, keep=cut, objective=objective, batch_statistics=statistics)
+        for mine, theirs in zip(self.epochs(purpose="personal batches"), self.epochs(), strict=True):
+            if cut:
+                own.run(mine)
+            shared.run(theirs)
 
     def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
         """Lines 8 to 10: return the masks that changed, and remember them."""
@@ -87,8 +71,7 @@ class FedSelectClient(Client):
         if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
             return {}
         if since:
-            start = self.initial()
-            before = {name: self.state.get(f"{SINCE}{name}", start[name]) for name in masks}
+            before = self.initial() | unprefixed(SINCE, self.state)
         new = grow(
             masks,
             {name: trained[name].cpu() - before[name] for name in masks},
@@ -100,17 +83,12 @@ class FedSelectClient(Client):
             self.generator("selection"),
         )
         if since:
-            self.state |= {f"{SINCE}{name}": trained[name] for name in masks}
+            self.state |= prefixed(SINCE, {name: trained[name] for name in masks})
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
-            self.state |= {f"{MASK}{self.round}/{name}": bits for name, bits in pack_bits(new).items()}
-        return {f"{MASK}{name}": mask for name, mask in changed.items()}
+            self.state |= prefixed(f"{MASK}{self.round}/", pack_bits(new))
+        return prefixed(MASK, changed)
 
-    def personal(self, sent: Tensors) -> Tensors:
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's model as its last training left it."""
-        return self.previous or self.initial()
-
-
-def _factor(positions: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return bool positions as 0 and 1 laid out as the parameter; via uint8, the same bytes, in half the time."""
-    return None if positions is None else torch.empty_like(parameter).copy_(positions.view(torch.uint8))
+        return self.own or self.initial()

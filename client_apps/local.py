@@ -7,13 +7,13 @@ from fedsub_app.common.tensors import Json, Tensors
 class LocalClient(Client):
     """Trains its own model round after round."""
 
-    def personal(self, sent: Tensors) -> Tensors:
-        """Return the model as trained so far, at first the common start that the seed gives."""
-        return self.previous or self.initial()
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the model as trained so far, at first the initial one."""
+        return self.own or self.initial()
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train on; nothing leaves the client."""
-        self.load(self.personal(sent))
+        self.load(self.personal(sent, config))
         self.fit()
-        self.remember()
+        self.keep_own()
         return {}

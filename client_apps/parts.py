@@ -1,22 +1,23 @@
-"""Methods that share a part of the model, client side; which, and their papers: ``strategies/parts.py``."""
+"""Methods that share a part of the model, client side; which, their papers and deviations: ``strategies/parts.py``."""
 
 from functools import cached_property
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import part_names
+from fedsub_app.training.objectives import Objective
 from strategies.parts import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
 
 
 class TunedClient(Client):
-    """FedAvg; for its evaluation the client fine-tunes a copy of the global model."""
+    """FedAvg; for its evaluation the client fine-tunes a copy of the global model, without the objective."""
 
     options: TuningSettings
 
-    def personal(self, sent: Tensors) -> Tensors:
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the global model, fine-tuned on the client's training data."""
         self.load(sent)
-        self.fit(epochs=self.options.tune_epochs, purpose="tuning")
+        self.fit(epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()
 
 
@@ -28,27 +29,32 @@ class PartClient(Client):
     @cached_property
     def personal_names(self) -> tuple[str, ...]:
         """Names of the personal tensors."""
-        return part_names(self.model, self.options.personal)
+        return part_names(self.network.module, self.options.personal)
 
-    def own(self, sent: Tensors) -> Tensors:
-        """Return the client's model: what was sent, its own personal part, the common start where it has none."""
-        return self.initial() | self.previous | sent
+    @cached_property
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the others."""
+        return tuple(name for name in self.network.tensors if name not in self.personal_names)
+
+    def completed(self, sent: Tensors) -> Tensors:
+        """Return what was sent with the client's own personal part, the initial one where it has none."""
+        return self.initial() | self.own | sent
+
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the shared part with the client's own."""
+        return self.completed(sent)
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train and keep the personal part."""
-        self.load(self.own(sent))
+        """Train and keep the personal part; return what the server asks for: the shared part or all."""
+        self.load(self.completed(sent))
         self.train_parts()
-        self.remember(self.personal_names)
-        kept = () if config["answer"] == "all" else self.personal_names
-        return {name: tensor for name, tensor in self.trained().items() if name not in kept}
+        self.keep_own(self.personal_names)
+        trained = self.trained()
+        return trained if config["answer"] == "all" else {name: trained[name] for name in self.shared_names}
 
     def train_parts(self) -> None:
         """Train personal and shared part together."""
         self.fit()
-
-    def personal(self, sent: Tensors) -> Tensors:
-        """Return the shared part with the client's own."""
-        return self.own({name: tensor for name, tensor in sent.items() if name not in self.personal_names})
 
 
 class FedRepClient(PartClient):
@@ -58,9 +64,8 @@ class FedRepClient(PartClient):
 
     def train_parts(self) -> None:
         """One after the other, the other one frozen."""
-        shared = [name for name in self.place.tensors if name not in self.personal_names]
-        self.fit(names=self.personal_names, epochs=self.options.personal_epochs, purpose="personal batches")
-        self.fit(names=shared, epochs=self.options.shared_epochs)
+        self.fit(self.personal_names, epochs=self.options.personal_epochs, purpose="personal batches")
+        self.fit(self.shared_names, epochs=self.options.shared_epochs)
 
 
 class FedBABUClient(PartClient):
@@ -70,11 +75,11 @@ class FedBABUClient(PartClient):
 
     def train_parts(self) -> None:
         """Train the shared part alone."""
-        self.fit(names=[name for name in self.place.tensors if name not in self.personal_names])
+        self.fit(self.shared_names)
 
-    def personal(self, sent: Tensors) -> Tensors:
-        """Return the shared part with the common head, fine-tuned on the client's training data."""
-        self.load(super().personal(sent))
-        tuned = None if self.options.tune == "all" else part_names(self.model, self.options.tune)
-        self.fit(names=tuned, epochs=self.options.tune_epochs, purpose="tuning")
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the shared part with the common head, fine-tuned on the client's data without the objective."""
+        self.load(self.completed(sent))
+        tuned = None if self.options.tune == "all" else part_names(self.network.module, self.options.tune)
+        self.fit(tuned, epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()

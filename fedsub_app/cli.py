@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run an experiment on one of the three engines")
-    run.add_argument("experiment", nargs="?", default="", help="conf/<experiment>.toml (default: pyproject's settings)")
+    run.add_argument("experiment", nargs="?", default="", help="conf/<experiment>.toml (default: none)")
     run.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     run.add_argument(
         "--engine",
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     reproduce.add_argument("name", help="a table, see `fedsub list tables`")
     reproduce.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the table's)")
     reproduce.add_argument(
-        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override in every run"
+        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting in every run"
     )
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the cores)")
     reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/<name>")
@@ -64,13 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("curves.png"), metavar="FILE")
     report.set_defaults(command=_report)
 
-    analyse = commands.add_parser("analyse", help="draw a run's mask coverage and the activations of its units")
+    analyse = commands.add_parser(
+        "analyse", help="draw a run's masks, the activations of its units and its clients' accuracies"
+    )
     analyse.add_argument("folder", type=Path, metavar="DIR")
     analyse.add_argument("--samples", type=int, default=256, metavar="N", help="training samples of each client")
     analyse.set_defaults(command=_analyse)
 
     names = commands.add_parser("list", help="methods, datasets, models, experiments, tables, settings")
     names.add_argument("what", nargs="?", choices=tuple(_LISTS), help="default: all but the settings")
+    names.add_argument("--toml", action="store_true", help="settings: as pyproject.toml has to name them to Flower")
     names.set_defaults(command=_list)
 
     setup = commands.add_parser("setup", help="register the Flower connection local-simulation; once per machine")
@@ -100,11 +103,11 @@ def _run_local(overrides: dict[str, str | int | float | bool]) -> int:
     from fedsub_app.client_app import app
     from fedsub_app.federation.local_grid import LocalGrid
     from fedsub_app.runs.directory import RunFailed, settings_of
-    from fedsub_app.server_app import log_to_stdout, run_experiment
+    from fedsub_app.server_app import log_to_stdout, run_and_report
 
     log_to_stdout()
     try:
-        run_experiment(LocalGrid(app, overrides), settings_of(overrides))
+        run_and_report(LocalGrid(app, overrides), settings_of(overrides))
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -161,7 +164,7 @@ def _experiments() -> dict[str, str]:
 
 
 def _tables() -> dict[str, str]:
-    from fedsub_app.reproduce import tables
+    from fedsub_app.config import tables
 
     return {name: _first_comment(path) for name, path in tables().items()}
 
@@ -188,12 +191,17 @@ _LISTS = {
 
 
 def _list(options: argparse.Namespace) -> int:
+    if options.toml:
+        from fedsub_app.config import as_toml
+
+        print(as_toml(), end="")
+        return 0
     for what in [options.what] if options.what else [name for name in _LISTS if name != "settings"]:
         entries = _LISTS[what]()
         print(f"{what}:")
         width = max(map(len, entries), default=0)
         for name, about in entries.items():
-            print(f"  {name:<{width}}  {about}".rstrip())
+            print(f"  {name:<{width}}  {about}".rstrip().replace("\n", "\n" + " " * (width + 4)))
     return 0
 
 

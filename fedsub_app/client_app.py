@@ -78,14 +78,14 @@ def _answer(message: Message, context: Context) -> Message:
 
 
 def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tensors) -> Update:
-    """One client's task; its exception is its own."""
+    """Run one client's task; where it fails, only this client's update says so."""
     client = config["client"]
     store = ClientState(folder, client)
     try:
         before = header["round"] + (header["phase"] == MessageType.EVALUATE)
         worker = METHODS[place.settings.method].client(place, client, header["round"], store.load(before))
         if header["phase"] == MessageType.EVALUATE:
-            return worker.run_evaluation(sent, header["evaluate"])
+            return worker.run_evaluation(sent, config, header["evaluate"])
         update = worker.run_training(sent, config)
         if worker.state:
             store.save(header["round"], worker.state, header["committed"])

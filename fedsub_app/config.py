@@ -1,30 +1,31 @@
 """Settings: TOML and key=value in, frozen, typed, validated objects out. The only place that knows TOML spelling.
 
-Order: the defaults of ``[tool.flwr.app.config]`` in pyproject.toml, then ``conf/<experiment>.toml``, then single keys.
+Order: the defaults of the classes, then ``conf/<experiment>.toml`` on top of what it ``extends``, then what the method
+presets, then single keys.
 Keys are kebab-case in TOML and on the command line, snake_case in Python; a method's own keys are ``method.key``.
 """
 
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Section
 from fedsub_app.methods import METHODS
-from fedsub_app.settings import MethodSettings, Section, Settings, Value
+from fedsub_app.settings import MethodSettings, Settings, Value
 
-RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "minLength": "length >="}
-
-
-def _home(name: str) -> Path:
-    """Return pyproject.toml or conf: beside the packages in a checkout or bundle, inside fedsub_app in a wheel."""
-    here = Path(__file__).resolve().parent
-    return here / name if (here / name).exists() else here.parent / name
+TABLE = "tool.flwr.app.config"
+RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+TYPES = {"boolean": "true | false", "string": "text", "array": "text"}
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
@@ -38,36 +39,125 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
     return flat
 
 
+def _sections() -> dict[str, type[Section]]:
+    """Return the class of the general keys and those of the methods' own, by what stands before the key."""
+    return {"": Settings} | {f"{name}.": method.settings for name, method in METHODS.items()}
+
+
+@cache
+def _fields() -> dict[str, FieldInfo]:
+    return {
+        f"{prefix}{field.alias}": field
+        for prefix, section in _sections().items()
+        for name, field in section.model_fields.items()
+        if name != "options"
+    }
+
+
 @cache
 def defaults() -> dict[str, Value]:
-    """Every key with its default, from pyproject.toml."""
-    project = tomllib.loads(_home("pyproject.toml").read_text())
-    return flatten(project["tool"]["flwr"]["app"]["config"])
+    """Every key with its default."""
+    return {f"{prefix}{k}": v for prefix, section in _sections().items() for k, v in section().toml().items()}
 
 
 def conf_folder() -> Path:
-    """Where the experiments (``<paper>/<experiment>.toml``) and tables (``tables/<name>.toml``) lie."""
-    return _home("conf")
+    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
+
+    It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
+    """
+    here = Path(__file__).resolve().parent
+    return here / "conf" if (here / "conf").exists() else here.parent / "conf"
 
 
 def experiments() -> dict[str, Path]:
-    """Names of the experiments (paths below conf/ without ``.toml``) and their files."""
-    root = conf_folder()
-    found = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.toml"))}
-    return {name: path for name, path in found.items() if not name.startswith("tables/")}
+    """Names of the experiments, ``<paper>/<experiment>``, and their files."""
+    return {f"{path.parent.name}/{path.stem}": path for path in sorted(conf_folder().glob("*/*.toml"))}
+
+
+def tables() -> dict[str, Path]:
+    """Names of the tables, ``<paper>-<name>``, and their files."""
+    found = sorted(conf_folder().glob("*/tables/*.toml"))
+    return {f"{path.parent.parent.name}-{path.stem}": path for path in found}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return a file of conf/ as TOML has it.
+
+    Raises
+    ------
+    UserError
+        It is not valid TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
+
+
+def conf_name(path: Path) -> str:
+    """Return how a message names a file of conf/: ``conf/<paper>/<experiment>.toml``."""
+    return f"conf/{path.relative_to(conf_folder()).as_posix()}"
 
 
 def describe() -> dict[str, str]:
-    """Every key with its default and what is allowed, for people."""
-    sections: dict[str, type[Section]] = {"": Settings} | {f"{name}.": METHODS[name].settings for name in METHODS}
-    said = {}
-    for prefix, section in sections.items():
-        for name, schema in section.model_json_schema(mode="validation").get("properties", {}).items():
-            if prefix + name in defaults():
-                rules = [f"{word} {schema[rule]}" for rule, word in RULES.items() if rule in schema]
-                allowed = " | ".join(map(str, schema["enum"])) if "enum" in schema else ", ".join(rules)
-                said[prefix + name] = f"{defaults()[prefix + name]!r:<14} {schema.get('type', '')} {allowed}".rstrip()
-    return said
+    """Every key with its default, what is allowed and what it means, for people."""
+    return {
+        key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(field)))
+        for key, field in _fields().items()
+    }
+
+
+def _about(field: FieldInfo) -> list[str]:
+    return [line for line in (field.description or "").splitlines() if line]
+
+
+def _allowed(field: FieldInfo) -> str:
+    schema = _adapter(field).json_schema()
+    schema = schema.get("anyOf", [schema])[0]  # the other one is None, in TOML "" or 0
+    if "enum" in schema:
+        return " | ".join(schema["enum"])
+    rules = [f"{word} {schema[rule]}" for rule, word in RULES.items() if rule in schema]
+    return f"{TYPES.get(schema['type'], schema['type'])} {', '.join(rules)}"
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    annotation: Any = Annotated[field.annotation, field.alias, *field.metadata]
+    return TypeAdapter(annotation)
+
+
+def as_toml() -> str:
+    """Return ``[tool.flwr.app.config]`` of pyproject.toml: Flower refuses a key that is not there.
+
+    Every key with its default, the words that are allowed and the first line of what it means.
+    """
+    lines = ["# A copy of the defaults that stand in the classes; made by `fedsub list settings --toml`."]
+    for prefix, section in _sections().items():
+        if section.model_fields:
+            lines += ["", f"[{TABLE}.{prefix[:-1]}]"] if prefix else [f"[{TABLE}]"]
+        about = ""
+        for name, field in section.model_fields.items():
+            if name == "options":
+                continue
+            # The base that a key comes from, with a heading of its own where there are several.
+            home = next(base for base in reversed(section.__mro__) if name in getattr(base, "model_fields", ()))
+            if not prefix and home.__doc__ != about:
+                about = home.__doc__ or ""
+                lines.append(f"# --- {about.splitlines()[0]}")
+            value = json.dumps(defaults()[f"{prefix}{field.alias}"])  # written alike in TOML and JSON
+            words = f"{allowed}: " if " | " in (allowed := _allowed(field)) else ""
+            lines.append(f"{f'{field.alias} = {value}':<28} # {words}{_about(field)[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def spelled(key: str, value: Value) -> Value:
+    """Return a value as :meth:`Settings.flat` writes it (``"a,b"`` as ``"a, b"``); as it is where it is not allowed."""
+    if key in _fields():
+        adapter = _adapter(_fields()[key])
+        with suppress(ValidationError):
+            written: Value = adapter.dump_python(adapter.validate_python(value, strict=True))
+            return written
+    return value
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, Value]:
@@ -85,16 +175,27 @@ def parse_pairs(pairs: list[str]) -> dict[str, Value]:
     return values
 
 
-def _read_experiment(name: str) -> dict[str, Value]:
+def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
+    """Return an experiment's keys on top of those of the experiment that it ``extends``.
+
+    ``extending``: the experiments that led to this one, each of which extends the next.
+    """
+    source = f"conf/{extending[-1]}.toml: extends" if extending else "experiment"
+    if name in extending:
+        raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = experiments().get(name)
     if path is None:
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"experiment = {name!r}: no conf/{name}.toml{hint}")
-    try:
-        return flatten(tomllib.loads(path.read_text()))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"conf/{name}.toml: not valid TOML: {error}") from None
+        raise UserError(f"{source} = {name!r}: no conf/{name}.toml{hint}")
+    own = flatten(read_toml(path))
+    base = own.pop("extends", None)
+    _check_known(own, f" in conf/{name}.toml")
+    if base is None:
+        return own
+    if not isinstance(base, str) or not base:
+        raise UserError(f"conf/{name}.toml: extends = {base!r}: must be the name of an experiment")
+    return _read_experiment(base if "/" in base else f"{path.parent.name}/{base}", (*extending, name)) | own
 
 
 def _check_known(values: Mapping[str, Value], source: str) -> None:
@@ -107,14 +208,16 @@ def _check_known(values: Mapping[str, Value], source: str) -> None:
 
 def _one_line(error: ValidationError, prefix: str = "") -> str:
     first = error.errors()[0]
-    if first["type"] == "value_error":  # our own cross-checks already name key and value
-        return str(first["ctx"]["error"])
+    key = f"{prefix}{'.'.join(map(str, first['loc']))}"
+    if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all of it
+        said = str(first["ctx"]["error"])
+        return f"{key} = {first['input']!r}: {said}" if first["loc"] else said
     text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{prefix}{'.'.join(map(str, first['loc']))} = {first['input']!r}: must be {text}"
+    return f"{key} = {first['input']!r}: must be {text}"
 
 
 def resolve(overrides: Mapping[str, Value]) -> Settings:
-    """Build the settings of a run from single keys on top of their experiment and the defaults.
+    """Build the settings of a run from single keys on top of their method's, their experiment's and the defaults.
 
     Raises
     ------
@@ -122,17 +225,21 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         One line that names the key, the value and what is allowed.
     """
     _check_known(overrides, "")
-    name = overrides.get("experiment", defaults()["experiment"])
+    name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
-    _check_known(chosen, f" in conf/{name}.toml")
     values = defaults() | chosen | dict(overrides)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key} = {value}: must be a finite number")
-    general = {key: value for key, value in values.items() if "." not in key}
-    method = general["method"]
+    method = values["method"]
     if method not in METHODS:
         raise UserError(f"method = {method!r}: allowed are {', '.join(METHODS)}")
+    # A method given by hand goes before the experiment that it is tried on; what stands beside it must agree with it.
+    beside = overrides if "method" in overrides else chosen | dict(overrides)
+    for key, preset in METHODS[str(method)].preset.items():
+        if beside.get(key, preset) not in (preset, defaults()[key]):
+            raise UserError(f"{key} = {beside[key]!r}: must be {preset!r} with method = {method!r}")
+        values[key] = preset
     options: dict[str, MethodSettings] = {}
     for section, entry in METHODS.items():  # all of them: a wrong value is wrong even where another method runs
         own = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
@@ -140,6 +247,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
             options[section] = entry.settings.model_validate(own)
         except ValidationError as error:
             raise UserError(_one_line(error, f"{section}.")) from None
+    general = {key: value for key, value in values.items() if "." not in key}
     try:
         return Settings.model_validate(general | {"options": options[str(method)]})
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""Driving Flower from the command line: the connection, the environment, a run with an honest exit code.
+"""Driving Flower from the command line: the connection, the environment, a run whose exit code says how it ended.
 
-``flwr run`` exits 0 whatever becomes of the run; :func:`run` asks for its status. Flower's runtime would re-install
+``flwr run`` exits with 0 even where the run failed; :func:`run` asks for its status. Flower's runtime would re-install
 torch on every run unless one variable is set before its SuperLink starts; :func:`setup` puts it (as a default that the
 shell may override) into the Python environment that it runs in, so that a hand-typed ``flwr run`` has it too.
 """
@@ -109,7 +109,7 @@ def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.P
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         if overrides.get("run-dir"):
             overrides["run-dir"] = str(Path(str(overrides["run-dir"])).resolve())
-    if waking:  # two at a time would both start a SuperLink
+    if waking:  # else both commands would start a SuperLink
         waking.wait()
     variables = _variables()
     command = _flwr("run", str(PROJECT), connection, "--format", "json")

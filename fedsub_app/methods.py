@@ -1,18 +1,26 @@
-"""The register of methods: name → settings, strategy, client. One line a method."""
+"""The register of methods: name → settings, strategy, client. One line a method.
 
-from dataclasses import dataclass
+FedProx and MOON are FedAvg with an objective that any method can take (``training/objectives.py``):
+
+- Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020,
+  https://arxiv.org/abs/1812.06127. Deviation: every client trains all its epochs (no partial work, no inexactness
+  gamma).
+- Li, He, Song: Model-Contrastive Federated Learning, CVPR 2021, https://arxiv.org/abs/2103.16257. Deviation: z is what
+  enters the network's last linear layer; no projection head is added to the networks of the other methods.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from client_apps.base import Client
 from client_apps.ditto import DittoClient
 from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
-from client_apps.fedprox import FedProxClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
-from client_apps.moon import MoonClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
-from fedsub_app.settings import MethodSettings
+from fedsub_app.settings import MethodSettings, Value
 from strategies.base import SubnetStrategy
 from strategies.ditto import DittoSettings
 from strategies.fedpac import FedPAC, FedPACSettings
@@ -33,18 +41,22 @@ from strategies.parts import (
 
 @dataclass(frozen=True)
 class Method:
-    """One method: what it is, its own settings, its server side, its client side."""
+    """One method: what it is, its own settings, its server side, its client side.
+
+    ``preset``: general keys that make it this method; a run that sets them otherwise is refused.
+    """
 
     about: str
     settings: type[MethodSettings]
     strategy: type[SubnetStrategy]
     client: type[Client]
+    preset: Mapping[str, Value] = field(default_factory=dict)
 
 
 METHODS = {
     "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
-    "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, FedProxClient),
-    "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, MoonClient),
+    "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}),
+    "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}),
     "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
     "ditto": Method("Li et al. 2021", DittoSettings, SubnetStrategy, DittoClient),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),

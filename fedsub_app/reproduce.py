@@ -1,8 +1,8 @@
 """A paper's table with one command: its experiments over seeds, on the local engine, several at a time.
 
-``conf/tables/<name>.toml`` lists settings (an experiment, keys set on top of it, what the paper reports) and methods
-(keys set on top of that); the rows are all their pairs. Every run has its directory, so a stopped reproduction goes on
-where it was; when a run is finished its clients' states, which for personal models are gigabytes, are dropped.
+A table is a file of settings and methods (:mod:`fedsub_app.tables`). Every run has its directory, so a stopped
+reproduction goes on where it was; when a run is finished its clients' states, which for personal models are gigabytes,
+are dropped.
 """
 
 import contextlib
@@ -11,13 +11,11 @@ import json
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import statistics
 import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,33 +29,14 @@ import torch
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import conf_folder, resolve
+from fedsub_app.config import resolve
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.runs.report import human_seconds
 from fedsub_app.settings import Settings, Value
+from fedsub_app.tables import Row, Table, read_table
 
 LOOK_SECONDS = 2.0
 SAY_SECONDS = 30.0
-
-
-def tables() -> dict[str, Path]:
-    """Names of the tables and their files."""
-    return {path.stem: path for path in sorted((conf_folder() / "tables").glob("*.toml"))}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a table: what is run and what the paper says of it."""
-
-    setting: str
-    label: str
-    overrides: Mapping[str, Value]
-    paper: Mapping[str, str]
-
-    @property
-    def slug(self) -> str:
-        """The row's folder name."""
-        return re.sub(r"[^a-z0-9.]+", "-", f"{self.setting} {self.label}".lower()).strip("-")
 
 
 @dataclass(frozen=True)
@@ -92,32 +71,6 @@ class Job:
         return max((line["round"] for line in read_rounds(self.folder)), default=0)
 
 
-def read_table(name: str) -> tuple[Json, list[Row]]:
-    """Return a table's title, seeds and rows.
-
-    Raises
-    ------
-    UserError
-        There is no such table, or a row is not complete.
-    """
-    path = tables().get(name)
-    if path is None:
-        raise UserError(f"table {name!r}: allowed are {', '.join(tables())}")
-    content = tomllib.loads(path.read_text())
-    rows = []
-    for kind, needed in (("setting", ("name", "experiment")), ("method", ("label",))):
-        for number, entry in enumerate(content.get(kind, ()), 1):
-            missing = [key for key in needed if key not in entry]
-            if missing:
-                raise UserError(f"conf/tables/{name}.toml: {kind} {number} has no {missing[0]!r}")
-    for setting in content["setting"]:
-        for method in content["method"]:
-            keys = {"experiment": setting["experiment"]} | setting.get("set", {}) | method.get("set", {})
-            rounds, final = setting.get("paper", {}).get(method["label"], ("", ""))
-            rows.append(Row(setting["name"], method["label"], keys, {"rounds": rounds, "final": final}))
-    return content, rows
-
-
 def reproduce(
     name: str,
     seeds: int | None,
@@ -130,7 +83,8 @@ def reproduce(
 
     ``only`` names settings and methods: rows of these alone are run and written.
     """
-    content, rows = read_table(name)
+    table = read_table(name)
+    rows = table.rows
     for word in only:
         if not any(word in (row.setting, row.label) for row in rows):
             known = dict.fromkeys([row.setting for row in rows] + [row.label for row in rows])
@@ -138,11 +92,11 @@ def reproduce(
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
-    numbers = range(seeds or content["seeds"])
+    numbers = range(seeds or table.seeds)
     rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
     jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
-        _ = job.settings  # bad input: before the first run
+        _ = job.settings  # bad input is reported before the first run starts
     failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)
     machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
@@ -153,7 +107,7 @@ def reproduce(
         "machine": f"{machine}; one run a core, one thread a run",
         "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
     }
-    _write(out, name, content, facts, rows, jobs)
+    _write(out, name, table, facts, rows, jobs)
     print(f"{out / name}.md")
     for job, reason in failures:
         print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
@@ -205,7 +159,7 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, killed maybe: its runs go on when they are asked for."""
+    """End this process when the one that started it has ended, also if that was killed. Its runs can be resumed."""
     parent = parent_process()
     assert parent
 
@@ -221,7 +175,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     from fedsub_app.client_app import app
     from fedsub_app.federation.local_grid import LocalGrid
     from fedsub_app.runs.directory import RunFailed, settings_of
-    from fedsub_app.server_app import run_experiment
+    from fedsub_app.server_app import run_and_report
 
     log = logging.getLogger("fedsub")
     keys = dict(overrides)
@@ -236,7 +190,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
         log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
         log.setLevel(logging.INFO)
         log.propagate = False
-        run_experiment(LocalGrid(app, keys), settings_of(keys))
+        run_and_report(LocalGrid(app, keys), settings_of(keys))
         shutil.rmtree(folder / "clients", ignore_errors=True)
     except (UserError, RunFailed) as error:
         return str(error)
@@ -267,7 +221,7 @@ def _cells(row: Row, jobs: list[Job], spread: str) -> list[str]:
     good = [summary for summary in summaries if summary]
     if not good:
         unknown = [""] * (1 + len(COSTS))
-        return [row.setting, row.label, "failed", row.paper["rounds"], "failed", row.paper["final"], *unknown]
+        return [row.setting, row.label, "failed", row.paper.rounds, "failed", row.paper.final, *unknown]
     key = next(key for key in good[0] if key.startswith("final-"))
     final = _over_seeds([summary[key] for summary in good], spread)
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
@@ -276,7 +230,7 @@ def _cells(row: Row, jobs: list[Job], spread: str) -> list[str]:
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
     reached_in = ", ".join(reached)
-    return [row.setting, row.label, reached_in, row.paper["rounds"], final, row.paper["final"], validation, *costs]
+    return [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, validation, *costs]
 
 
 def _over_seeds(values: Sequence[float], spread: str) -> str:
@@ -287,11 +241,11 @@ def _over_seeds(values: Sequence[float], spread: str) -> str:
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
-def _write(out: Path, name: str, content: Json, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
-    spread = content.get("spread", "deviation")
+def _write(out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
+    spread = table.spread
     cells = [_cells(row, jobs, spread) for row in rows]
     used = [column for column in range(len(HEADER)) if any(row[column] for row in cells)]
-    lines = [f"# {content['title']}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over seeds. MB by the",
         "papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",

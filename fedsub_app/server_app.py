@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -11,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import load_dataset, make_partition, partition_summary
-from fedsub_app.federation.nodes import exchange, wake
+from fedsub_app.federation.nodes import Federation, exchange, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
@@ -33,14 +34,14 @@ def main(grid: Grid, context: Context) -> None:
     try:
         settings = settings_of(grid.run.override_config)
         wake(grid)
-        run_experiment(grid, settings)
+        run_and_report(grid, settings)
     except UserError as error:
         log.error("error: %s", error)
         raise  # Flower marks the run as failed
 
 
 def log_to_stdout() -> None:
-    """One plain line a record, to the stdout of now (Flower replaces it to stream it)."""
+    """Log one plain line per record to the current stdout, which Flower replaces to stream it."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
@@ -67,6 +68,18 @@ class GlobalTest:
         return {"global-accuracy": accuracy, "global-loss": loss}
 
 
+def run_and_report(grid: Grid, settings: Settings) -> Json:
+    """Run all rounds as :func:`run_experiment` does, draw what came out, also of a run that failed, log the summary."""
+    try:
+        summary = run_experiment(grid, settings)
+    except RunFailed as failure:
+        report.draw_run(failure.folder)
+        raise
+    report.draw_run(Path(summary["run-dir"]))
+    log.info("%s", report.summary_table(summary))
+    return summary
+
+
 def run_experiment(grid: Grid, settings: Settings) -> Json:
     """Run all rounds on ``grid``; returns the summary.
 
@@ -75,22 +88,22 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     UserError
         Bad input, before round 1.
     RunFailed
-        ``max-abandoned`` rounds in a row had too few valid replies; a checkpoint is there.
+        ``max-abandoned`` rounds in a row had too few valid replies; the run can be resumed from its last checkpoint.
     """
-    torch.set_num_threads(1)  # as the workers: the same numbers on every engine
+    torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     dataset = load_dataset(settings.data)
     if settings.augment != "none" and dataset.train_x.dim() != 4:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = make_partition(settings.data, settings.partitioning)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     pick_device(settings.device)
-    header: Json = {"settings": settings.flat() | {"experiment": "", "resume": False}}
-    strategy = METHODS[settings.method].strategy(
-        settings, model, header
-    )  # may refuse its settings: nothing is there yet
+    # Before the run directory exists, because it may reject its settings.
+    strategy = METHODS[settings.method].strategy(settings, model)
     run = open_run(settings)
     try:
-        header |= {"run": run.run_id, "state-dir": str(run.state_folder)}
+        told = settings.flat() | {"experiment": "", "resume": False}
+        header = {"settings": told, "run": run.run_id, "state-dir": str(run.state_folder)}
+        strategy.connect(Federation(settings, header))
         if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
             run.write_json("partition.json", partition_summary(dataset, partition))
         for note in dataset.notes:
@@ -103,8 +116,9 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
 
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
     """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
-    settings, config = run.settings, ConfigRecord()
-    last, model, state, abandoned = run.restore()
+    settings = run.settings
+    found = run.restore()
+    last, model, state, abandoned = found.round, found.model, found.state, found.abandoned
     # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
@@ -112,47 +126,47 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
-    strategy.committed = run.oldest_round
-    strategy.federation.meet(grid)  # before the clock starts: Ray takes seconds to come up
+    strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     began = time.perf_counter()
     for number in range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
+        config = ConfigRecord({"committed": run.oldest_round})
         replies = exchange(grid, strategy.configure_train(number, arrays, config, grid), settings.round_timeout)
         merged, _ = strategy.aggregate_train(number, replies)
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.report}
-        line |= _evaluate(grid, strategy, number, arrays, global_test)
+        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
+        line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
-            strategy.committed = run.oldest_round
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:
             run.finish("failed", to_tensors(arrays))
-            report.draw_run(run.folder)
             reason = line["dropped"][0]["reason"] if line["dropped"] else "no replies"
             raise RunFailed(
                 f"{abandoned} rounds in a row had fewer than min-replies = {settings.min_replies} valid replies "
-                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}"
+                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}",
+                run.folder,
             )
-    summary = run.finish("completed", to_tensors(arrays))
-    report.draw_run(run.folder)
-    log.info("%s", report.summary_table(summary))
-    return summary
+    return run.finish("completed", to_tensors(arrays))
 
 
 def _evaluate(
-    grid: Grid, strategy: SubnetStrategy, number: int, arrays: ArrayRecord, global_test: GlobalTest | None
+    grid: Grid,
+    strategy: SubnetStrategy,
+    number: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    global_test: GlobalTest | None,
 ) -> Json:
     """Measure what is due after a round; returns it for the round's line."""
     if not strategy.evaluation_due(number):
         return {}
     start = time.perf_counter()
     found: Json = dict(global_test(arrays)) if global_test else {}
-    if messages := strategy.configure_evaluate(number, arrays, ConfigRecord(), grid):
-        strategy.report = {}
+    if messages := strategy.configure_evaluate(number, arrays, config, grid):
         strategy.aggregate_evaluate(number, exchange(grid, messages, strategy.settings.round_timeout))
-        found |= strategy.report
+        found |= strategy.phase.report
     return found | {"evaluate-seconds": time.perf_counter() - start}

@@ -1,19 +1,18 @@
-"""The settings of a run as frozen, typed, validated objects. Where they come from is :mod:`fedsub_app.config`'s."""
+"""The settings of a run as one frozen, typed, validated object. Where they come from is :mod:`fedsub_app.config`'s."""
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from fedsub_app.common.section import Count, CountOrNone, Listed, PercentOrNone, Section, TextOrNone
 from fedsub_app.data import DataSettings, PartitionSettings
+from fedsub_app.federation.settings import FederationSettings
+from fedsub_app.training.settings import TrainingSettings
 
 Value = str | int | float | bool
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-EVALUATIONS = ("global", "global-local", "personal")
+Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
 LOCATION_KEYS = (
     "experiment",
@@ -25,16 +24,11 @@ LOCATION_KEYS = (
     "node-timeout",
     "round-timeout",
 )
-
-
-def _kebab(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")
-
-
-class Section(BaseModel):
-    """A frozen set of settings; values keep their TOML type (no ``"3"`` for 3)."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=_kebab, populate_by_name=True)
+Evaluations = Annotated[
+    tuple[Literal["global", "global-local", "personal"], ...],
+    Field(min_length=1),
+    Listed("allowed are global, global-local, personal, comma-separated"),
+]
 
 
 class MethodSettings(Section):
@@ -44,108 +38,67 @@ class MethodSettings(Section):
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
 
 
-class Settings(Section):
+class RunSettings(Section):
+    """What is run, how long, what is measured, and where it is written."""
+
+    experiment: TextOrNone = None
+    """conf/<experiment>.toml lies between these defaults and single keys; "": none."""
+    method: str = "fedpews"
+    """A name of `fedsub list methods`."""
+    num_rounds: Count = 50
+    """Rounds of the run."""
+    evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
+    """Accuracies to measure, any of global, global-local, personal: "global, personal".
+
+    Of the global model on the whole test set; of the global model, or of the clients' own models, on each client's test
+    set. The first one is that of ``target-accuracy``.
+    """
+    eval_every: Count = 1
+    """Rounds from one evaluation to the next; the last round ends with one."""
+    target_accuracy: PercentOrNone = None
+    """Percent; the summary says in which round it was reached; 0: none."""
+    run_dir: TextOrNone = None
+    """Run directory; "": a new folder under $FEDSUB_RUNS, else ./runs."""
+    resume: bool = False
+    """Continue the run in run-dir."""
+    checkpoint_every: Count = 1
+    """Rounds from one checkpoint to the next; the last round has one."""
+    keep_checkpoints: CountOrNone = 2
+    """Checkpoints that are kept, the latest; 0: all."""
+
+    @model_validator(mode="after")
+    def _resume_needs_a_run(self) -> "RunSettings":
+        if self.resume and not self.run_dir:
+            raise ValueError("run-dir = '': resume = true needs the run directory to resume")
+        return self
+
+
+# The bases stand in reverse: the keys of the last one come first, in TOML, in `fedsub list settings` and in errors.
+class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSettings, RunSettings):
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
-    experiment: str
-    method: str
-    seed: Annotated[int, Field(ge=0, lt=2**31)]
-    dataset: Annotated[str, Field(min_length=1)]
-    domains: str
-    data_dir: str
-    train_per_class: CountOrZero
-    test_per_class: CountOrZero
-    image_size: CountOrZero
-    normalise: Literal["standard", "half", "none"]
-    augment: Literal["none", "crop-flip"]
-    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"]
-    dirichlet_alpha: Positive
-    shards_per_client: Count
-    classes_per_client: Count
-    repeat_classes: bool
-    class_lists: str
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)]
-    client_test: Literal["labels", "holdout"]
-    holdout_fraction: Annotated[float, Field(gt=0, lt=1)]
-    num_clients: Count
-    participation: Annotated[float, Field(gt=0, le=1)]
-    clients_per_round: CountOrZero
-    min_replies: Count
-    max_abandoned: Count
-    placement: Literal["auto", "balanced", "pinned"]
-    min_nodes: CountOrZero
-    node_timeout: Positive
-    round_timeout: Positive
-    model: str
-    device: Literal["auto", "cpu", "cuda"]
-    optimizer: Literal["sgd", "adam"]
-    lr: Positive
-    lr_decay_at: str
-    lr_decay: Annotated[float, Field(gt=0, le=1)]
-    momentum: Annotated[float, Field(ge=0, lt=1)]
-    weight_decay: NonNegative
-    objective: Literal["none", "prox", "moon"]
-    prox_mu: NonNegative
-    moon_mu: NonNegative
-    moon_temperature: Positive
-    batch_size: Count
-    local_epochs: CountOrZero
-    server_lr: Positive
-    weighting: Literal["uniform", "examples"]
-    num_rounds: Count
-    evaluate: str
-    eval_every: Count
-    target_accuracy: Annotated[float, Field(ge=0, le=100)]
-    run_dir: str
-    resume: bool
-    checkpoint_every: Count
-    keep_checkpoints: CountOrZero
-    options: MethodSettings
-
-    @property
-    def sample_size(self) -> int:
-        """Clients that take part in a round."""
-        return self.clients_per_round or max(1, round(self.participation * self.num_clients))
-
-    @property
-    def evaluations(self) -> tuple[str, ...]:
-        """The accuracies that are measured, a subset of ``EVALUATIONS``."""
-        return tuple(part.strip() for part in self.evaluate.split(",") if part.strip())
-
-    def lr_at(self, server_round: int) -> float:
-        """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
-        return self.lr * self.lr_decay ** sum(server_round >= number for number in self._decays)
-
-    @property
-    def _decays(self) -> list[int]:
-        return [int(word) for word in self.lr_decay_at.split()]
+    options: MethodSettings = MethodSettings()
 
     @property
     def data(self) -> DataSettings:
         """What the data set depends on."""
-        fields = (
-            "dataset",
-            "domains",
-            "data_dir",
-            "train_per_class",
-            "test_per_class",
-            "image_size",
-            "normalise",
-            "seed",
-        )
-        return DataSettings(**{name: getattr(self, name) for name in fields})
+        return self._part(DataSettings)
 
     @property
     def partitioning(self) -> PartitionSettings:
         """What the clients' shares of it depend on."""
-        names = PartitionSettings.__dataclass_fields__
-        return PartitionSettings(**{name: getattr(self, name) for name in names})
+        return self._part(PartitionSettings)
+
+    def _part(self, section: type[Part]) -> Part:
+        return section(**{name: getattr(self, name) for name in section.model_fields})
+
+    def toml(self) -> dict[str, Value]:
+        """Return the general keys and values in TOML spelling."""
+        return self.model_dump(by_alias=True, exclude={"options"})
 
     def flat(self) -> dict[str, Value]:
-        """All keys and values in TOML spelling, the chosen method's own as ``method.key``."""
-        general = self.model_dump(by_alias=True, exclude={"options"})
-        own = self.options.model_dump(by_alias=True)
-        return general | {f"{self.method}.{key}": value for key, value in own.items()}
+        """Return all keys and values in TOML spelling, the chosen method's own as ``method.key``."""
+        return self.toml() | {f"{self.method}.{key}": value for key, value in self.options.toml().items()}
 
     def digest(self) -> str:
         """Hash of everything that decides the result of a run."""
@@ -153,21 +106,6 @@ class Settings(Section):
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
     @model_validator(mode="after")
-    def _contradictions(self) -> "Settings":
-        if self.clients_per_round > self.num_clients:
-            raise ValueError(f"clients-per-round = {self.clients_per_round}: at most num-clients = {self.num_clients}")
-        if self.min_replies > self.sample_size:
-            raise ValueError(
-                f"min-replies = {self.min_replies}: at most the {self.sample_size} clients that take part in a round"
-            )
-        unknown = [part for part in self.evaluations if part not in EVALUATIONS]
-        if unknown or not self.evaluations:
-            raise ValueError(f"evaluate = {self.evaluate!r}: allowed are {', '.join(EVALUATIONS)}, comma-separated")
-        if not all(word.isdecimal() and int(word) for word in self.lr_decay_at.split()):
-            raise ValueError(f"lr-decay-at = {self.lr_decay_at!r}: must be rounds from 1 on, such as '200 400', or ''")
-        if self.resume and not self.run_dir:
-            raise ValueError("run-dir = '': resume = true needs the run directory to resume")
-        if self.momentum and self.optimizer == "adam":
-            raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
+    def _method_agrees(self) -> "Settings":
         self.options.check(self)
         return self

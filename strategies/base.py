@@ -1,23 +1,25 @@
 """Server side of every method: Flower's four verbs on our federation and wire format.
 
 A method overrides only what its paper changes: what a client is sent (:meth:`SubnetStrategy.task`), what it must answer
-(:meth:`~SubnetStrategy.expected`, :meth:`~SubnetStrategy.decode`), how answers become the next global model
-(:meth:`~SubnetStrategy.merge`), and what the server remembers between rounds (:meth:`~SubnetStrategy.state`).
-What is not overridden is FedAvg.
+(:meth:`~SubnetStrategy.expected`), what its answer adds to the next model (:meth:`~SubnetStrategy.contribution`), and
+what the server remembers between rounds (:meth:`~SubnetStrategy.accepted`, :meth:`~SubnetStrategy.state`). What is not
+overridden is FedAvg.
 """
 
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from torch import nn
+from torch import Tensor, nn
 
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.nodes import Dropped, Federation
+from fedsub_app.common.tensors import Json, Tensors, prefixed
+from fedsub_app.federation.nodes import Dropped, Federation, Phase
 from fedsub_app.federation.protocol import (
+    GLOBAL,
     BadReply,
     Spec,
     Task,
@@ -30,8 +32,9 @@ from fedsub_app.federation.protocol import (
     wire_bytes,
 )
 from fedsub_app.models import tensors_of, unit_groups
+from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.training.costs import formula_bytes
 
 log = logging.getLogger("fedsub")
@@ -46,48 +49,60 @@ class SubnetStrategy(Strategy):
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
-    report : what the round's line says of clients and costs (JSON-able), filled by the verbs.
+    phase : the running or last phase: who was asked, who was dropped, what the round's line says of it.
     """
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
         self.settings = settings
         self.options = settings.options
         self.model = model
-        self.units = unit_groups(model)
-        self.federation = Federation(settings, header)
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
-        self.committed = 0  # oldest round that a resume may start from
-        self.report: Json = {}
-        self._dropped: list[Dropped] = []
-        self._like_current = specs(self.current)
+        self.phase = Phase("", 0)
 
-    # --- what a method overrides ------------------------------------------------------------------------------------
+    def connect(self, federation: Federation) -> None:
+        """Take the nodes that the verbs talk to."""
+        self.federation = federation
+
+    # --- what a method overrides: these ask only, and change nothing -------------------------------------------------
 
     def task(self, client: int) -> Task:
         """Return what ``client`` is sent for training: the whole global model."""
         return Task(client, self.current)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Return the tensors that ``client`` must answer with: a model like the one it was sent."""
-        return self._like_current
+        """Return the tensors that ``client`` must answer with: a model like the global one."""
+        return self.specs
 
-    def decode(self, update: Update) -> Update:
-        """Check what only the method knows and undo its encoding; raise :class:`BadReply` to drop the update."""
-        return update
+    def contribution(self, update: Update) -> Contribution:
+        """Return what an update, checked against :meth:`expected`, adds to the mean: its tensors of the model.
 
-    def merge(self, updates: Sequence[Update]) -> Tensors:
-        """Return the next global model from valid updates, sorted by client id.
-
-        ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021).
+        It also checks what only the method knows: :class:`BadReply` drops the update.
         """
-        return masked_mean(
-            self.current, [(u.tensors, None, self.weight(u)) for u in updates], server_lr=self.settings.server_lr
-        )
+        tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
+        return Contribution(tensors, None, self.weight(update))
 
-    def evaluation_task(self, client: int) -> Task:
-        """Return what ``client`` is sent for evaluation: the whole global model."""
-        return Task(client, self.current)
+    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+        """Return the next global model from the valid updates of a round, by client id, and what each of them adds.
+
+        ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021), position by
+        position over those who contribute to it. To be overridden only by a method that must see all updates at once.
+        """
+        return masked_mean(self.current, contributions, server_lr=self.settings.server_lr)
+
+    def personal_download(self, client: int) -> Tensors:
+        """Return what ``client`` is sent for the evaluation of its own model: the global one."""
+        return self.current
+
+    # --- what a method overrides: where its server's state changes ---------------------------------------------------
+
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """Take note of the updates that were merged, none where the round was abandoned; returns lines for the report.
+
+        The only place where the method's state changes. ``current`` is still the model that was sent, and
+        ``phase.asked`` holds the clients that it was sent to.
+        """
+        return {}
 
     def state(self) -> Tensors:
         """Return what the method's server remembers between rounds; goes into the checkpoint."""
@@ -96,54 +111,96 @@ class SubnetStrategy(Strategy):
     def load_state(self, state: Tensors) -> None:
         """Restore what :meth:`state` returned."""
 
-    # --- Flower's verbs ---------------------------------------------------------------------------------------------
+    def unit_masks(self) -> Tensor | None:
+        """Return every client's sub-network after :meth:`load_state`, for ``fedsub analyse``.
+
+        bool ``[num_clients, hidden units]``, units in the order of ``units``; None: the method has no such masks.
+        """
+        return None
+
+    def position_masks(self) -> list[Tensors] | None:
+        """Return every client's personal positions after :meth:`load_state`, for ``fedsub analyse``.
+
+        One dict a client, tensor name -> bool of the tensor's shape, the same names for all; None: the method has none.
+        """
+        return None
+
+    # --- what methods use ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def units(self) -> tuple[UnitGroup, ...]:
+        """The network's hidden units."""
+        return unit_groups(self.model)
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """What a whole model must be."""
+        return specs(self.current)
 
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""
         return float(update.num_examples) if self.settings.weighting == "examples" else 1.0
 
+    # --- Flower's verbs ---------------------------------------------------------------------------------------------
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Sample the round's clients and return one message a node with their tasks."""
+        """Sample the round's clients and return one message a node with their tasks.
+
+        ``config["committed"]`` is the oldest round that a resume may start from.
+        """
         self.federation.meet(grid)
         self.round, self.current = server_round, to_tensors(arrays)
-        self._like_current = specs(self.current)
         tasks = {client: self.task(client) for client in self.federation.sample(server_round)}
-        messages, self._dropped = self.federation.messages(
-            MessageType.TRAIN, server_round, tasks, {"committed": self.committed}
-        )
-        self.report = {
+        self.phase = self.federation.ask(MessageType.TRAIN, server_round, tasks, _committed(config))
+        self.phase.report = {
             "clients": sorted(tasks),
-            "bytes-down": sum(wire_bytes(message.content) for message in messages),
+            "bytes-down": sum(wire_bytes(message.content) for message in self.phase.messages),
             "formula-bytes-down": sum(formula_bytes(task.tensors) for task in tasks.values()),
         }
-        return messages
+        return self.phase.messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the replies and merge the valid updates; ``(None, metrics)`` where they are fewer than the quorum."""
-        updates, costs = self._updates(MessageType.TRAIN, server_round, replies)
+        phase = self.phase
+        parts, bytes_up = self.federation.answers(phase, replies)
+        updates, contributions, formula_up = [], [], 0
+        stacks: dict[int, bool] = {}
+        for client, config, tensors in parts:
+            try:
+                update = read_update(config, tensors, self.expected(client), stacks)
+                contributions.append(self.contribution(update))
+                updates.append(update)
+                formula_up += formula_bytes(tensors)
+            except BadReply as error:
+                phase.dropped.append(Dropped(client, str(error)))
         # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
         metrics = _means(updates, ("train-loss",)) | _sums(updates, ("flops", "subnet-flops", "compute-seconds"))
         extra = sorted({key for u in updates for key in u.metrics} - set(metrics))
-        self.report |= metrics | _means(updates, extra)
-        self.report |= costs
-        self.report["dropped"] = [{"client": drop.client, "reason": drop.reason} for drop in self._dropped]
-        record = MetricRecord(dict(metrics))
-        if len(updates) < self.settings.min_replies:
-            return None, record
-        start = time.perf_counter()
-        merged = self.merge(updates)
-        self.report["merge-seconds"] = time.perf_counter() - start
-        broken = [name for name, tensor in merged.items() if not finite(tensor)]
-        if broken:  # finite values of clients may add up to infinity
-            everybody = [{"client": u.client, "reason": f"the mean of {broken[0]!r} is not finite"} for u in updates]
-            self.report["dropped"] += everybody
-            return None, record
+        phase.report |= metrics | _means(updates, extra)
+        phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up}
+        merged = self._merged(updates, contributions) if len(updates) >= self.settings.min_replies else None
+        phase.report |= self.accepted(updates if merged is not None else [])
+        phase.report["dropped"] = _reasons(phase.dropped)
+        if merged is None:
+            return None, MetricRecord(dict(metrics))
         self.current = merged
-        return to_arrays(self.current), record
+        return to_arrays(merged), MetricRecord(dict(metrics))
+
+    def _merged(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors | None:
+        """Return the next global model; ``None`` where it is not finite, for which all updates are dropped."""
+        start = time.perf_counter()
+        merged = self.merge(updates, contributions)
+        self.phase.report["merge-seconds"] = time.perf_counter() - start
+        broken = [name for name, tensor in merged.items() if not finite(tensor)]
+        if not broken:
+            return merged
+        # Finite values of clients may add up to infinity.
+        self.phase.dropped += [Dropped(u.client, f"the mean of {broken[0]!r} is not finite") for u in updates]
+        return None
 
     def evaluation_due(self, server_round: int) -> bool:
         """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one."""
@@ -158,42 +215,45 @@ class SubnetStrategy(Strategy):
             return []
         self.federation.meet(grid)
         self.round, self.current = server_round, to_tensors(arrays)
-        tasks = {client: self.evaluation_task(client) for client in range(self.settings.num_clients)}
-        messages, self._dropped = self.federation.messages(
-            MessageType.EVALUATE, server_round, tasks, {"evaluate": wanted, "committed": self.committed}
-        )
-        return messages
+        tasks = {client: self._evaluation_task(client, wanted) for client in range(self.settings.num_clients)}
+        extra = {"evaluate": wanted} | _committed(config)
+        self.phase = self.federation.ask(MessageType.EVALUATE, server_round, tasks, extra)
+        return self.phase.messages
+
+    def _evaluation_task(self, client: int, wanted: Sequence[str]) -> Task:
+        """Return what a client needs for its own model and, for the global one, the tensors that are not the same."""
+        personal = self.personal_download(client) if "personal" in wanted else {}
+        whole = {n: t for n, t in self.current.items() if personal.get(n) is not t} if "global-local" in wanted else {}
+        return Task(client, personal | prefixed(GLOBAL, whole))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the unweighted client means; the clients' own values go into the round's line."""
-        updates, _ = self._updates(MessageType.EVALUATE, server_round, replies)
-        means = _means(updates, sorted({key for update in updates for key in update.metrics}))
-        self.report |= means | {
-            "evaluated": {update.client: update.metrics for update in updates},
-            "not-evaluated": [{"client": drop.client, "reason": drop.reason} for drop in self._dropped],
-        }
+        phase = self.phase
+        parts, _ = self.federation.answers(phase, replies)
+        updates = []
+        for client, config, tensors in parts:
+            try:
+                updates.append(read_update(config, tensors, {}, {}))
+            except BadReply as error:
+                phase.dropped.append(Dropped(client, str(error)))
+        means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
+        spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",)).items() if value}
+        phase.report |= means | spent
+        phase.report["evaluated"] = {update.client: update.metrics for update in updates}
+        phase.report["not-evaluated"] = _reasons(phase.dropped)
         return MetricRecord(dict(means)) if updates else None
 
     def summary(self) -> None:
         """Log the strategy's settings, one line."""
         log.info("%s %s", self.settings.method, self.options.model_dump(by_alias=True))
 
-    def _updates(self, phase: str, server_round: int, replies: Iterable[Message]) -> tuple[list[Update], Json]:
-        """Return the valid updates, decoded and sorted by client id, and what all answers together cost."""
-        answers = self.federation.answers(phase, server_round, replies)
-        self._dropped += answers.dropped
-        training = phase == MessageType.TRAIN
-        updates, formula_up = [], 0
-        stacks: dict[int, bool] = {}
-        for client, config, tensors in answers.parts:
-            try:
-                update = read_update(config, tensors, self.expected(client) if training else {}, stacks)
-                updates.append(self.decode(update) if training else update)
-                formula_up += formula_bytes(tensors)
-            except BadReply as error:
-                self._dropped.append(Dropped(client, str(error)))
-        self._dropped.sort(key=lambda drop: drop.client)
-        return updates, {"bytes-up": answers.bytes_up, "formula-bytes-up": formula_up}
+
+def _committed(config: ConfigRecord) -> Json:
+    return {"committed": config.get("committed", 0)}
+
+
+def _reasons(dropped: Sequence[Dropped]) -> list[Json]:
+    return [{"client": drop.client, "reason": drop.reason} for drop in sorted(dropped, key=lambda drop: drop.client)]
 
 
 def _means(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:

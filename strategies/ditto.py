@@ -4,10 +4,12 @@ Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Person
 https://arxiv.org/abs/2012.04221.
 """
 
-from fedsub_app.settings import MethodSettings, NonNegative
+from fedsub_app.common.section import NonNegative
+from fedsub_app.settings import MethodSettings
 
 
 class DittoSettings(MethodSettings):
-    """``lambda_``: pull of the personal model towards the global one."""
+    """Keys of Ditto."""
 
-    lambda_: NonNegative
+    lambda_: NonNegative = 0.5
+    """Pull of the personal model towards the global one."""

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.section import CountOrZero, NonNegative, Positive
+from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
-from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.collaboration import combination
 from strategies.base import SubnetStrategy
 
@@ -23,15 +24,18 @@ CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "k
 
 
 class FedPACSettings(MethodSettings):
-    """``lambda_``: weight of the feature alignment; ``head_lr``, ``head_epochs``: of the head's own training."""
+    """Keys of FedPAC."""
 
-    lambda_: NonNegative
-    head_lr: Positive
-    head_epochs: CountOrZero
+    lambda_: NonNegative = 1.0
+    """Weight of the feature alignment."""
+    head_lr: Positive = 0.1
+    """Learning rate of the head's own training."""
+    head_epochs: CountOrZero = 1
+    """Epochs of the head's own training, before the body's."""
 
 
 class FedPAC(SubnetStrategy):
-    """Merges bodies and class centroids; combines a head for each client.
+    """Merges models and class centroids; combines a head for each client.
 
     Attributes
     ----------
@@ -41,8 +45,8 @@ class FedPAC(SubnetStrategy):
 
     options: FedPACSettings
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
-        super().__init__(settings, model, header)
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
         self.head = head_names(model)
         self.heads = {n: self.current[n].expand(settings.num_clients, *self.current[n].shape) for n in self.head}
         self.heads = {name: heads.clone() for name, heads in self.heads.items()}
@@ -51,34 +55,28 @@ class FedPAC(SubnetStrategy):
 
     def task(self, client: int) -> Task:
         """Send the body, the client's head and the centroids."""
-        return Task(client, self.evaluation_task(client).tensors | {CENTROIDS: self.centroids, KNOWN: self.known})
+        return Task(client, self.personal_download(client) | {CENTROIDS: self.centroids, KNOWN: self.known})
 
-    def evaluation_task(self, client: int) -> Task:
-        """Send the body with the client's head; where the global model's accuracy is asked for, the mean head."""
-        if "global-local" in self.settings.evaluations:
-            return super().evaluation_task(client)
-        return Task(client, self.current | {name: heads[client] for name, heads in self.heads.items()})
+    def personal_download(self, client: int) -> Tensors:
+        """Send the body with the client's head."""
+        return self.current | {name: heads[client] for name, heads in self.heads.items()}
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The model and its features' statistics."""
-        classes, width = self.centroids.shape
-        return {
-            **self._like_current,
-            MEANS: Spec((classes, width)),
-            COUNTS: Spec((classes,)),
-            H: Spec((classes, width)),
-            V: Spec((1,)),
-        }
+        matrix, counts = Spec(tuple(self.centroids.shape)), Spec((len(self.centroids),))
+        return {**self.specs, MEANS: matrix, COUNTS: counts, H: matrix, V: Spec((1,))}
 
-    def decode(self, update: Update) -> Update:
-        """Counts and variances are not negative."""
+    def contribution(self, update: Update) -> Contribution:
+        """The model; counts and variances must not be negative."""
         for name in (COUNTS, V):
             if bool((update.tensors[name] < 0).any()):
                 raise BadReply(f"tensor {name!r}: negative values")
-        return update
+        return super().contribution(update)
 
-    def merge(self, updates: Sequence[Update]) -> Tensors:
-        """Mean model; centroids by counts; a head for each client that answered."""
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """Merge the centroids by counts; combine a head for each client that answered."""
+        if not updates:
+            return {}
         counts = torch.stack([update.tensors[COUNTS] for update in updates])
         means = torch.stack([update.tensors[MEANS] for update in updates])
         total = counts.sum(0)
@@ -87,24 +85,20 @@ class FedPAC(SubnetStrategy):
         self.centroids = torch.where((total > 0)[:, None], merged, self.centroids)
         h = torch.stack([update.tensors[H] for update in updates])
         variances = torch.cat([update.tensors[V] for update in updates])
-        self.report["combination"] = {}
+        used = {}
         for k, update in enumerate(updates):
             weights = combination(h, variances, k)
-            self.report["combination"][update.client] = [round(w, 3) for w in weights.tolist()]
+            used[update.client] = [round(weight, 3) for weight in weights.tolist()]
             for name in self.head:
                 stacked = torch.stack([other.tensors[name] for other in updates])
                 self.heads[name][update.client] = torch.tensordot(weights, stacked, dims=1)
-        parts = [({n: u.tensors[n] for n in self.current}, None, self.weight(u)) for u in updates]
-        return masked_mean(self.current, parts, server_lr=self.settings.server_lr)
+        return {"combination": used}
 
     def state(self) -> Tensors:
         """Heads and centroids."""
-        return {f"head/{name}": heads for name, heads in self.heads.items()} | {
-            CENTROIDS: self.centroids,
-            KNOWN: self.known,
-        }
+        return prefixed("head/", self.heads) | {CENTROIDS: self.centroids, KNOWN: self.known}
 
     def load_state(self, state: Tensors) -> None:
         """Restore them."""
-        self.heads = {name: state[f"head/{name}"].clone() for name in self.head}
+        self.heads = {name: heads.clone() for name, heads in unprefixed("head/", state).items()}
         self.centroids, self.known = state[CENTROIDS].clone(), state[KNOWN].clone()

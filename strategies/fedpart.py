@@ -14,8 +14,8 @@ Where this leaves paper or published code:
   as float32. Their step counts are merged by maximum, as published.
 - The proximal term is squared and there in all steps; MOON compares with the client's real previous model.
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
-- A client that has no model of an earlier round gets the full one (``stale = "full_first"``); as published it would
-  train a random network with one layer replaced (``faithful``). ``sync_all`` sends every group that is outdated.
+- A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
+  train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
   then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
   is positive the round takes the plain mean and says so (``similarity-fallback``).
@@ -28,11 +28,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.section import Count, CountOrZero
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import layer_groups
-from fedsub_app.settings import Count, CountOrZero, MethodSettings, Settings
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
 
@@ -41,18 +42,20 @@ OWN, NONE = -1, -2
 
 
 class FedPartSettings(MethodSettings):
-    """``full_rounds``, ``rounds_per_group``, ``order``: the schedule; ``momentum``: how Adam's moments are merged.
+    """Keys of FedPart and of momentum aggregation."""
 
-    ``moment_weighting``: with ``momentum = "mean"``, clients count alike or by their examples. ``stale``: what a client
-    is sent that missed rounds.
-    """
-
-    full_rounds: CountOrZero
-    rounds_per_group: Count
-    order: Literal["shallow", "deep", "random"]
-    momentum: Literal["none", "mean", "similarity"]
-    moment_weighting: Literal["uniform", "examples"]
-    stale: Literal["full_first", "faithful", "sync_all"]
+    full_rounds: CountOrZero = 2
+    """Rounds of the full network at the start of every cycle."""
+    rounds_per_group: Count = 2
+    """Rounds for which a layer group is trained."""
+    order: Literal["shallow", "deep", "random"] = "shallow"
+    """The first group of a cycle."""
+    momentum: Literal["none", "mean", "similarity"] = "none"
+    """How Adam's moments, where they are shared, are merged."""
+    moment_weighting: Literal["uniform", "examples"] = "uniform"
+    """What a client counts with momentum = "mean"."""
+    stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
+    """What a client is sent that missed rounds (see the module)."""
 
     def check(self, settings: Settings) -> None:
         """Moments are Adam's."""
@@ -72,14 +75,13 @@ class FedPart(SubnetStrategy):
 
     options: FedPartSettings
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
-        super().__init__(settings, model, header)
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
         self.groups = layer_groups(model)
         self.parameters = {name for name, _ in model.named_parameters()}
         self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
         self.has = torch.full((settings.num_clients, len(self.groups)), NONE)
         self.moments: Tensors = {}
-        self._sent: dict[int, torch.Tensor] = {}  # client -> what it will have once it has answered
 
     def group(self, server_round: int) -> int | None:
         """Return the layer group of a round, ``None`` for the full network."""
@@ -105,10 +107,8 @@ class FedPart(SubnetStrategy):
 
     def task(self, client: int) -> Task:
         """Send the groups that ``stale`` asks for, which one to train and, with momentum, its merged moments."""
-        due = self._due(client)
-        self._sent[client] = torch.where(due, self.changed, self.has[client])
-        self.has[client] = NONE  # until it has answered: who fails is sent a full model next
-        tensors = {name: self.current[name] for g in due.nonzero().flatten().tolist() for name in self.groups[g]}
+        due = self._due(client).nonzero().flatten().tolist()
+        tensors = {name: self.current[name] for group in due for name in self.groups[group]}
         names = self.trained_parameters()
         if all(f"{STEPS}/{name}" in self.moments for name in names):
             tensors |= {f"{kind}{name}": self.moments[f"{kind}{name}"] for kind in (FIRST, SECOND) for name in names}
@@ -118,9 +118,9 @@ class FedPart(SubnetStrategy):
     def _due(self, client: int) -> torch.Tensor:
         """Return which groups a client is sent, bool [groups]."""
         everything = torch.ones(len(self.groups), dtype=torch.bool)
-        if self.options.stale == "sync_all":
+        if self.options.stale == "sync-all":
             return self.has[client] < self.changed
-        if self.options.stale == "full_first" and bool((self.has[client] == NONE).any()):
+        if self.options.stale == "full-first" and bool((self.has[client] == NONE).any()):
             return everything
         last = self.group(self.round - 1) if self.round > 1 else None
         if last is None or self.group(self.round) is None:
@@ -139,71 +139,76 @@ class FedPart(SubnetStrategy):
             specs[STEPS] = Spec((len(trained),), torch.int64)
         return specs
 
-    def decode(self, update: Update) -> Update:
-        """Check the moments; note what the client has now."""
+    def contribution(self, update: Update) -> Contribution:
+        """The trained group; its moments must be such as Adam's are."""
         for name, tensor in update.tensors.items():
             if name.startswith(SECOND) and bool((tensor < 0).any()):
                 raise BadReply(f"tensor {name!r}: a second moment is negative")
             if name == STEPS and bool((tensor < 1).any()):
                 raise BadReply(f"tensor {name!r}: fewer than one step")
-        self.has[update.client] = self._sent[update.client]
-        self.has[update.client, self._index()] = OWN
-        return update
+        return super().contribution(update)
 
-    def _index(self) -> int | slice:
-        group = self.group(self.round)
-        return slice(None) if group is None else group
-
-    def merge(self, updates: Sequence[Update]) -> Tensors:
+    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
         """Mean of the trained group over clients, or weighted by the similarity of their moments (Algorithm 2)."""
-        weights = [self.weight(update) for update in updates]
         if self.options.momentum == "similarity":
-            weights = self._similarities(updates)
-            self._merge_moments(updates, weights)
-        elif self.options.momentum == "mean":
+            weights = _positive(self.similarities(updates))
+            contributions = [c._replace(weight=w) for c, w in zip(contributions, weights, strict=True)]
+        return super().merge(updates, contributions)
+
+    def similarities(self, updates: Sequence[Update]) -> list[float]:
+        """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""
+        names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters()]
+        states = torch.stack([torch.cat([update.tensors[name].flatten() for name in names]) for update in updates])
+        found: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
+        return found
+
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """Note what the clients have now, who did not answer has no model; merge the moments."""
+        group = self.group(self.round)
+        trained = slice(None) if group is None else group
+        has = {u.client: torch.where(self._due(u.client), self.changed, self.has[u.client]) for u in updates}
+        self.has[self.phase.asked] = NONE
+        for client, groups in has.items():
+            self.has[client] = groups
+            self.has[client, trained] = OWN
+        if not updates:
+            return {}
+        self.changed[trained] = self.round
+        if self.options.momentum == "similarity":
+            found = self.similarities(updates)
+            self._merge_moments(updates, _positive(found))
+            said = {"similarity": [round(value, 6) for value in found]}
+            return said if max(found) > 0 else said | {"similarity-fallback": True}
+        if self.options.momentum == "mean":
             alike = self.options.moment_weighting == "uniform"
             self._merge_moments(updates, [1.0 if alike else float(update.num_examples) for update in updates])
-        self.changed[self._index()] = self.round
-        names = self.names(self.group(self.round))
-        return masked_mean(self.current, _parts(updates, names, weights), server_lr=self.settings.server_lr)
+        return {}
 
     def _merge_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> None:
         names = self.trained_parameters()
         kinds = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in names]
         zeros = {name: torch.zeros_like(updates[0].tensors[name]) for name in kinds}
-        self.moments |= masked_mean(zeros, _parts(updates, kinds, weights))
+        moments = [
+            Contribution(chosen(update.tensors, kinds), None, weight)
+            for update, weight in zip(updates, weights, strict=True)
+        ]
+        self.moments |= masked_mean(zeros, moments)
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
         self.moments |= {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
-
-    def _similarities(self, updates: Sequence[Update]) -> list[float]:
-        """Return each client's weight: the cosine of its moments with their mean (Algorithm 2, lines 6 to 8), or 0."""
-        names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters()]
-        states = torch.stack([torch.cat([update.tensors[name].flatten() for name in names]) for update in updates])
-        found: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
-        self.report["similarity"] = [round(value, 6) for value in found]
-        weights = [max(value, 0.0) for value in found]
-        if any(weights):
-            return weights
-        self.report["similarity-fallback"] = True
-        return [1.0] * len(updates)
 
     # --- what stays -----------------------------------------------------------------------------------------------
 
     def state(self) -> Tensors:
         """What changed when, what the clients have, the merged moments."""
-        return {"changed": self.changed, "has": self.has} | {f"moments/{n}": t for n, t in self.moments.items()}
+        return {"changed": self.changed, "has": self.has} | prefixed("moments/", self.moments)
 
     def load_state(self, state: Tensors) -> None:
         """Restore it."""
         self.changed, self.has = state["changed"].clone(), state["has"].clone()
-        self.moments = {n.removeprefix("moments/"): t.clone() for n, t in state.items() if n.startswith("moments/")}
+        self.moments = {name: tensor.clone() for name, tensor in unprefixed("moments/", state).items()}
 
 
-def _parts(
-    updates: Sequence[Update], names: Sequence[str], weights: Sequence[float]
-) -> list[tuple[Tensors, None, float]]:
-    """Return some of the updates' tensors with their weights, for :func:`masked_mean`."""
-    return [
-        ({name: update.tensors[name] for name in names}, None, weight)
-        for update, weight in zip(updates, weights, strict=True)
-    ]
+def _positive(similarities: Sequence[float]) -> list[float]:
+    """Return the similarities as weights, negative ones as 0; equal weights where none is positive."""
+    weights = [max(value, 0.0) for value in similarities]
+    return weights if any(weights) else [1.0] * len(weights)

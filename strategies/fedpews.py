@@ -25,38 +25,47 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
-from fedsub_app.settings import CountOrZero, MethodSettings, NonNegative, Positive, Settings
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy
 
+Shares = Annotated[
+    tuple[Positive, ...], Listed("must be positive numbers that add up to 1, one a client, or ''", read=float)
+]
+
 
 class FedPeWSSettings(MethodSettings):
-    """``warmup_rounds``: W; ``lambda_``: weight of the mask diversity; ``mask_lr``: eta_s.
+    """Keys of FedPeWS; the last five are readings of what the paper leaves open."""
 
-    ``shares``: every client's share of each hidden layer under fixed masks, such as "0.25 0.75"; "": equal (C.4).
+    masks: Literal["learned", "fixed"] = "learned"
+    """Sub-networks that the clients learn, or that the server fixes at the start."""
+    shares: Shares = ()
+    """Each client's share of every hidden layer, fixed masks: "0.25, 0.75"; "": equal (C.4)."""
+    warmup_rounds: CountOrZero = 10
+    """W, rounds of the warm-up; at most num-rounds."""
+    lambda_: NonNegative = 1.0
+    """Weight of the mask diversity."""
+    mask_lr: Positive = 0.1
+    """eta_s, learning rate of the mask scores."""
+    mask_rule: Literal["and", "out"] = "and"
+    """A weight is covered with both its neurons, or with the one that it leads to."""
+    others: Literal["probabilities", "highest", "masks"] = "probabilities"
+    """theta of the others: mean or highest of their probabilities, or mean of their masks.
 
-    Readings of what the paper leaves open: ``mask_rule``: a weight is covered with both its neurons, or with the one
-    that it leads ``out`` to; ``others``: theta of the others is the mean of their probabilities, the ``highest`` of
-    them (a unit that one of them takes is left to it; the same with two clients), or the mean of the masks that they
-    drew last; ``score_start``: s_g^0, the same for all (Algorithm 1); ``score_spread``: standard deviation of each
-    client's own start around it; ``draws``: the mask that the weights are trained under is drawn anew every step, or
-    once a round.
+    With ``highest`` a unit that one of them takes is left to it; with two clients it is the same as the mean. The masks
+    are those that they drew last.
     """
-
-    masks: Literal["learned", "fixed"]
-    shares: str
-    mask_rule: Literal["and", "out"]
-    others: Literal["probabilities", "highest", "masks"]
-    score_start: Annotated[float, Field(allow_inf_nan=False)]
-    score_spread: NonNegative
-    draws: Literal["step", "round"]
-    warmup_rounds: CountOrZero
-    lambda_: NonNegative
-    mask_lr: Positive
+    score_start: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """s_g^0, the mask scores at the start."""
+    score_spread: NonNegative = 0.0
+    """Standard deviation of every client's own start around s_g^0."""
+    draws: Literal["step", "round"] = "step"
+    """How often the mask that the weights are trained under is drawn anew."""
 
     def check(self, settings: Settings) -> None:
         """W must not exceed T; shares must fit the clients."""
@@ -65,7 +74,7 @@ class FedPeWSSettings(MethodSettings):
                 f"fedpews.warmup-rounds = {self.warmup_rounds}: must be at most num-rounds = {settings.num_rounds}"
             )
         if self.shares and self.masks != "fixed":
-            raise ValueError(f"fedpews.shares = {self.shares!r}: allowed with fedpews.masks = 'fixed' only")
+            raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)
 
     def first_scores(self, seed: int, client: int, hidden: int) -> torch.Tensor:
@@ -74,19 +83,14 @@ class FedPeWSSettings(MethodSettings):
         return self.score_start + self.score_spread * noise
 
     def share_list(self, num_clients: int) -> list[float]:
-        """Return ``shares`` as numbers, equal ones where it is empty."""
-        if not self.shares:
-            return [1 / num_clients] * num_clients
-        try:
-            shares = [float(word) for word in self.shares.split()]
-        except ValueError:
-            shares = []
-        if len(shares) != num_clients or not min(shares) > 0 or abs(sum(shares) - 1) > 1e-6:
+        """Return every client's share, equal ones where ``shares`` is empty."""
+        shares = self.shares or (1 / num_clients,) * num_clients
+        if len(shares) != num_clients or abs(sum(shares) - 1) > 1e-6:
             raise ValueError(
-                f"fedpews.shares = {self.shares!r}: must be num-clients = {num_clients} positive numbers "
+                f"fedpews.shares = {self.toml()['shares']!r}: must be num-clients = {num_clients} positive numbers "
                 "that add up to 1"
             )
-        return shares
+        return list(shares)
 
 
 class FedPeWS(SubnetStrategy):
@@ -94,13 +98,12 @@ class FedPeWS(SubnetStrategy):
 
     options: FedPeWSSettings
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
-        super().__init__(settings, model, header)
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
         starts = [self.options.first_scores(settings.seed, i, self.hidden) for i in range(settings.num_clients)]
         self.theta = torch.stack(starts).sigmoid()
-        self.covered: dict[int, torch.Tensor] = {}  # the running round's neuron masks
         self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:
             fixed = fixed_masks(self.units, self.options.share_list(settings.num_clients))
@@ -129,7 +132,7 @@ class FedPeWS(SubnetStrategy):
         return expand(self.units, split(mask, self.units), self.shapes, self.options.mask_rule == "out")
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The covered values and, where the client draws its own mask, the mask and its probabilities."""
+        """The covered values of every tensor and, where masks are learned, the neuron mask and its probabilities."""
         if not self.warming_up:
             return super().expected(client)
         specs = {name: Spec((None,)) for name in self.shapes}
@@ -139,42 +142,34 @@ class FedPeWS(SubnetStrategy):
                 specs["theta"] = Spec((self.hidden,))
         return specs
 
-    def decode(self, update: Update) -> Update:
-        """Scatter the covered values to full tensors; ``mask/<name>`` says which positions they are."""
+    def mask_of(self, update: Update) -> torch.Tensor:
+        """Return the neuron mask [h] under which a client trained in the warm-up."""
+        return update.tensors["mask"] if self.options.masks == "learned" else self.fixed[update.client]
+
+    def contribution(self, update: Update) -> Contribution:
+        """Line 20, Eq. 4: the values that its mask covers; after the warm-up all."""
         if not self.warming_up:
-            return update
-        learned = self.options.masks == "learned"
-        units = update.tensors["mask"] if learned else self.fixed[update.client]
-        positions = self.positions(units)
+            return super().contribution(update)
+        positions = self.positions(self.mask_of(update))
         for name, mask in positions.items():
             count, covered = update.tensors[name].numel(), int(mask.sum())
             if count != covered:
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
-        if learned:
-            theta = update.tensors.get("theta", units.float())
-            if not bool(((theta >= 0) & (theta <= 1)).all()):
-                raise BadReply("tensor 'theta': probabilities outside [0, 1]")
-            self.theta[update.client] = theta
-        self.covered[update.client] = units
-        masks = {f"mask/{name}": mask for name, mask in positions.items()}
-        return Update(update.client, scatter(update.tensors, positions) | masks, update.metrics, update.num_examples)
+        theta = update.tensors.get("theta", torch.zeros(1))
+        if not bool(((theta >= 0) & (theta <= 1)).all()):
+            raise BadReply("tensor 'theta': probabilities outside [0, 1]")
+        return Contribution(scatter(update.tensors, positions), positions, self.weight(update))
 
-    def merge(self, updates: Sequence[Update]) -> Tensors:
-        """Line 20, Eq. 4; after the warm-up FedAvg (all masks 1)."""
-        if not self.warming_up:
-            return super().merge(updates)
-        times = torch.stack([self.covered[update.client] for update in updates]).sum(0)
-        # How many hidden units nobody, one client, two clients … cover.
-        self.report["units-covered-by"] = torch.bincount(times, minlength=len(updates) + 1).tolist()
-        parts = [
-            (
-                {name: update.tensors[name] for name in self.shapes},
-                {name: update.tensors[f"mask/{name}"] for name in self.shapes},
-                self.weight(update),
-            )
-            for update in updates
-        ]
-        return masked_mean(self.current, parts, server_lr=self.settings.server_lr)
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """Keep the clients' probabilities; report how many hidden units nobody, one client, two clients … cover."""
+        if not self.warming_up or not updates:
+            return {}
+        masks = [self.mask_of(update) for update in updates]
+        if self.options.masks == "learned":
+            for update, mask in zip(updates, masks, strict=True):
+                self.theta[update.client] = update.tensors.get("theta", mask.float())
+        times = torch.stack(masks).sum(0)
+        return {"units-covered-by": torch.bincount(times, minlength=len(updates) + 1).tolist()}
 
     def state(self) -> Tensors:
         """Every client's last mask probabilities, [N, h]."""
@@ -183,3 +178,9 @@ class FedPeWS(SubnetStrategy):
     def load_state(self, state: Tensors) -> None:
         """Restore them."""
         self.theta = state["theta"].clone()
+
+    def unit_masks(self) -> torch.Tensor | None:
+        """The fixed masks, or the units that each client takes with a probability above one half."""
+        if self.options.masks == "fixed":
+            return self.fixed if self.options.warmup_rounds else None
+        return self.theta > 0.5

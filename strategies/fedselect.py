@@ -24,41 +24,47 @@ lost keeps its personal values, but its growth is discarded and its last broadca
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.section import Count, Fraction, TextOrNone
+from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
-from fedsub_app.settings import Count, MethodSettings, Settings
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
 
 MASK = "mask/"
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class FedSelectSettings(MethodSettings):
-    """``alpha``: fraction that becomes personal; ``share``: p of the global positions that do so at a time.
+    """Keys of FedSelect; ``choose`` and ``layer`` are the ablations of Table 3, those after them readings."""
 
-    ``choose`` and ``layer`` are the ablations of Table 3. The others are where paper and code differ.
-    """
-
-    alpha: Fraction
-    share: Fraction
-    choose: Literal["most", "least", "random"]
-    layer: str
-    scope: Literal["layer", "model"]
-    alpha_test: Literal["below", "at-most"]
-    movement: Literal["round", "since-growth"]
-    grow_every: Count
-    bn_statistics: Literal["local", "average"]
-    bn_batch: Literal["always", "first-round"]
+    alpha: Fraction = 0.3
+    """Fraction of the parameters that becomes personal."""
+    share: Fraction = 0.25
+    """p, fraction of the global positions that becomes personal at a time."""
+    choose: Literal["most", "least", "random"] = "most"
+    """Which positions become personal: those that moved most or least, or random ones."""
+    layer: TextOrNone = None
+    """Only this layer can become personal: "layer4"; "": all."""
+    scope: Literal["layer", "model"] = "layer"
+    """What alpha and p are fractions of: each layer, or the model."""
+    alpha_test: Literal["below", "at-most"] = "below"
+    """A layer grows while its personal fraction is below alpha, or at most alpha."""
+    movement: Literal["round", "since-growth"] = "round"
+    """The movement that counts: of this round's training, or since the last growth."""
+    grow_every: Count = 1
+    """Rounds from one growth to the next; 3, 6, 9, ... without the first one."""
+    bn_statistics: Literal["local", "average"] = "local"
+    """BatchNorm's running statistics: the client's own, or averaged."""
+    bn_batch: Literal["always", "first-round"] = "always"
+    """When training uses the batch's statistics, not the running ones."""
 
     def check(self, settings: Settings) -> None:
         """Weight decay would move positions whose gradient is masked; momentum and Adam do not."""
@@ -80,8 +86,8 @@ class FedSelect(SubnetStrategy):
 
     options: FedSelectSettings
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
-        super().__init__(settings, model, header)
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
         names = selectable([name for name, _ in model.named_parameters()], self.options.layer)
         if not names:
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
@@ -91,11 +97,10 @@ class FedSelect(SubnetStrategy):
         self.masks = [dict(empty) for _ in range(settings.num_clients)]
         self.held = list(self.masks)
         self.grown = torch.zeros(settings.num_clients, 2, dtype=torch.int64)
-        self._new: dict[int, Tensors] = {}
 
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client does not hold, whole tensors where these are all."""
-        cut = _global(self.held[client])
+        cut = shared_positions(self.held[client])
         whole = {name: self.current[name] for name in self.global_names if name not in cut}
         grown, held = self.grown[client].tolist()
         return Task(client, whole | gather(self.current, cut), {"grown": grown, "held": held})
@@ -103,43 +108,36 @@ class FedSelect(SubnetStrategy):
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The values at its global positions and, where it grew, its mask."""
         masks = self.masks[client]
-        specs = {name: self._like_current[name] for name in self.global_names}
-        specs |= {name: Spec((int(mask.sum()),)) for name, mask in _global(masks).items()}
+        specs = {name: self.specs[name] for name in self.global_names}
+        specs |= {name: Spec((int(mask.sum()),)) for name, mask in shared_positions(masks).items()}
         return specs | {
             f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool, optional=True) for name, mask in masks.items()
         }
 
-    def decode(self, update: Update) -> Update:
-        """Put the values back to their positions; a mask may only grow."""
-        client, masks = update.client, dict(self.masks[update.client])
-        for name, mask in self.masks[client].items():
-            if (new := update.tensors.get(f"{MASK}{name}")) is not None:
-                if bool((mask & ~new).any()):
-                    raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
-                masks[name] = new
-        self._new[client] = masks
-        cut = _global(self.masks[client])
-        tensors = {name: update.tensors[name] for name in self.global_names if name not in cut}
-        tensors |= scatter(update.tensors, cut)
-        return Update(client, tensors, update.metrics, update.num_examples)
+    def contribution(self, update: Update) -> Contribution:
+        """The values at the positions that were global in this round; a mask may only grow."""
+        masks = self.masks[update.client]
+        for name, new in unprefixed(MASK, update.tensors).items():
+            if bool((masks[name] & ~new).any()):
+                raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
+        cut = shared_positions(masks)
+        whole = {name: update.tensors[name] for name in self.global_names if name not in cut}
+        return Contribution(whole | scatter(update.tensors, cut), cut, self.weight(update))
 
-    def merge(self, updates: Sequence[Update]) -> Tensors:
-        """Mean at every position over the clients for which it was global in this round; then the masks grow."""
-        parts = [(update.tensors, _global(self.masks[update.client]), self.weight(update)) for update in updates]
-        merged = masked_mean(self.current, parts, server_lr=self.settings.server_lr)
-        for client in [update.client for update in updates]:
-            new, self.held[client] = self._new[client], self.masks[client]
-            self.grown[client, 1] = self.grown[client, 0]
-            if any(not torch.equal(mask, new[name]) for name, mask in self.masks[client].items()):
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """What the clients trained as personal they hold now; then their masks grow."""
+        for update in updates:
+            client, masks = update.client, self.masks[update.client]
+            self.held[client], self.grown[client, 1] = masks, self.grown[client, 0]
+            new = masks | unprefixed(MASK, update.tensors)
+            if any(not torch.equal(mask, new[name]) for name, mask in masks.items()):
                 self.masks[client], self.grown[client, 0] = new, self.round
         personal = sum(int(mask.sum()) for masks in self.masks for mask in masks.values())
-        selectable_positions = sum(mask.numel() for masks in self.masks for mask in masks.values())
-        self.report["personal-fraction"] = personal / selectable_positions
-        return merged
+        return {"personal-fraction": personal / sum(m.numel() for masks in self.masks for m in masks.values())}
 
-    def evaluation_task(self, client: int) -> Task:
-        """Send nothing where only the clients' own models are asked for."""
-        return super().evaluation_task(client) if "global-local" in self.settings.evaluations else Task(client)
+    def personal_download(self, client: int) -> Tensors:
+        """Send nothing: a client's model is as its last training left it."""
+        return {}
 
     def state(self) -> Tensors:
         """Every client's masks, as bits, and when they grew."""
@@ -161,7 +159,11 @@ class FedSelect(SubnetStrategy):
                 bits = {name: state[f"{kind}/{client}/{name}"] for name in shapes}
                 of_clients[client] = unpack_bits(bits, shapes)
 
+    def position_masks(self) -> list[Tensors] | None:
+        """Every client's mask."""
+        return self.masks
 
-def _global(masks: Tensors) -> Tensors:
+
+def shared_positions(masks: Tensors) -> Tensors:
     """Return the global positions of the tensors that are partly personal: tensor name -> bool."""
     return {name: ~mask for name, mask in masks.items() if mask.any()}

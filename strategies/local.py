@@ -1,9 +1,9 @@
 """Local training without federation, server side: nothing is sent, nothing is merged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.federation.protocol import Spec, Task
 from strategies.base import SubnetStrategy
 
 
@@ -14,14 +14,10 @@ class Local(SubnetStrategy):
         """Send nothing: the start follows from the seed, the rest is the client's own."""
         return Task(client)
 
-    def evaluation_task(self, client: int) -> Task:
-        """Send the initial model only where its accuracy is asked for."""
-        return super().evaluation_task(client) if "global-local" in self.settings.evaluations else Task(client)
-
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect no tensors."""
+        """Expect no tensors, so that the global model stays the initial one."""
         return {}
 
-    def merge(self, updates: Sequence[Update]) -> Tensors:
-        """Keep the initial model."""
-        return self.current
+    def personal_download(self, client: int) -> Tensors:
+        """Send nothing."""
+        return {}

@@ -20,44 +20,55 @@ import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.section import CountOrZero
+from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import part_names
-from fedsub_app.settings import CountOrZero, MethodSettings, Settings
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.settings import MethodSettings, Settings
 from strategies.base import SubnetStrategy
 
 
 class TuningSettings(MethodSettings):
-    """FedAvg with fine-tuning: ``tune_epochs`` on the client's own data before its evaluation."""
+    """Keys of FedAvg with fine-tuning."""
 
-    tune_epochs: CountOrZero
+    tune_epochs: CountOrZero = 3
+    """Epochs of fine-tuning on a client's own data before its evaluation."""
 
 
 class PartSettings(MethodSettings):
-    """FedPer: ``personal``, the part that stays with the client."""
+    """Keys of FedPer."""
 
-    personal: str
+    personal: str = "head"
+    """What stays with the client: head, body or names of layers, "conv1, layer4.1"."""
 
 
 class FedRepSettings(PartSettings):
-    """FedRep: epochs of the personal part, then of the shared one, instead of ``local-epochs``."""
+    """Keys of FedRep."""
 
-    personal_epochs: CountOrZero
-    shared_epochs: CountOrZero
+    personal_epochs: CountOrZero = 2
+    """Epochs of the personal part, instead of local-epochs."""
+    shared_epochs: CountOrZero = 1
+    """Epochs of the shared part after it, instead of local-epochs."""
 
 
 class FedBABUSettings(PartSettings):
-    """FedBABU: ``tune``, the part that is fine-tuned for evaluation ("all" or as ``personal``)."""
+    """Keys of FedBABU."""
 
-    tune: str
-    tune_epochs: CountOrZero
+    personal: str = "head"
+    """What stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
+    tune: str = "all"
+    """What is fine-tuned before a client's evaluation: all, head, body or names of layers."""
+    tune_epochs: CountOrZero = 3
+    """Epochs of that fine-tuning."""
 
 
 class LGFedAvgSettings(PartSettings):
-    """LG-FedAvg: ``warm_rounds`` of FedAvg first."""
+    """Keys of LG-FedAvg."""
 
-    warm_rounds: CountOrZero
+    personal: str = "body"
+    """What stays with the client: head, body or names of layers, "conv1, layer4.1"."""
+    warm_rounds: CountOrZero = 0
+    """Rounds of FedAvg on the whole model first."""
 
 
 class SharedPart(SubnetStrategy):
@@ -65,46 +76,36 @@ class SharedPart(SubnetStrategy):
 
     options: PartSettings
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
-        super().__init__(settings, model, header)
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
         for key in ("tune", "personal"):
             part = getattr(self.options, key, "all")
             try:
                 personal = part_names(model, part) if part != "all" else ()
             except ValueError as error:
                 raise UserError(f"{settings.method}.{key} = {part!r}: {error}") from None
-        self.part = [name for name in self.current if name not in personal]
-
-    @property
-    def shared(self) -> Sequence[str]:
-        """Names of the tensors that are shared in the running round."""
-        return self.part
+        self.shared = [name for name in self.current if name not in personal]
 
     def task(self, client: int) -> Task:
         """Send the shared part."""
-        return Task(client, {name: self.current[name] for name in self.shared}, {"answer": "part"})
+        return Task(client, chosen(self.current, self.shared), {"answer": "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The shared part."""
-        return {name: self._like_current[name] for name in self.shared}
+        return {name: self.specs[name] for name in self.shared}
 
-    def merge(self, updates: Sequence[Update]) -> Tensors:
-        """Mean of the shared part."""
-        return masked_mean(self.current, [(u.tensors, None, self.weight(u)) for u in updates], self.settings.server_lr)
-
-    def evaluation_task(self, client: int) -> Task:
-        """Send the shared part, the whole model only where its own accuracy is asked for."""
-        whole = "global-local" in self.settings.evaluations
-        return Task(client, self.current if whole else {name: self.current[name] for name in self.part})
+    def personal_download(self, client: int) -> Tensors:
+        """Send the shared part."""
+        return chosen(self.current, self.shared)
 
 
 class LGFedAvg(SharedPart):
-    """Shares everything in the first ``warm_rounds``, and hands it to each client once more in its next round."""
+    """Shares everything in the first ``warm_rounds``; who has not trained since then is sent the whole model."""
 
     options: LGFedAvgSettings
 
-    def __init__(self, settings: Settings, model: nn.Module, header: Json) -> None:
-        super().__init__(settings, model, header)
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
         self.warmed = torch.full((settings.num_clients,), self.options.warm_rounds == 0)
 
     @property
@@ -112,17 +113,23 @@ class LGFedAvg(SharedPart):
         """Say whether the running round is FedAvg."""
         return self.round <= self.options.warm_rounds
 
-    @property
-    def shared(self) -> Sequence[str]:
-        """All names, then those of the shared part."""
-        return list(self.current) if self.warming_up else self.part
-
     def task(self, client: int) -> Task:
-        """Send everything for as long as the client has not had it after the warm-up."""
-        if self.warmed[client]:
-            return super().task(client)
-        self.warmed[client] = not self.warming_up
-        return Task(client, self.current, {"answer": "all" if self.warming_up else "part"})
+        """Send the whole model to who has none of after the warm-up."""
+        return Task(client, self.personal_download(client), {"answer": "all" if self.warming_up else "part"})
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """The whole model, then the shared part."""
+        return self.specs if self.warming_up else super().expected(client)
+
+    def personal_download(self, client: int) -> Tensors:
+        """Send the whole model to who has none of after the warm-up."""
+        return super().personal_download(client) if self.warmed[client] else self.current
+
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """Whose update was merged after the warm-up has a body of its own."""
+        for update in updates:
+            self.warmed[update.client] = not self.warming_up
+        return {}
 
     def state(self) -> Tensors:
         """Who has the warm model."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedsub_app.common.tensors import Json
+from fedsub_app.federation.nodes import Phase
+from fedsub_app.federation.protocol import Update
 from fedsub_app.flower import PROJECT
+from fedsub_app.settings import Value
+from strategies.base import SubnetStrategy
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
@@ -43,6 +47,31 @@ _processes.set_forkserver_preload(
         "torch._dynamo",  # which the first optimizer imports
     ]
 )
+
+
+# Keys under which a run of three rounds goes through all phases of a method.
+METHOD_KEYS: dict[str, dict[str, Value]] = {
+    "fedavg": {"weighting": "examples"},
+    "fedprox": {"prox_mu": 0.1},
+    "moon": {"moon_mu": 2.0},
+    "fedselect": {"momentum": 0.0, "local_epochs": 2},
+    "fedavg-ft": {},
+    "ditto": {},
+    "fedpac": {},
+    "fedper": {},
+    "fedrep": {},
+    "fedbabu": {},
+    "lg-fedavg": {"lg-fedavg__warm_rounds": 1},
+    "fedpart": {
+        "optimizer": "adam",
+        "momentum": 0.0,
+        "fedpart__full_rounds": 1,
+        "fedpart__rounds_per_group": 1,
+        "fedpart__momentum": "similarity",
+    },
+    "local": {},
+    "fedpews": {"fedpews__warmup_rounds": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -114,21 +143,11 @@ def _before_training(number: int) -> None:
 
 def _while_a_client_trains(number: int) -> None:
     """In the third step of the second client: the first one has written its state."""
-    import client_apps.base as module
+    from fedsub_app.training.local import Training
 
-    original = module.fit
-
-    def fit(step: Any, *args: Any) -> Any:
-        client, steps = step.__self__, iter(range(1000))
-
-        def deadly(*batch: Any) -> Any:
-            if (client.round, client.id, next(steps)) == (number, 2, 2):
-                _kill()
-            return step(*batch)
-
-        return original(deadly, *args)
-
-    module.fit = fit
+    _wrap(
+        Training, "descend", before=lambda self, *_: (self.client.round, self.client.id, self.steps) == (number, 2, 2)
+    )
 
 
 def _client_state_half_written(number: int) -> None:
@@ -218,6 +237,19 @@ def result(folder: Path) -> Json:
         "rounds": rounds(folder),
         "summary": {key: value for key, value in summary.items() if key not in without},
     }
+
+
+def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence[int] = ()) -> Json:
+    """Merge valid updates as the base does it, and make the result current; returns what the method reports.
+
+    ``asked``: the clients that a message was sent for; by default those that answered.
+    """
+    message: Any = None
+    strategy.phase = Phase("train", strategy.round, [(message, list(asked) or [update.client for update in updates])])
+    merged = strategy.merge(updates, [strategy.contribution(update) for update in updates]) if updates else None
+    said = strategy.accepted(updates)
+    strategy.current = merged or strategy.current
+    return said
 
 
 @torch.no_grad()

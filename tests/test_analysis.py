@@ -11,10 +11,14 @@ from torch import nn
 
 from fedsub_app import cli
 from fedsub_app.common.tensors import Json
-from fedsub_app.models import unit_groups
+from fedsub_app.config import resolve
+from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model, unit_groups
 from fedsub_app.runs.analysis import overlap, unit_activations
 from fedsub_app.runs.directory import read_rounds
+from fedsub_app.settings import Value
 from fedsub_app.subnets.masks import unpack_bits
+from strategies.base import SubnetStrategy
 from tests.test_fedpews import SETTINGS
 from tests.test_fedselect import KEYS as FEDSELECT
 
@@ -48,7 +52,7 @@ def test_what_analyse_writes_agrees_with_the_run(
     for path in capsys.readouterr().out.split():
         assert Path(path).stat().st_size > 0
     header, *coverage = csv.reader((folder / "coverage.csv").open())
-    assert header == ["round", "nobody", "one client", "several clients"]
+    assert header == ["round", "no client", "one client", "several clients"]
     lines = read_rounds(folder)
     assert [[int(cell) for cell in row] for row in coverage] == [[t, *lines[t]["units-covered-by"]] for t in (1, 2)]
     header, *rows = csv.reader((folder / "activations.csv").open())
@@ -57,6 +61,36 @@ def test_what_analyse_writes_agrees_with_the_run(
     halves = [row for row in rows if masks == "fixed"]
     for row in halves:  # both halves have the same number of units
         assert float(row[3]) == pytest.approx((float(row[4]) + float(row[5])) / 2, rel=1e-3)
+
+
+def strategy_of(**changes: Value) -> SubnetStrategy:
+    settings = resolve(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
+    model = build_model(settings.model, (5,), 4, settings.seed)
+    return METHODS[settings.method].strategy(settings, model)
+
+
+def test_learned_units_are_the_probable_ones() -> None:
+    strategy = strategy_of()
+    hidden = sum(group.size for group in strategy.units)
+    strategy.load_state({"theta": torch.tensor([0.25, 0.75]).view(2, 1).expand(2, hidden)})
+    found = strategy.unit_masks()
+    assert found is not None
+    assert found.tolist() == [[False] * hidden, [True] * hidden]
+    assert strategy.position_masks() is None
+
+
+def test_fixed_units_belong_to_one_client_each() -> None:
+    strategy = strategy_of(fedpews__masks="fixed")
+    strategy.load_state(strategy.state())
+    found = strategy.unit_masks()
+    assert found is not None
+    assert found.sum(0).unique().tolist() == [1]
+
+
+def test_methods_without_masks_say_so() -> None:
+    strategy = strategy_of(method="fedavg")
+    assert strategy.unit_masks() is None
+    assert strategy.position_masks() is None
 
 
 def test_nothing_to_analyse_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,92 @@
 """Settings: order of the sources, and one clear line for every wrong one."""
 
-import pytest
+import tomllib
+from pathlib import Path
 
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from fedsub_app import config
 from fedsub_app.common.errors import UserError
-from fedsub_app.config import defaults, describe, experiments, parse_pairs, resolve
+from fedsub_app.config import as_toml, defaults, describe, experiments, flatten, parse_pairs, resolve, spelled
+from fedsub_app.flower import PROJECT
 from fedsub_app.methods import METHODS
+from fedsub_app.settings import Settings, Value
+from strategies.base import SubnetStrategy
+
+ACCURACIES = "allowed are global, global-local, personal, comma-separated"
+ROUNDS = "must be rounds from 1 on, such as '200, 400', or ''"
+LISTS = "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'"
+PARTITIONS = "'iid', 'dirichlet', 'shards', 'classes', 'source', 'source-classes' or 'lists'"
 
 
 def test_defaults_resolve_and_every_key_is_described() -> None:
     settings = resolve({})
     assert settings.method == "fedpews"
     assert set(describe()) == set(defaults())
+    assert all(len(text.splitlines()) > 1 for text in describe().values())
+
+
+def test_flower_is_told_every_key_with_its_default() -> None:
+    """``[tool.flwr.app.config]`` in pyproject.toml is what `fedsub list settings --toml` prints."""
+    text = (PROJECT / "pyproject.toml").read_text()
+    assert as_toml() in text
+    assert flatten(tomllib.loads(text)["tool"]["flwr"]["app"]["config"]) == defaults()
+
+
+def test_settings_need_no_toml() -> None:
+    strategy = SubnetStrategy(Settings(num_clients=3), torch.nn.Sequential(torch.nn.Linear(2, 1)), {})
+    assert strategy.settings.sample_size == 3
+    assert Settings().toml() == {key: value for key, value in defaults().items() if "." not in key}
+    assert {Settings(): 1}[resolve({"method": "fedavg"}).model_copy(update={"method": "fedpews"})] == 1  # hashable
 
 
 def test_an_experiment_lies_between_defaults_and_single_keys() -> None:
     assert resolve({}).num_rounds == 50
-    assert resolve({"experiment": "fedpews/table2-d"}).num_rounds == 500
+    assert resolve({"experiment": "fedpews/table2-3k-eta-0.1"}).num_rounds == 500
     # a key set by hand wins even where it equals the default
-    assert resolve({"experiment": "fedpews/table2-d", "num-rounds": 50}).num_rounds == 50
+    assert resolve({"experiment": "fedpews/table2-3k-eta-0.1", "num-rounds": 50}).num_rounds == 50
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A conf/ with the folder of one paper, empty."""
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(config, "conf_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_an_experiment_lies_on_top_of_what_it_extends(conf: Path) -> None:
+    (conf / "other/base.toml").write_text("lr = 0.3\nbatch-size = 7\n[fedpews]\nlambda = 3.0\nmask-lr = 0.3\n")
+    (conf / "paper/middle.toml").write_text('extends = "other/base"\nlr = 0.2\n[fedpews]\nlambda = 2.0\n')
+    (conf / "paper/top.toml").write_text('extends = "middle"\nlr = 0.1\n')
+    settings = resolve({"experiment": "paper/top"}).flat()
+    assert [settings[key] for key in ("lr", "batch-size", "fedpews.lambda", "fedpews.mask-lr")] == [0.1, 7, 2.0, 0.3]
+    assert settings["experiment"] == "paper/top"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('extends = "b"', "conf/paper/b.toml: extends = 'paper/a': a circle (paper/a -> paper/b -> paper/a)"),
+        ('extends = "a"', "conf/paper/a.toml: extends = 'paper/a': a circle (paper/a -> paper/a)"),
+        ('extends = "bb"', "conf/paper/a.toml: extends = 'paper/bb': no conf/paper/bb.toml; did you mean paper/b?"),
+        ("extends = 3", "conf/paper/a.toml: extends = 3: must be the name of an experiment"),
+        ('extends = "c"', "lrr = 1 in conf/paper/c.toml: unknown key; did you mean lr?"),
+        ("lr = = 1", "conf/paper/a.toml: not valid TOML: Invalid value (at line 1, column 6)"),
+    ],
+)
+def test_a_wrong_experiment_is_one_line_that_names_the_file(conf: Path, text: str, line: str) -> None:
+    (conf / "paper/a.toml").write_text(text)
+    (conf / "paper/b.toml").write_text('extends = "a"')
+    (conf / "paper/c.toml").write_text("lrr = 1")
+    with pytest.raises(UserError) as caught:
+        resolve({"experiment": "paper/a"})
+    assert str(caught.value) == line
 
 
 @pytest.mark.parametrize("name", sorted(experiments()))
@@ -34,11 +103,72 @@ def test_settings_come_back_from_their_flat_form() -> None:
     assert resolve({"seed": 1}).digest() != resolve({}).digest()
 
 
+@effort(deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {"method": st.sampled_from(sorted(METHODS))},
+        optional={
+            "evaluate": st.lists(st.sampled_from(["global", "global-local", "personal"]), min_size=1).map(",".join),
+            "lr-decay-at": st.lists(st.integers(1, 99)).map(lambda rounds: ", ".join(map(str, rounds))),
+            "domains": st.lists(st.sampled_from(["fog", "snow-3"])).map(" , ".join),
+            "class-lists": st.sampled_from(["", "0", "0 2, 1 3", "0  2,1 3"]),
+            "fedpart.stale": st.sampled_from(["full-first", "faithful", "sync-all"]),
+            "fedselect.layer": st.sampled_from(["", "layer4"]),
+            "fedper.personal": st.sampled_from(["body", "conv1, layer4.1"]),
+            "target-accuracy": st.floats(0, 100),
+            "lr": st.floats(1e-9, 10) | st.integers(1, 9),
+            **dict.fromkeys(("train-per-class", "image-size", "min-nodes", "keep-checkpoints"), st.integers(0, 3)),
+            **dict.fromkeys(("data-dir", "run-dir"), st.sampled_from(["", "runs/one"])),
+        },
+    )
+)
+def test_flat_settings_resolve_to_the_same_ones(keys: dict[str, Value]) -> None:
+    settings = resolve(keys)
+    assert resolve(settings.flat()) == settings
+    assert all(settings.flat().get(key, spelled(key, value)) == spelled(key, value) for key, value in keys.items())
+    assert all(isinstance(value, str | int | float | bool) for value in settings.flat().values())
+
+
+def test_what_toml_writes_as_nothing_is_none() -> None:
+    settings = resolve({"fedselect.layer": "", "method": "fedselect", "keep-checkpoints": 0})
+    nothing = (settings.experiment, settings.data_dir, settings.train_per_class, settings.test_per_class)
+    nothing += (settings.image_size, settings.clients_per_round, settings.min_nodes, settings.keep_checkpoints)
+    nothing += (settings.target_accuracy, settings.run_dir, settings.options.layer)
+    assert set(nothing) == {None}
+    assert (settings.domains, settings.lr_decay_at, settings.class_lists) == ((), (), ())
+    assert settings.flat()["keep-checkpoints"] == settings.flat()["target-accuracy"] == 0
+    assert settings.flat()["fedselect.layer"] == settings.flat()["domains"] == ""
+
+
+def test_lists_are_tuples() -> None:
+    keys = {"evaluate": "global,personal", "lr-decay-at": "200, 400", "domains": "Real World,fog"}
+    settings = resolve({**keys, "class-lists": "0 2, 1 3", "fedpews.masks": "fixed", "fedpews.shares": "0.25,0.75"})
+    assert settings.evaluations == ("global", "personal")
+    assert settings.lr_decay_at == (200, 400)
+    assert settings.domains == ("Real World", "fog")
+    assert settings.class_lists == ((0, 2), (1, 3))
+    assert settings.options.shares == (0.25, 0.75)
+    assert settings.flat()["evaluate"] == "global, personal"
+    assert settings.flat()["class-lists"] == "0 2, 1 3"
+    assert settings.flat()["fedpews.shares"] == "0.25, 0.75"
+
+
+@pytest.mark.parametrize(("method", "objective"), [("fedprox", "prox"), ("moon", "moon")])
+def test_a_method_presets_its_objective(method: str, objective: str) -> None:
+    settings = resolve({"method": method})
+    assert settings.objective == settings.flat()["objective"] == objective
+    assert resolve(settings.flat()) == settings
+    assert resolve({"method": method, "objective": objective}) == settings
+    assert resolve({"method": method, "objective": "none"}) == settings  # the default, which Flower may write out
+    # given by hand it replaces what an experiment sets
+    assert resolve({"experiment": "fedpews/classes", "method": method}).objective == objective
+
+
 def test_pairs() -> None:
-    assert parse_pairs(["lr=0.1", "method=fedavg", "class-lists='0 2 | 1 3'", "resume=true", "seed=3"]) == {
+    assert parse_pairs(["lr=0.1", "method=fedavg", "class-lists='0 2, 1 3'", "resume=true", "seed=3"]) == {
         "lr": 0.1,
         "method": "fedavg",
-        "class-lists": "0 2 | 1 3",
+        "class-lists": "0 2, 1 3",
         "resume": True,
         "seed": 3,
     }
@@ -71,7 +201,30 @@ def test_pairs() -> None:
         ({"prox-mu": -0.1}, "prox-mu = -0.1: must be greater than or equal to 0"),
         ({"resume": True}, "run-dir = '': resume = true needs the run directory to resume"),
         ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: allowed with optimizer = 'sgd' only"),
-        ({"lr-decay-at": "200 x"}, "lr-decay-at = '200 x': must be rounds from 1 on, such as '200 400', or ''"),
+        ({"evaluate": "global personal"}, f"evaluate = 'global personal': {ACCURACIES}"),
+        ({"evaluate": ""}, f"evaluate = '': {ACCURACIES}"),
+        ({"lr-decay-at": "200, x"}, f"lr-decay-at = '200, x': {ROUNDS}"),
+        ({"lr-decay-at": "0, 20"}, f"lr-decay-at = '0, 20': {ROUNDS}"),
+        ({"lr-decay-at": "200 400"}, f"lr-decay-at = '200 400': {ROUNDS}"),
+        ({"lr-decay-at": 200}, f"lr-decay-at = 200: {ROUNDS}"),
+        ({"class-lists": "0 2 | 1 3"}, f"class-lists = '0 2 | 1 3': {LISTS}"),
+        ({"class-lists": "0, "}, f"class-lists = '0, ': {LISTS}"),
+        ({"class-lists": "0, -1"}, f"class-lists = '0, -1': {LISTS}"),
+        ({"domains": "fog,"}, "domains = 'fog,': must be names, separated by commas, or ''"),
+        ({"train-per-class": -1}, "train-per-class = -1: must be greater than or equal to 0"),
+        ({"image-size": "8"}, "image-size = '8': must be integer"),
+        ({"run-dir": 3}, "run-dir = 3: must be string"),
+        ({"target-accuracy": 101}, "target-accuracy = 101: must be less than or equal to 100"),
+        ({"partition": "even"}, f"partition = 'even': must be {PARTITIONS}"),
+        ({"num-clients": 0}, "num-clients = 0: must be greater than or equal to 1"),
+        ({"shards-per-client": 0}, "shards-per-client = 0: must be greater than or equal to 1"),
+        ({"dirichlet-alpha": 0}, "dirichlet-alpha = 0: must be greater than 0"),
+        ({"validation-fraction": 1}, "validation-fraction = 1: must be less than 1"),
+        ({"holdout-fraction": 0}, "holdout-fraction = 0: must be greater than 0"),
+        ({"classes-per-client": 0}, "classes-per-client = 0: must be greater than or equal to 1"),
+        ({"method": "moon", "objective": "prox"}, "objective = 'prox': must be 'moon' with method = 'moon'"),
+        ({"method": "fedprox", "objective": "moon"}, "objective = 'moon': must be 'prox' with method = 'fedprox'"),
+        ({"method": "fedavg", "fedpart.order": "up"}, "fedpart.order = 'up': must be 'shallow', 'deep' or 'random'"),
         ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),
     ],
 )

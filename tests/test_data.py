@@ -513,14 +513,17 @@ def test_domains_of_images_like_office_home(data_dir: Path) -> None:
         DataSettings(dataset="office", image_size=8), PartitionSettings(partition="source", num_clients=2)
     )
     assert [found.test_source[test].unique().tolist() for test in partition.test] == [[0], [1]]
-    assert load("office", image_size=8, domains="Real World").sources == ("Real World",)
-    for wrong, message in (("Clipart", r"domains: 'Clipart': allowed are Art, Real World"), ("Art,Art", "named twice")):
+    assert load("office", image_size=8, domains=("Real World",)).sources == ("Real World",)
+    for wrong, message in (
+        (("Clipart",), r"domains: 'Clipart': allowed are Art, Real World"),
+        (("Art", "Art"), "named twice"),
+    ):
         with pytest.raises(UserError, match=message):
             load("office", image_size=8, domains=wrong)
     with pytest.raises(UserError, match="dataset 'digits' has none"):
-        load("digits", domains="Art")
+        load("digits", domains=("Art",))
     with pytest.raises(UserError, match="needs a single set"):
-        load("office+digits", domains="Art")
+        load("office+digits", domains=("Art",))
 
 
 def write_cifar10_c(folder: Path, images: int = 60) -> None:
@@ -534,7 +537,7 @@ def write_cifar10_c(folder: Path, images: int = 60) -> None:
 
 def test_cifar10_c_is_a_domain_a_corruption_and_severity(data_dir: Path) -> None:
     write_cifar10_c(data_dir / "CIFAR-10-C")
-    found = load("cifar10-c", domains="snow-2, fog", normalise="none")
+    found = load("cifar10-c", domains=("snow-2", "fog"), normalise="none")
     assert found.sources == ("snow-2", "fog")
     for source, grey in enumerate((12, 5)):
         for x, of in ((found.train_x, found.train_source), (found.test_x, found.test_source)):
@@ -576,7 +579,7 @@ def test_faults_of_cifar10_c(data_dir: Path) -> None:
     write_cifar10_c(data_dir / "CIFAR-10-C")
     for wrong in ("rain", "fog-6", "fog-x"):
         with pytest.raises(UserError, match=f"domains: '{wrong}': allowed are fog, snow, each with -1 to -5"):
-            load("cifar10-c", domains=wrong)
+            load("cifar10-c", domains=(wrong,))
     (data_dir / "CIFAR-10-C/fog.npy").write_bytes(b"no array")
     with pytest.raises(UserError, match=r"fog.npy: not a readable npy file"):
         load("cifar10-c")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
-from helpers import rounds
+from helpers import METHOD_KEYS, rounds
 from safetensors.torch import load_file
 
 import fedsub_app.client_app
@@ -19,7 +19,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.federation.nodes import Answers, Dropped, Federation, Node, exchange
+from fedsub_app.federation.nodes import Dropped, Federation, Node, exchange
 from fedsub_app.federation.protocol import Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
@@ -149,7 +149,7 @@ def test_one_message_a_node() -> None:
     fed = federation(num_clients=1000)
     fed.nodes = nodes(2)
     shared = torch.zeros(100)
-    messages, _ = fed.messages("train", 1, {client: Task(client, {"w": shared}) for client in range(1000)}, {})
+    messages = fed.ask("train", 1, {client: Task(client, {"w": shared}) for client in range(1000)}, {}).messages
     assert len(messages) == 2
     assert [len(unpack(message.content)[1]) for message in messages] == [500, 500]
 
@@ -233,10 +233,10 @@ def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytes
     fed = federation()
     grid = LocalGrid(app, {}, 2)
     fed.meet(grid)
-    messages, _ = fed.messages("train", 1, {0: Task(0)}, {})
+    phase = fed.ask("train", 1, {0: Task(0)}, {})
     monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
-    answers = fed.answers("train", 1, grid.send_and_receive(messages))
-    assert answers.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
+    fed.answers(phase, grid.send_and_receive(phase.messages))
+    assert phase.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
 
 
 def breaking(message_type: str, node_id: int) -> Callable[[Message, Context], Message]:
@@ -258,7 +258,12 @@ def test_a_node_that_fails_the_roll_call() -> None:
 # --- what comes back ------------------------------------------------------------------------------------------------
 
 
-def exchanged(reply: Callable[[Json, list[tuple[Json, Tensors]]], RecordDict], again: bool = False) -> Answers:
+Parts = list[tuple[int, Json, Tensors]]
+
+
+def exchanged(
+    reply: Callable[[Json, list[tuple[Json, Tensors]]], RecordDict], again: bool = False
+) -> tuple[Parts, list[Dropped]]:
     """Ask clients 0, 2 (on one node) and 1 (on another) in round 5; ``reply`` makes the answer of the first node."""
 
     def honest(header: Json, parts: list[tuple[Json, Tensors]]) -> RecordDict:
@@ -272,10 +277,11 @@ def exchanged(reply: Callable[[Json, list[tuple[Json, Tensors]]], RecordDict], a
 
     fed = federation(num_clients=3, placement="pinned")
     fed.nodes = nodes(2)
-    messages, dropped = fed.messages("train", 5, {client: Task(client) for client in range(3)}, {})
-    assert not dropped
-    replies = exchange(LocalGrid(run, {}, 2), messages, 10)  # type: ignore[arg-type]
-    return fed.answers("train", 5, replies * 2 if again else replies)
+    phase = fed.ask("train", 5, {client: Task(client) for client in range(3)}, {})
+    assert not phase.dropped
+    replies = exchange(LocalGrid(run, {}, 2), phase.messages, 10)  # type: ignore[arg-type]
+    parts, _ = fed.answers(phase, replies * 2 if again else replies)
+    return parts, phase.dropped
 
 
 def both(header: Json, *clients: Any) -> RecordDict:
@@ -321,16 +327,16 @@ def both(header: Json, *clients: Any) -> RecordDict:
 )
 def test_answers_that_were_not_asked_for(reply: Any, reasons: dict[int, str]) -> None:
     """Whatever one node says, the other node's client counts, and nobody counts twice."""
-    answers = exchanged(reply)
-    assert answers.dropped == [Dropped(client, reason) for client, reason in reasons.items()]
-    assert [client for client, _, _ in answers.parts] == [client for client in range(3) if client not in reasons]
+    parts, dropped = exchanged(reply)
+    assert dropped == [Dropped(client, reason) for client, reason in reasons.items()]
+    assert [client for client, _, _ in parts] == [client for client in range(3) if client not in reasons]
 
 
 def test_the_first_of_two_parts_counts() -> None:
     def twice(header: Json, parts: list[tuple[Json, Tensors]]) -> RecordDict:
         return pack(header, [({"client": 0}, {"w": torch.ones(1)}), ({"client": 0}, {"w": torch.zeros(1)})])
 
-    (client, _, tensors), _ = exchanged(twice).parts
+    (client, _, tensors), _ = exchanged(twice)[0]
     assert (client, tensors["w"].item()) == (0, 1)
 
 
@@ -345,12 +351,10 @@ def test_replies_to_an_earlier_round_are_ignored() -> None:
     grid = LocalGrid(lambda message, context: Message(both({"run": "this", "round": 1}, 0), reply_to=message), {})  # type: ignore[arg-type]
     fed = federation(num_clients=1)
     fed.nodes = nodes(1)
-    first, _ = fed.messages("train", 1, {0: Task(0)}, {})
-    late = exchange(grid, first, 10)
-    fed.messages("train", 2, {0: Task(0)}, {})
-    answers = fed.answers("train", 2, late)
-    assert answers.parts == []
-    assert answers.dropped == [Dropped(0, "no reply within round-timeout")]
+    late = exchange(grid, fed.ask("train", 1, {0: Task(0)}, {}).messages, 10)
+    phase = fed.ask("train", 2, {0: Task(0)}, {})
+    assert fed.answers(phase, late)[0] == []
+    assert phase.dropped == [Dropped(0, "no reply within round-timeout")]
 
 
 class Silent(LocalGrid):
@@ -402,29 +406,6 @@ def test_simulated_nodes_stand_in_for_each_other(run_local: RunLocal) -> None:
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-METHOD_KEYS: dict[str, dict[str, Value]] = {
-    "fedavg": {"weighting": "examples"},
-    "fedprox": {"prox_mu": 0.1},
-    "moon": {"moon_mu": 2.0},
-    "fedselect": {"momentum": 0.0, "local_epochs": 2},
-    "fedavg-ft": {},
-    "ditto": {},
-    "fedpac": {},
-    "fedper": {},
-    "fedrep": {},
-    "fedbabu": {},
-    "lg-fedavg": {"lg-fedavg__warm_rounds": 1},
-    "fedpart": {
-        "optimizer": "adam",
-        "momentum": 0.0,
-        "fedpart__full_rounds": 1,
-        "fedpart__rounds_per_group": 1,
-        "fedpart__momentum": "similarity",
-    },
-    "fedpews": {"fedpews__warmup_rounds": 2},
-}
-
-
 @pytest.mark.parametrize("method", METHOD_KEYS)
 def test_the_number_of_nodes_does_not_matter(method: str, run_local: RunLocal) -> None:
     def run(count: int, placement: str) -> tuple[list[Json], bytes]:
@@ -450,7 +431,8 @@ def test_flowers_own_loop_gives_our_model(method: str, run_local: RunLocal, tmp_
     dataset = load_dataset(settings.data)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
     header = {"run": "flowers", "settings": settings.flat(), "state-dir": str(tmp_path / "state")}
-    strategy = METHODS[method].strategy(settings, model, header)
+    strategy = METHODS[method].strategy(settings, model)
+    strategy.connect(Federation(settings, header))
     grid = LocalGrid(app, settings.flat(), 2)
     result = strategy.start(grid, initial_arrays=to_arrays(strategy.current), num_rounds=settings.num_rounds)
     theirs, ours = to_tensors(result.arrays), load_file(folder / "model.safetensors")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SAME, away
+from helpers import SAME, away, merge_round
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -87,7 +87,7 @@ def test_it_learns_and_aligns(run_local: Run) -> None:
 
 def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
     made = FedPAC(resolve({"method": "fedpac", "model": "fedpews-mlp", "dataset": "synthetic-3k", "num-clients": 2,
-                           "partition": "iid"}), build_model("fedpews-mlp", (5,), 4, 0), {})  # fmt: skip
+                           "partition": "iid"}), build_model("fedpews-mlp", (5,), 4, 0))  # fmt: skip
 
     def update(client: int, value: float) -> Update:
         tensors = {n: torch.full(tuple(k or 0 for k in s.shape), value) for n, s in made.expected(client).items()}
@@ -96,18 +96,18 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
         tensors[V] = torch.tensor([0.1])
         return Update(client, tensors, {}, 10)
 
-    made.current = made.merge([made.decode(update(0, 1.0)), made.decode(update(1, 2.0))])
+    merge_round(made, [update(0, 1.0), update(1, 2.0)])
     for client, value in ((0, 1.0), (1, 2.0)):  # far apart: each keeps its own head
         sent = made.task(client).tensors
         assert bool((sent["fc5.weight"] == value).all())
         assert bool((sent["fc1.weight"] == 1.5).all())
         assert sent["fedpac/known"].tolist() == [True, True, False, False]
         assert sent["fedpac/centroids"][:, 0].tolist() == [1.5, 1.75, 0.0, 0.0]
-    again = FedPAC(made.settings, made.model, {})
+    again = FedPAC(made.settings, made.model)
     again.load_state(made.state())
     assert torch.equal(again.task(1).tensors["fc5.weight"], made.task(1).tensors["fc5.weight"])
     bad = update(0, 1.0)
     bad.tensors[V] = torch.tensor([-1.0])
     with pytest.raises(BadReply, match="'fedpac/v': negative values"):
-        made.decode(bad)
+        made.contribution(bad)
     assert MEANS in made.expected(0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away
+from helpers import SAME, away, merge_round
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -211,7 +211,7 @@ def test_the_papers_bytes() -> None:
 
 def strategy(**changes: Value) -> FedPart:
     keys = SETTINGS | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
-    made = FedPart(resolve(keys), build_model("fedpews-mlp", (5,), 4, 0), {})
+    made = FedPart(resolve(keys), build_model("fedpews-mlp", (5,), 4, 0))
     made.round = 1
     return made
 
@@ -229,7 +229,7 @@ def play(made: FedPart, rounds: list[list[int]]) -> list[dict[int, set[int]]]:
         made.round = number
         tasks = {client: made.task(client).tensors for client in clients}
         sent.append({c: {k for k, names in enumerate(made.groups) if names[0] in t} for c, t in tasks.items()})
-        made.current = made.merge([made.decode(answer(made, client)) for client in clients])
+        merge_round(made, [answer(made, client) for client in clients])
     return sent
 
 
@@ -239,11 +239,11 @@ def test_who_was_away_gets_what_stale_promises() -> None:
     everything = set(range(5))
     faithful = play(strategy(fedpart__stale="faithful"), rounds)
     assert faithful[4] == {0: {1}, 1: {1}, 2: {1}}
-    first = play(strategy(fedpart__stale="full_first"), rounds)
+    first = play(strategy(fedpart__stale="full-first"), rounds)
     assert [first[k][0] for k in range(6)] == [everything, everything, {0}, {0}, {1}, {1}]
     assert first[4] == {0: {1}, 1: {1}, 2: everything}
     assert first[5] == {0: {1}, 1: {1}, 2: {1}}
-    everyone = play(strategy(fedpart__stale="sync_all"), rounds)
+    everyone = play(strategy(fedpart__stale="sync-all"), rounds)
     assert [everyone[k][0] for k in range(6)] == [first[k][0] for k in range(6)]  # who is always there: the same
     assert everyone[4] == {0: {1}, 1: {0, 1}, 2: everything}
 
@@ -252,13 +252,22 @@ def test_who_did_not_answer_is_sent_the_full_model() -> None:
     made = strategy()
     play(made, [[0, 1], [0, 1], [0, 1]])
     made.round = 4
-    for client in (0, 1):
-        made.task(client)
-    made.decode(answer(made, 0))  # client 1's reply is lost
+    merge_round(made, [answer(made, 0)], asked=[0, 1])  # client 1's reply is lost
     assert made.has[0, 1] == OWN
     assert bool((made.has[1] == NONE).all())
     made.round = 5
     assert len(made.task(1).tensors) == len(made.current)
+
+
+def test_after_an_abandoned_round_everybody_is_sent_the_full_model() -> None:
+    """Their own group has moved on, the global one has not."""
+    made = strategy(fedpart__stale="sync_all")
+    play(made, [[0, 1], [0, 1], [0, 1]])
+    made.round = 4
+    merge_round(made, [], asked=[0, 1])
+    made.round = 5
+    for client in (0, 1):
+        assert len(made.task(client).tensors) == len(made.current)
 
 
 def test_a_client_without_its_model_says_so(run_local: Run) -> None:
@@ -267,7 +276,7 @@ def test_a_client_without_its_model_says_so(run_local: Run) -> None:
 
     place = workplace(resolve(SETTINGS))
     with pytest.raises(UserError, match="client 2 has no model of an earlier round"):
-        FedPartClient(place, 2, 5, {}).train({"fc1.weight": place.tensors["fc1.weight"]}, {"group": 1})
+        FedPartClient(place, 2, 5, {}).train({"fc1.weight": place.network.tensors["fc1.weight"]}, {"group": 1})
 
 
 def test_equal_states_are_the_plain_mean() -> None:
@@ -275,21 +284,18 @@ def test_equal_states_are_the_plain_mean() -> None:
     updates = [answer(made, client) for client in range(3)]
     for k, update in enumerate(updates):
         update.tensors["fc1.weight"].fill_(float(k))
-    made.task(0)
-    merged = made.merge(updates)
-    assert made.report["similarity"] == pytest.approx([1.0, 1.0, 1.0], abs=1e-5)  # rounded to 6 digits
-    torch.testing.assert_close(merged["fc1.weight"], torch.ones(32, 5))
+    said = merge_round(made, updates)
+    assert said["similarity"] == pytest.approx([1.0, 1.0, 1.0], abs=1e-5)  # rounded to 6 digits
+    torch.testing.assert_close(made.current["fc1.weight"], torch.ones(32, 5))
 
 
 def test_the_largest_step_count_is_merged() -> None:
     """As published: clients with more batches have taken more steps."""
     made = strategy(fedpart__momentum="mean", fedpart__full_rounds=0)
-    for client in range(3):
-        made.task(client)
     updates = [answer(made, client) for client in range(3)]
     for steps, update in zip(([3, 3], [8, 7], [5, 5]), updates, strict=True):
         update.tensors["steps"] = torch.tensor(steps)
-    made.current = made.merge([made.decode(update) for update in updates])
+    merge_round(made, updates)
     made.round = 2
     assert made.task(0).tensors["steps"].tolist() == [8, 7]
 
@@ -303,9 +309,9 @@ def test_opposite_states_fall_back_to_the_plain_mean_and_say_so() -> None:
         if name.startswith("second/"):
             for update in updates:
                 update.tensors[name].zero_()
-    merged = made.merge(updates)
-    assert made.report["similarity-fallback"] is True
-    torch.testing.assert_close(merged["fc1.weight"], torch.ones(32, 5))
+    said = merge_round(made, updates)
+    assert said["similarity-fallback"] is True
+    torch.testing.assert_close(made.current["fc1.weight"], torch.ones(32, 5))
 
 
 def test_a_client_against_the_others_does_not_count() -> None:
@@ -318,22 +324,21 @@ def test_a_client_against_the_others_does_not_count() -> None:
                 tensor.fill_((1.0, 2.0, -0.5)[client])
             elif name.startswith("second/"):
                 tensor.fill_(0.1)
-    merged = made.merge(updates)
-    first, second, third = made.report["similarity"]
+    said = merge_round(made, updates)
+    first, second, third = said["similarity"]
     assert third < 0 < first
     expected = (first * 0 + second * 1) / (first + second)
-    torch.testing.assert_close(merged["fc1.weight"], torch.full((32, 5), expected))
+    torch.testing.assert_close(made.current["fc1.weight"], torch.full((32, 5), expected))
     assert all(bool((tensor >= 0).all()) for name, tensor in made.moments.items() if name.startswith("second/"))
 
 
 def test_bad_moments_are_refused() -> None:
     made = strategy(fedpart__momentum="mean")
-    made.task(0)
     for name, value, said in (("second/fc1.bias", -1.0, "negative"), ("steps", 0, "fewer than one step")):
         update = answer(made, 0)
         update.tensors[name].fill_(value)
         with pytest.raises(BadReply, match=said):
-            made.decode(update)
+            made.contribution(update)
 
 
 def test_moments_need_adam() -> None:

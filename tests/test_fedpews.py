@@ -18,10 +18,10 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import build_model, tensors_of, unit_groups
+from fedsub_app.models import Network, build_model, tensors_of, unit_groups
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
-from fedsub_app.subnets.gates import Gates
+from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import split
 from strategies.fedpews import FedPeWS
 
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Value] = {
     "dataset": "synthetic-3k",
     "model": "fedpews-mlp",
     "partition": "lists",
-    "class-lists": "0 2 | 1 3",
+    "class-lists": "0 2, 1 3",
     "num-rounds": 3,
     "batch-size": 128,
     "seed": 6,  # no draw of a mask here is closer to its probability than 2e-5: rounding (1e-7) decides none
@@ -165,7 +165,7 @@ def test_fixed_masks_follow_algorithm_1(run_local: Run) -> None:
 
 
 def test_shares_of_fixed_masks(run_local: Run) -> None:
-    keys = SETTINGS | {"fedpews.masks": "fixed", "fedpews.shares": "0.25 0.75"}
+    keys = SETTINGS | {"fedpews.masks": "fixed", "fedpews.shares": "0.25, 0.75"}
     _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
     first = torch.cat([(torch.arange(width) < width // 4).double() for width in (32, 64, 128, 32)])
     ours, expected = load_file(folder / "model.safetensors"), reference(keys, [first, 1 - first])
@@ -175,11 +175,11 @@ def test_shares_of_fixed_masks(run_local: Run) -> None:
 @pytest.mark.parametrize(
     ("shares", "masks", "said"),
     [
-        ("0.5 0.4", "fixed", "fedpews.shares = '0.5 0.4': must be num-clients = 2 positive numbers that add up to 1"),
+        ("0.5, 0.4", "fixed", "fedpews.shares = '0.5, 0.4': must be num-clients = 2 positive numbers that add up to 1"),
         ("0.5", "fixed", "fedpews.shares = '0.5': must be"),
-        ("half half", "fixed", "fedpews.shares = 'half half': must be"),
-        ("-0.5 1.5", "fixed", "fedpews.shares = '-0.5 1.5': must be"),
-        ("0.5 0.5", "learned", "fedpews.shares = '0.5 0.5': allowed with fedpews.masks = 'fixed' only"),
+        ("half, half", "fixed", "fedpews.shares = 'half, half': must be"),
+        ("-0.5, 1.5", "fixed", "fedpews.shares = '-0.5, 1.5': must be"),
+        ("0.5, 0.5", "learned", "fedpews.shares = '0.5, 0.5': allowed with fedpews.masks = 'fixed' only"),
     ],
 )
 def test_wrong_shares_are_named(shares: str, masks: str, said: str) -> None:
@@ -211,10 +211,10 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
     groups = unit_groups(model)
     x, y = torch.randn(5, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     mask = (torch.rand(sum(group.size for group in groups)) > 0.4).double().requires_grad_()
-    gates = Gates(model, groups, narrow)
-    gated = gates.forward(x, mask)
+    network = Network(model)
+    output = gated(network, mask, x, narrow=narrow).logits
     weights = [p for _, p in model.named_parameters()]
-    got = torch.autograd.grad(F.cross_entropy(gated, y), [*weights, mask])
+    got = torch.autograd.grad(F.cross_entropy(output, y), [*weights, mask])
     parameters = dict(model.named_parameters())
     for group, part in zip(groups, split(mask, groups).values(), strict=True):
         for name in group.rows:
@@ -224,16 +224,15 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
             parameters[name] = parameters[name] * columns.view(1, -1, *[1] * (parameters[name].dim() - 2))
     literal = functional_call(model, parameters, (x,))
     want = torch.autograd.grad(F.cross_entropy(literal, y), [*weights, mask])
-    torch.testing.assert_close(gated, literal, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(output, literal, rtol=1e-9, atol=1e-12)
     for left, right in zip(got, want, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
-    gates.remove()
     assert torch.equal(model(x), functional_call(model, dict(model.named_parameters()), (x,)))
 
 
 def test_theta_of_the_others_by_hand() -> None:
-    settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0 | 1 | 2 3"})
-    strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0), {})
+    settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0, 1, 2 3"})
+    strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
     assert strategy.task(0).tensors["theta"][0].item() == pytest.approx((0.4 + 0.9) / 2)
@@ -243,13 +242,13 @@ def test_theta_of_the_others_by_hand() -> None:
 
 
 def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
-    strategy = FedPeWS(resolve(SETTINGS), build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy = FedPeWS(resolve(SETTINGS), build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     mask = torch.ones(256, dtype=torch.bool)
     values = {name: tensor.flatten() for name, tensor in strategy.current.items()}
     good: Tensors = values | {"mask": mask, "theta": torch.rand(256)}
-    strategy.decode(Update(0, good, {}, 1))
+    strategy.contribution(Update(0, good, {}, 1))
     with pytest.raises(BadReply, match=r"'fc1\.bias': 32 values, its mask covers 0"):
-        strategy.decode(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
+        strategy.contribution(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
     with pytest.raises(BadReply, match=r"'theta': probabilities outside \[0, 1\]"):
-        strategy.decode(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))
+        strategy.contribution(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))

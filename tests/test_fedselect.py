@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away
+from helpers import SAME, away, merge_round
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -22,8 +22,10 @@ from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
+from fedsub_app.training.local import Training
 from fedsub_app.training.workplace import workplace
 from strategies.fedselect import FedSelect
 
@@ -181,7 +183,7 @@ def test_it_follows_the_algorithm(run_local: Run) -> None:
             new = own_masks(state, number)
             for n in WEIGHTS:  # rounding decides only between positions that moved alike
                 assert int((new[n] != masks[i][n].bool()).sum()) <= 2 + 0.01 * int(new[n].sum())
-            assert away(unprefixed("previous/", state), models[i], start) < SAME
+            assert away(unprefixed("own/", state), models[i], start) < SAME
     fractions = [line["personal-fraction"] for line in read_rounds(folder)]
     assert fractions == sorted(fractions)
     assert fractions[-1] == pytest.approx(0.4375, abs=0.01)
@@ -206,8 +208,7 @@ def test_a_newly_personal_position_starts_from_the_mean() -> None:
         task = made.task(k)
         worker = FedSelectClient(workplace(resolve(KEYS)), k, 1, {})
         workers.append((worker, Update(k, worker.train(task.tensors, task.config), {}, 10)))
-    updates = [made.decode(update) for _, update in workers]
-    made.current = made.merge(updates)
+    merge_round(made, [update for _, update in workers])
     made.round = 2
     for k, (worker, _) in enumerate(workers):
         assert int(made.masks[k]["fc2.weight"].sum()) == 512  # a quarter of 64 x 32
@@ -215,7 +216,7 @@ def test_a_newly_personal_position_starts_from_the_mean() -> None:
         again = FedSelectClient(workplace(resolve(KEYS | {"local-epochs": 0})), k, 2, dict(worker.state))
         again.train(task.tensors, task.config)
         for name in WEIGHTS:  # all of it is the mean, also where the client has its own mask now
-            assert torch.equal(again.previous[name], made.current[name])
+            assert torch.equal(again.own[name], made.current[name])
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------
@@ -255,39 +256,41 @@ def client(state: Tensors, **changes: Value) -> FedSelectClient:
 def test_what_is_personal_is_nobody_elses_business() -> None:
     """Whatever the server sends for the rest, personal values are trained from the client's own."""
     one = client({}, local_epochs=0)
-    state: Tensors = {f"previous/{n}": torch.randn_like(t) for n, t in tensors_of(one.model).items()}
-    masks = {n: torch.rand_like(one.place.tensors[n]) < 0.5 for n in WEIGHTS}
+    state: Tensors = {f"own/{n}": torch.randn_like(t) for n, t in one.network.tensors.items()}
+    masks = {n: torch.rand_like(one.network.tensors[n]) < 0.5 for n in WEIGHTS}
     state |= {f"mask/1/{n}": bits for n, bits in pack_bits(masks).items()}
     for seed in (1, 2):
         torch.manual_seed(seed)
-        sent = {n: torch.randn_like(t).detach() for n, t in one.place.tensors.items() if n not in WEIGHTS}
+        sent = {n: torch.randn_like(t).detach() for n, t in one.network.tensors.items() if n not in WEIGHTS}
         sent |= {n: torch.randn(int((~masks[n]).sum())) for n in WEIGHTS}
         worker = client(dict(state), local_epochs=0)
         answer = worker.train(sent, {"grown": 1, "held": 1})
         for n in WEIGHTS:
             mask = masks[n]
-            assert torch.equal(worker.previous[n][mask], state[f"previous/{n}"][mask])
-            assert torch.equal(worker.previous[n][~mask], sent[n])
+            assert torch.equal(worker.own[n][mask], state[f"own/{n}"][mask])
+            assert torch.equal(worker.own[n][~mask], sent[n])
             assert torch.equal(answer[n], sent[n])  # and only these leave
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.9}, {"optimizer": "adam"}])
-def test_each_pass_leaves_the_other_positions_alone(optimizer: dict[str, Value]) -> None:
+def test_each_pass_leaves_the_other_positions_alone(
+    optimizer: dict[str, Value], monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = client({}, local_epochs=1, **optimizer)
     worker.load(worker.initial())
     before = worker.trained()
     masks = {n: torch.rand_like(before[n]) < 0.5 for n in WEIGHTS}
     moved = []
-    step = worker.step
+    descend = Training.descend
 
-    def watch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def watch(self: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         old = worker.trained()
-        loss = step(x, y)
+        loss = descend(self, x, y)
         moved.append({n: t != old[n] for n, t in worker.trained().items()})
         return loss
 
-    worker.step = watch  # type: ignore[method-assign]
-    worker.alternate(masks, {n: ~mask for n, mask in masks.items()})
+    monkeypatch.setattr(Training, "descend", watch)
+    worker.alternate(masks)
     half = len(moved) // 2
     for changed in moved[:half]:  # personal
         assert not any(bool((changed[n] & ~masks[n]).any()) for n in WEIGHTS)
@@ -298,7 +301,7 @@ def test_each_pass_leaves_the_other_positions_alone(optimizer: dict[str, Value])
 
 
 def strategy() -> FedSelect:
-    made = FedSelect(resolve(KEYS), build_model("fedpews-mlp", (5,), 4, 0), {})
+    made = FedSelect(resolve(KEYS), build_model("fedpews-mlp", (5,), 4, 0))
     made.round = 1
     return made
 
@@ -318,7 +321,8 @@ def test_positions_are_merged_over_those_who_share_them() -> None:
     mask[0, 0] = True
     made.masks[1]["fc1.weight"] = made.masks[2]["fc1.weight"] = mask
     old = made.current["fc1.weight"].clone()
-    merged = made.merge([made.decode(answer_of(made, c, v)) for c, v in ((0, 1.0), (1, 2.0), (2, 4.0))])["fc1.weight"]
+    merge_round(made, [answer_of(made, c, v) for c, v in ((0, 1.0), (1, 2.0), (2, 4.0))])
+    merged = made.current["fc1.weight"]
     assert merged[0, 0] == old[0, 0]  # nobody shares it: it stays
     assert merged[0, 1:].tolist() == [3.0] * 4
     torch.testing.assert_close(merged[1:], torch.full((31, 5), 7 / 3))
@@ -330,18 +334,18 @@ def test_a_mask_that_shrinks_is_refused() -> None:
     update = answer_of(made, 0, 1.0)
     update.tensors["mask/fc1.weight"] = torch.zeros(32, 5, dtype=torch.bool)
     with pytest.raises(BadReply, match=r"'mask/fc1.weight': a personal position became global again"):
-        made.decode(update)
+        made.contribution(update)
 
 
 def test_a_lost_reply_takes_its_growth_back(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = FedSelect.decode
+    contribution = FedSelect.contribution
 
-    def lose(self: FedSelect, update: Update) -> Update:
+    def lose(self: FedSelect, update: Update) -> Contribution:
         if update.client == 1 and self.round == 2:
             raise BadReply("lost on the way")
-        return decode(self, update)
+        return contribution(self, update)
 
-    monkeypatch.setattr(FedSelect, "decode", lose)
+    monkeypatch.setattr(FedSelect, "contribution", lose)
     _, folder = run_with(run_local)
     lines = read_rounds(folder)
     assert [len(line["dropped"]) for line in lines] == [0, 1, 0, 0]
@@ -357,7 +361,7 @@ def test_a_lost_broadcast_is_repeated() -> None:
     made = strategy()
     task = made.task(0)
     worker = FedSelectClient(workplace(resolve(KEYS)), 0, 1, {})
-    made.current = made.merge([made.decode(Update(0, worker.train(task.tensors, task.config), {}, 10))])
+    merge_round(made, [Update(0, worker.train(task.tensors, task.config), {}, 10)])
     made.round = 2
     first = made.task(0)
     made.current = {name: tensor + 1 for name, tensor in made.current.items()}

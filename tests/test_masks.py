@@ -10,9 +10,9 @@ from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
-from fedsub_app.models import UnitGroup, build_model, tensors_of, unit_groups
+from fedsub_app.models import Network, UnitGroup, build_model, tensors_of, unit_groups
 from fedsub_app.subnets import masks
-from fedsub_app.subnets.gates import Gates
+from fedsub_app.subnets.gates import gated
 
 
 def tiny(kind: str) -> nn.Sequential:
@@ -136,11 +136,11 @@ def test_masked_units_have_no_gradient_and_no_influence(kind, narrow):
     full = slow_expand(kind, unit_masks, shapes_of(model))
     inputs = torch.randn(INPUTS[kind], generator=generator(0)).double()
 
-    gates = Gates(model, groups, narrow)
+    network = Network(model)
     mask = torch.cat([unit_masks[g.name] for g in groups]).double()
 
     def loss():
-        return gates.forward(inputs, mask).square().sum()
+        return gated(network, mask, inputs, narrow=narrow).logits.square().sum()
 
     before = loss()
     before.backward()

@@ -148,8 +148,8 @@ def test_personal_models_are_those_of_the_algorithm(
     found: dict[int, Tensors] = {}
     personal = METHODS[method].client.personal
 
-    def keep(self: object, sent: Tensors) -> Tensors:
-        model = personal(self, sent)  # type: ignore[arg-type]
+    def keep(self: object, sent: Tensors, config: Json) -> Tensors:
+        model = personal(self, sent, config)  # type: ignore[arg-type]
         found[self.id] = {n: t.clone() for n, t in model.items()}  # type: ignore[attr-defined]
         return model
 
@@ -175,7 +175,7 @@ def test_only_the_shared_part_travels_and_changes(method: str, shared: tuple[str
         assert line["formula-bytes-up"] == line["formula-bytes-down"] == 3 * size
     assert {name for name in start if not torch.equal(model[name], start[name])} == set(shared)
     for client in range(3):
-        kept = {name.removeprefix("previous/") for name in state_of(folder, client)}
+        kept = {name.removeprefix("own/") for name in state_of(folder, client)}
         assert kept == set(HEAD + BODY) - set(shared)
 
 
@@ -202,7 +202,7 @@ def test_the_warm_model_is_handed_out_once(run_local: Run) -> None:
 def test_ditto_without_pull_is_local_training(run_local: Run) -> None:
     _, ditto_run = run_local("ditto", method="ditto", ditto__lambda=0.0, **KEYS)
     _, anchored = run_local("anchored", method="ditto", ditto__lambda=1e3, lr=1e-4, **KEYS)
-    own, near = (state_of(folder, 0)["previous/fc1.weight"] for folder in (ditto_run, anchored))
+    own, near = (state_of(folder, 0)["own/fc1.weight"] for folder in (ditto_run, anchored))
     start = initial()["fc1.weight"]
     assert (near - start).norm() < 0.1 * (own - start).norm()
 
@@ -212,7 +212,7 @@ def test_parts_by_hand() -> None:
     assert part_names(resnet, "head") == head_names(resnet) == ("fc.weight", "fc.bias")
     body = part_names(resnet, "body")
     assert set(body) | {"fc.weight", "fc.bias"} == set(tensors_of(resnet))
-    named = part_names(resnet, "layer4.1 fc")
+    named = part_names(resnet, "layer4.1, fc")
     assert all(name.startswith(("layer4.1.", "fc.")) for name in named)
     assert "layer4.1.bn1.running_mean" in named
     for wrong in ("fc1", "layer4.3", "laye", "", "conv1 bn1 layer1 layer2 layer3 layer4 fc"):
@@ -245,4 +245,4 @@ def test_a_frozen_part_is_not_trained(run_local: Run) -> None:
     _, folder = run_local(method="fedbabu", **keys)
     start = {n: t.detach() for n, t in tensors_of(net).items()}
     for name in head_names(net):
-        assert torch.equal(state_of(folder, 0, 1)[f"previous/{name}"], start[name])
+        assert torch.equal(state_of(folder, 0, 1)[f"own/{name}"], start[name])

@@ -13,6 +13,7 @@ import pytest
 from fedsub_app import cli, config, reproduce
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.report import compare, human_bytes, human_seconds
+from fedsub_app.tables import Paper, read_table
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]
@@ -24,7 +25,7 @@ seeds = 2
 name = "digits"
 experiment = "fedpews/digits"
 set = { num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 1.0 }
-paper.FedAvg = ["7", "12.3 ± 0.4"]
+paper.FedAvg = { rounds = "7", final = "12.3 ± 0.4" }
 
 [[method]]
 label = "FedAvg"
@@ -38,22 +39,58 @@ set = { method = "local", target-accuracy = 0.0 }
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The project's conf/ with one more table."""
+    """FedPeWS's experiments and one more table."""
     conf = tmp_path / "conf"
-    (conf / "tables").mkdir(parents=True)
+    (conf / "my/tables").mkdir(parents=True)
     (conf / "fedpews").symlink_to(config.conf_folder() / "fedpews")
-    (conf / "tables/small.toml").write_text(TABLE)
-    monkeypatch.setattr(reproduce, "conf_folder", lambda: conf)
-    return "small"
+    (conf / "my/tables/small.toml").write_text(TABLE)
+    monkeypatch.setattr(config, "conf_folder", lambda: conf)
+    return "my-small"
 
 
-@pytest.mark.parametrize("name", sorted(reproduce.tables()))
+@pytest.mark.parametrize("name", sorted(config.tables()))
 def test_every_table_resolves(name: str) -> None:
-    content, rows = reproduce.read_table(name)
-    assert content["seeds"] >= 1
-    for row in rows:
+    table = read_table(name)
+    for row in table.rows:
         config.resolve(row.overrides)
-    assert len({row.slug for row in rows}) == len(rows)
+    assert len({row.slug for row in table.rows}) == len(table.rows)
+
+
+def test_a_row_is_a_setting_with_a_method(table: str) -> None:
+    fedavg, local = read_table(table).rows
+    assert (fedavg.setting, fedavg.label, fedavg.slug) == ("digits", "FedAvg", "digits-fedavg")
+    assert fedavg.paper == Paper(rounds="7", final="12.3 ± 0.4")
+    assert local.paper == Paper()
+    assert local.overrides["target-accuracy"] == 0.0  # the method's keys win over the setting's
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("final =", "finall =", "setting 1, paper, FedAvg: 'finall': unknown key; allowed are rounds, final"),
+        (
+            '{ rounds = "7", final = "12.3 ± 0.4" }',
+            '["7", "12.3"]',
+            "setting 1, paper, FedAvg: ['7', '12.3']: must be a table of rounds, final",
+        ),
+        ('rounds = "7"', "rounds = 7", "setting 1, paper, FedAvg, rounds = 7: must be string"),
+        ("paper.FedAvg", "paper.FedAvgg", "setting 1, paper.FedAvgg: no such method; allowed are FedAvg, local"),
+        ('label = "local"', 'name = "local"', "method 2: 'name': unknown key; allowed are label, set"),
+        ('label = "local"\n', "", "method 2, label: missing"),
+        ("seeds = 2", "seeds = 0", "seeds = 0: must be greater than or equal to 1"),
+        ("seeds = 2", "seed = 2", "'seed': unknown key; allowed are title, seeds, spread, setting, method"),
+        ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
+    ],
+)
+def test_a_wrong_table_is_one_line(
+    table: str, old: str, new: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config.tables()[table]
+    file.write_text(TABLE.replace(old, new))
+    assert cli.main(["reproduce", table]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: conf/my/tables/small.toml: {line}")
+    assert said.count("\n") == 1
 
 
 def test_a_table_is_run_written_and_not_run_twice(
@@ -62,7 +99,7 @@ def test_a_table_is_run_written_and_not_run_twice(
     out = tmp_path / "out"
     assert cli.main(["reproduce", table, "--out", str(out), "--workers", "2"]) == 0
     assert capsys.readouterr().out.count("done  ") == 4
-    rows = list(csv.reader((out / "small.csv").open()))
+    rows = list(csv.reader((out / "my-small.csv").open()))
     assert rows[0] == list(reproduce.HEADER)
     fedavg = rows[1]
     finals = [
@@ -75,7 +112,7 @@ def test_a_table_is_run_written_and_not_run_twice(
     assert fedavg[4] == f"{mean:.2f} ± {spread:.2f}"
     assert fedavg[3] == "7"
     assert fedavg[5] == "12.3 ± 0.4"
-    text = (out / "small.md").read_text()
+    text = (out / "my-small.md").read_text()
     for fact in ("# A small table", "- commit: ", "- seeds: 0, 1", "- machine: ", "- data: digits"):
         assert fact in text
     assert "| minutes |" in text
@@ -91,27 +128,27 @@ def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main([*arguments, "Local"]) == 2
     assert capsys.readouterr().err == "error: --only 'Local': allowed are 'digits', 'FedAvg', 'local'\n"
     assert cli.main([*arguments, "local", "--only", "digits"]) == 0
-    rows = list(csv.reader((tmp_path / "small.csv").open()))
+    rows = list(csv.reader((tmp_path / "my-small.csv").open()))
     assert [row[1] for row in rows[1:]] == ["local"]
-    assert "--only local --only digits" in (tmp_path / "small.md").read_text()
+    assert "--only local --only digits" in (tmp_path / "my-small.md").read_text()
     assert not (tmp_path / "digits-fedavg").exists()
 
 
 def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
-    file = reproduce.tables()[table]
+    file = config.tables()[table]
     file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))
     keys = ["-s", "evaluate=personal", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
     assert cli.main(["reproduce", table, "--out", str(tmp_path), "--only", "local", *keys]) == 0
     folders = sorted((tmp_path / "digits-local").glob("seed?"))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    cells = dict(zip(*list(csv.reader((tmp_path / "small.csv").open())), strict=True))
+    cells = dict(zip(*list(csv.reader((tmp_path / "my-small.csv").open())), strict=True))
     for column, key in (
         ("final accuracy (%)", "personal-accuracy"),
         ("on validation data (%)", "personal-validation-accuracy"),
     ):
         low, middle, high = sorted(summary[f"final-{key}"] for summary in summaries)
         assert cells[column] == f"{middle:.2f} ({low:.2f} to {high:.2f})"
-    assert "median (minimum to maximum)" in (tmp_path / "small.md").read_text()
+    assert "median (minimum to maximum)" in (tmp_path / "my-small.md").read_text()
     settings = config.resolve(
         {"run-dir": str(folders[0]), **json.loads((folders[0] / "settings.json").read_text())["settings"]}
     )
@@ -125,8 +162,7 @@ def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
 
 def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
     """A run with a checkpoint but no summary is resumed, not started again."""
-    _, rows = reproduce.read_table(table)
-    job = reproduce.Job(rows[0], 0, tmp_path / "run")
+    job = reproduce.Job(read_table(table).rows[0], 0, tmp_path / "run")
     assert reproduce.run_job(job.overrides, job.folder) == ""
     (job.folder / "summary.json").unlink()
     (job.folder / "checkpoints/round-000002.safetensors").unlink()
@@ -138,7 +174,7 @@ def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the processes from /proc")
 def test_killed_the_runs_end_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedsub_app.cli", "reproduce", "fedpews-first", "--workers", "1"]
+    command = [sys.executable, "-m", "fedsub_app.cli", "reproduce", "fedpews-3k-and-digits", "--workers", "1"]
     process = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob("*/seed0/rounds.jsonl")) and time.monotonic() < deadline:
@@ -216,10 +252,14 @@ def test_a_run_leaves_what_it_should(run_local: Run) -> None:
 def test_list_shows_every_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     text = capsys.readouterr().out
-    for name in ("fedpews", "synthetic-3k", "lenet5", "fedpews/digits", "fedpews-first"):
+    for name in ("fedpews", "synthetic-3k", "lenet5", "fedpews/digits", "fedpews-3k-and-digits"):
         assert name in text
+    assert cli.main(["list", "settings", "--toml"]) == 0
+    assert capsys.readouterr().out == config.as_toml()
     assert cli.main(["list", "settings"]) == 0
-    assert "'sgd'" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for words in ('"sgd"', "sgd | adam", "number > 0", "Learning rate of the first round."):
+        assert words in text
 
 
 def test_env_prints_defaults_that_a_shell_may_override(capsys: pytest.CaptureFixture[str]) -> None:

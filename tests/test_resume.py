@@ -185,7 +185,9 @@ def test_a_contradicting_key_is_refused(killed: Path, tmp_path: Path) -> None:
 
 def test_a_key_that_says_the_same_is_not(killed: Path, uninterrupted: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy(killed, tmp_path)
-    assert fedsub(tmp_path, "run", "--resume", str(folder), "-s", "lr=0.05", "-s", "node-timeout=5").code == 0
+    # settings.json has "global, personal"
+    same = ("-s", "lr=0.05", "-s", "evaluate=global,personal", "-s", "node-timeout=5")
+    assert fedsub(tmp_path, "run", "--resume", str(folder), *same).code == 0
     assert result(folder) == result(uninterrupted("fedpews"))
 
 

@@ -1,14 +1,16 @@
 """FedAvg, FedProx and local training: numbers by hand, invariants, evaluation as it is named."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import merge_round
 from safetensors.torch import load_file
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update, to_arrays, to_tensors
 from fedsub_app.models import build_model
@@ -33,13 +35,20 @@ def same_model(left: Path, right: Path) -> bool:
 )
 def test_mean_of_three_numbers(weighting: str, server_lr: float, expected: list[float]) -> None:
     settings = resolve({"method": "fedavg", "weighting": weighting, "server-lr": server_lr})
-    strategy = SubnetStrategy(settings, build_model("fedpews-mlp", (5,), 4, 0), {})
+    strategy = SubnetStrategy(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.current = {"w": torch.ones(3)}
     updates = [
         Update(0, {"w": torch.tensor([1.0, 2.0, -1.0])}, {}, 10),
         Update(1, {"w": torch.tensor([3.0, 6.0, 1.0])}, {}, 30),
     ]
-    torch.testing.assert_close(strategy.merge(updates)["w"], torch.tensor(expected))
+    merge_round(strategy, updates)
+    torch.testing.assert_close(strategy.current["w"], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("method", "objective"), [("fedprox", "prox"), ("moon", "moon"), ("fedavg", "none")])
+def test_a_run_records_its_objective(method: str, objective: str, run_local: Run) -> None:
+    _, folder = run_local(method=method, num_rounds=1)
+    assert json.loads((folder / "settings.json").read_text())["settings"]["objective"] == objective
 
 
 def test_fedprox_without_its_term_is_fedavg_bit_for_bit(run_local: Run) -> None:
@@ -118,17 +127,20 @@ def test_arrays_and_tensors_convert_both_ways() -> None:
 def test_a_mean_that_overflows_leaves_the_model_alone(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value is finite, their weighted sum is not."""
     monkeypatch.setattr(
-        Client, "trained", lambda self: {k: torch.full_like(v, 3e38) for k, v in self.place.tensors.items()}
+        Client, "trained", lambda self: {k: torch.full_like(v, 3e38) for k, v in self.network.tensors.items()}
     )
     with pytest.raises(RunFailed, match=r"the mean of '\S+' is not finite"):
         run_local(num_rounds=5)
 
 
 def test_a_client_that_exits_is_dropped_like_one_that_raises(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(self: Client, gradients: list[torch.Tensor]) -> None:
+    train = Client.train
+
+    def leave(self: Client, sent: Tensors, config: Json) -> Tensors:
         if self.id == 1:
             raise SystemExit(3)
+        return train(self, sent, config)
 
-    monkeypatch.setattr(Client, "correct_gradients", leave)
+    monkeypatch.setattr(Client, "train", leave)
     _, folder = run_local()
     assert read_rounds(folder)[1]["dropped"] == [{"client": 1, "reason": "client failed: SystemExit: 3"}]

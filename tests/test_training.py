@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.models import build_model, tensors_of
+from fedsub_app.models import Network, build_model, tensors_of
 from fedsub_app.settings import Value
 from fedsub_app.training.local import crop_and_flip
 from fedsub_app.training.objectives import Moon
@@ -39,7 +37,7 @@ def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value
     if len(shape) == 3:
         ours, theirs = (m.to(memory_format=torch.channels_last) for m in (ours, theirs))  # type: ignore[call-overload]
         x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (5, 16))
-    optimizer = Optimizer(settings, ours.parameters())
+    optimizer = Optimizer(settings, dict(ours.named_parameters()), settings.lr)
     if settings.optimizer == "adam":
         reference: torch.optim.Optimizer = torch.optim.Adam(
             theirs.parameters(), settings.lr, weight_decay=settings.weight_decay, fused=True
@@ -58,11 +56,11 @@ def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value
 
 
 def test_the_learning_rate_falls_at_its_rounds() -> None:
-    settings = resolve({"lr": 0.1, "lr-decay-at": "200 400", "lr-decay": 0.1})
+    settings = resolve({"lr": 0.1, "lr-decay-at": "200, 400", "lr-decay": 0.1})
     rates = [settings.lr_at(server_round) for server_round in (1, 199, 200, 399, 400)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
     parameter = torch.nn.Parameter(torch.ones(1))
-    Optimizer(settings, [parameter], server_round=200).step([torch.ones(1)])
+    Optimizer(settings, {"w": parameter}, settings.lr_at(200)).step({"w": torch.ones(1)})
     assert parameter.item() == pytest.approx(0.99)
 
 
@@ -70,22 +68,10 @@ def test_moons_term_is_its_formula_and_its_gradient() -> None:
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(4, (6,))
     nets = [build_model("fedpews-mlp", (5,), 4, seed).double() for seed in (0, 1, 2)]
     model, received, previous = nets
-    client: Any = SimpleNamespace(
-        model=model,
-        settings=SimpleNamespace(moon_mu=3.0, moon_temperature=0.5),
-        place=SimpleNamespace(tensors=tensors_of(model)),
-        previous=tensors_of(previous),
-    )
-    with torch.no_grad():  # what the client received, before it trains on
-        trained = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
-        for name, tensor in tensors_of(model).items():
-            tensor.copy_(tensors_of(received)[name])
-    moon = Moon(client)
-    with torch.no_grad():
-        for name, tensor in tensors_of(model).items():
-            tensor.copy_(trained[name])
-    with moon:
-        loss = F.cross_entropy(model(x), y) + moon.term(x)
+    network = Network(model)
+    moon = Moon(tensors_of(received), tensors_of(previous), mu=3.0, temperature=0.5)
+    output = network(x)
+    loss = F.cross_entropy(output.logits, y) + moon.term(x, output, network)
     got = torch.autograd.grad(loss, list(model.parameters()))
     z, z_g, z_p = (net[:-1](x) for net in nets)  # type: ignore[index]
     near, far = (torch.exp(F.cosine_similarity(z, other.detach()) / 0.5) for other in (z_g, z_p))

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -10,42 +9,36 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
 from fedsub_app.data.sources import ALIASES, Source, data_folder, load_sources
 
 
-@dataclass(frozen=True)
-class DataSettings:
-    """Which data, how much of it, in which form.
-
-    Parameters
-    ----------
-    dataset : str
-        A name of :func:`dataset_names`, of your own files, or several image sets joined by ``+``.
-    data_dir : str
-        Folder of the data; "" is ``$FEDSUB_DATA`` or ``~/.cache/fedsub/data``.
-    domains : str
-        Of a set whose images come from several domains, those to use, comma-separated; "" for all.
-    train_per_class, test_per_class : int
-        Random choice of that many images a class (of each source), 0 for all. Where a class has fewer test images, all
-        test images of that source come from its training images that the training choice left over (a note says so).
-    image_size : int
-        Height and width in pixels, by bilinear interpolation (antialiased); 0 for the largest of the sources.
-    normalise : str
-        ``standard``: training mean 0 and deviation 1 per channel; ``half``: (x - 0.5) / 0.5; ``none``: [0, 1].
-        Synthetic data is never normalised.
-    seed : int
-    """
+class DataSettings(SeedSettings):
+    """Which data, how much of it, in which form."""
 
     dataset: str = "digits"
-    domains: str = ""
-    data_dir: str = ""
-    train_per_class: int = 0
-    test_per_class: int = 0
-    image_size: int = 0
+    """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
+    domains: Names = ()
+    """Of a set that has domains, those to use: "fog, snow-3"; "": all."""
+    data_dir: TextOrNone = None
+    """Folder of the data; "": $FEDSUB_DATA, else ~/.cache/fedsub/data."""
+    train_per_class: CountOrNone = None
+    """Training images of each class and source, chosen at random; 0: all."""
+    test_per_class: CountOrNone = None
+    """Test images of each class and source, chosen at random; 0: all.
+
+    Where a class has fewer, all test images of that source come from its training images that ``train_per_class`` left
+    over (a note says so).
+    """
+    image_size: CountOrNone = None
+    """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
     normalise: Literal["standard", "half", "none"] = "standard"
-    seed: int = 0
+    """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
+
+    Synthetic data is never normalised.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +70,7 @@ def load_dataset(settings: DataSettings) -> Dataset:
         Unknown name, missing or damaged file, too few images for a choice per class.
     """
     # The folder is part of the key: the environment may change between calls.
-    return _load(replace(settings, data_dir=str(data_folder(settings.data_dir))))
+    return _load(settings.model_copy(update={"data_dir": str(data_folder(settings.data_dir))}))
 
 
 @lru_cache(maxsize=2)
@@ -85,15 +78,15 @@ def _load(settings: DataSettings) -> Dataset:
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
     if len(names) > 1 and set(names) & set(synthetic.NAMES):
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
-    domains = [word.strip() for word in settings.domains.split(",") if word.strip()]
+    domains = settings.domains
     if len(set(domains)) < len(domains):
-        raise UserError(f"domains = {settings.domains!r}: one is named twice")
+        raise UserError(f"domains = {', '.join(domains)!r}: one is named twice")
     if domains and len(names) > 1:
-        raise UserError(f"domains = {settings.domains!r}: needs a single set, dataset = {settings.dataset!r}")
+        raise UserError(f"domains = {', '.join(domains)!r}: needs a single set, dataset = {settings.dataset!r}")
     known: dict[str, Source] = {}
     first_label, num_classes = [], 0
     for name in names:
-        found = load_sources(name, Path(settings.data_dir), settings.seed, settings.image_size, domains)
+        found = load_sources(name, data_folder(settings.data_dir), settings.seed, settings.image_size, domains)
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         known |= {part: _choose(part, source, settings) for part, source in found.items()}
@@ -125,7 +118,7 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
     wanted = settings.test_per_class
     train = _per_class(name, "train", train_y, source.num_classes, settings.train_per_class, settings.seed)
     fewest = int(torch.bincount(test_y, minlength=source.num_classes).min())
-    if wanted > fewest:
+    if wanted and wanted > fewest:
         left_over = torch.ones(len(train_y), dtype=torch.bool)
         left_over[train] = False
         test_x, test_y = train_x[left_over], train_y[left_over]
@@ -135,9 +128,9 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
     return replace(source, train=(train_x[train], train_y[train]), test=(test_x[test], test_y[test]), notes=notes)
 
 
-def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: int, seed: int) -> Tensor:
-    """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is 0."""
-    if wanted == 0:
+def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: int | None, seed: int) -> Tensor:
+    """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is None."""
+    if wanted is None:
         return torch.arange(len(labels))
     order = torch.randperm(len(labels), generator=generator(seed, name, split, "per class"))
     chosen = [order[labels[order] == label][:wanted] for label in range(num_classes)]
@@ -149,7 +142,7 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
     return torch.cat(chosen).sort().values
 
 
-def _one_form(parts: list[Tensor], image_size: int, num_sources: int) -> tuple[Tensor, Tensor]:
+def _one_form(parts: list[Tensor], image_size: int | None, num_sources: int) -> tuple[Tensor, Tensor]:
     """Bring the sources' tensors (all training, then all test) to float32, one size and one channel count."""
     if parts[0].ndim == 4:
         channels = max(part.shape[1] for part in parts)

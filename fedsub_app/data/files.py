@@ -1,4 +1,4 @@
-"""Readers of data files: npz, idx, image folders and archives of them. Nothing is trusted, nothing is unpickled.
+"""Readers of data files: npz, idx, image folders and archives of them. Content is checked; pickles are never loaded.
 
 Every reader returns ``(train, test)``, each ``(images uint8 [n, channels, height, width], labels int64 [n])``, and
 raises :class:`UserError` naming the file and its fault.
@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import tarfile
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.files import write_atomic
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
@@ -140,21 +140,21 @@ def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
         root = cache_folder() / f"idx-{fingerprint(originals)}"
         for original, name in zip(originals, names, strict=True):
             if not (root / raw / name).exists():
-                write_atomically(root / raw / name, partial(_copy, original))
+                _keep(root / raw / name, partial(_copy, original))
     for original, name in zip(originals, names, strict=True):
         _check_idx(root / raw / name, original, dimensions=3 if "images" in name else 1)
     return root
 
 
-def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) -> tuple[Split, Split]:
-    """Read ``{train,test}/<class>/<image>`` from a folder or an archive of it; what stands above is ignored.
+def read_images(path: Path, image_size: int | None = None, classes: Sequence[str] = ()) -> tuple[Split, Split]:
+    """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth.
 
     A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
     image (of Mini-ImageNet's 600 a class, 100).
 
     Class numbers follow ``classes`` or else the sorted names of the training folders, images the sorted file names, as
     in torchvision's ImageFolder. Images are brought to ``image_size`` pixels a side (bilinear, antialiased), or must be
-    of one size where it is 0; grey ones become RGB where others are. Decoded once, then read from the cache until a
+    of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
     file's size or time changes.
     """
     split = path.is_file() or folder_form(path) == "split"
@@ -163,23 +163,18 @@ def read_images(path: Path, image_size: int = 0, classes: Sequence[str] = ()) ->
     if cached.exists():
         try:
             return read_npz(cached)
-        except UserError:  # a damaged cache file is only a reason to decode again
+        except UserError:  # damaged: decode again
             pass
     encoded = _archived(path) if path.is_file() else _unarchived(path, files) if split else _unsplit(path, files)
     arrays = _stack(path, encoded, image_size, classes)
-    write_atomically(cached, partial(_save, arrays))
+    _keep(cached, partial(_save, arrays))
     return read_npz(cached)
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file, then put it in place of ``path``: no reader ever sees half a file."""
+def _keep(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file of the cache folder."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
-            temporary = Path(folder) / path.name
-            with temporary.open("wb") as target:
-                write(target)
-            os.replace(temporary, path)
+        write_atomic(path, write)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder"
@@ -257,7 +252,7 @@ def _is_image(parts: tuple[str, ...]) -> bool:
 
 
 def _stack(
-    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], image_size: int, classes: Sequence[str]
+    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], image_size: int | None, classes: Sequence[str]
 ) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
@@ -286,7 +281,7 @@ def _stack(
     return arrays
 
 
-def _decode(content: bytes, where: str, image_size: int) -> NDArray[np.uint8]:
+def _decode(content: bytes, where: str, image_size: int | None) -> NDArray[np.uint8]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.mode[0] in "IF":

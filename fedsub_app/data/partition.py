@@ -14,60 +14,63 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import ClientsSettings, Count, CountOrZero, Listed, Positive, SeedSettings
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
 
+ClassLists = Annotated[
+    tuple[Annotated[tuple[CountOrZero, ...], Field(min_length=1)], ...],
+    Listed(
+        "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'",
+        read=lambda text: tuple(map(int, text.split())),
+        write=lambda labels: " ".join(map(str, labels)),
+    ),
+]
 
-@dataclass(frozen=True)
-class PartitionSettings:
-    """How samples are shared out to clients.
 
-    Parameters
-    ----------
-    partition : str
-        ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``:
-        equal shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of
-        a combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as
-        written in ``class_lists``.
-    num_clients : int
-        1 or more.
-    dirichlet_alpha : float
-        Above 0, small is uneven.
-    shards_per_client : int
-    classes_per_client : int
-    repeat_classes : bool
-        With ``classes`` and ``source-classes``: the classes are dealt as FedSelect's code does it, so a client can get
-        the same one twice, and then has fewer classes and two shares of that one.
-    class_lists : str
-        One list a client, such as ``"0 2 | 1 3"``. A class in several lists is split evenly among them, one in no list
-        is not used.
-    validation_fraction : float
-        Share of a client's training samples set aside, in [0, 1), rounded down.
-    client_test : str
-        ``labels``: all test samples of the labels, of each source, that the client trains on; ``holdout``: part of its
-        own samples.
-    holdout_fraction : float
-        That part, in (0, 1), rounded down, at least one sample; taken before the validation part.
-    seed : int
+class PartitionSettings(SeedSettings, ClientsSettings):
+    """How samples are shared out to clients."""
+
+    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "classes"
+    """How the training samples are shared out to the clients.
+
+    ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``: equal
+    shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
+    combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
+    in ``class-lists``.
     """
-
-    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "iid"
-    num_clients: int = 10
-    dirichlet_alpha: float = 0.5
-    shards_per_client: int = 2
-    classes_per_client: int = 2
+    dirichlet_alpha: Positive = 0.5
+    """Concentration of partition = "dirichlet"; small is uneven."""
+    shards_per_client: Count = 2
+    """Shards of each client with partition = "shards"."""
+    classes_per_client: Count = 5
+    """Classes of each client with partition = "classes" or "source-classes"."""
     repeat_classes: bool = False
-    class_lists: str = ""
-    validation_fraction: float = 0.0
+    """Deal classes as FedSelect's code does: a client may be dealt the same one again.
+
+    It then has fewer classes and two parts of that one.
+    """
+    class_lists: ClassLists = ()
+    """The classes of each client with partition = "lists": "0 2, 1 3".
+
+    A class in several lists is split evenly among them, one in no list is not used.
+    """
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of a client's training samples set aside for validation, rounded down."""
     client_test: Literal["labels", "holdout"] = "labels"
-    holdout_fraction: float = 0.2
-    seed: int = 0
+    """Test samples of a client: all of its labels and sources, or a part of its own samples."""
+    holdout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Fraction of its own samples with client-test = "holdout", rounded down, at least one sample.
+
+    Taken before the validation part.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,22 +142,14 @@ def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
 def _check(dataset: Dataset, settings: PartitionSettings) -> None:
     samples, clients = len(dataset.train_y), settings.num_clients
     shards, classes = settings.shards_per_client, settings.classes_per_client
-    if settings.partition not in _DIVIDE:
-        raise UserError(f"partition = {settings.partition!r}: expected one of {', '.join(_DIVIDE)}")
-    if not 1 <= clients <= samples:
+    if clients > samples:
         raise UserError(f"num-clients = {clients}: expected 1 to {samples}, the number of training samples")
-    if settings.partition == "dirichlet" and not settings.dirichlet_alpha > 0:
-        raise UserError(f"dirichlet-alpha = {settings.dirichlet_alpha}: expected a number above 0")
-    if settings.partition == "shards" and not 1 <= shards <= samples // clients:
+    if settings.partition == "shards" and shards > samples // clients:
         raise UserError(
             f"shards-per-client = {shards}: expected 1 to {samples // clients}, {samples} samples / {clients}"
         )
-    if settings.partition in ("classes", "source-classes") and not 1 <= classes <= dataset.num_classes:
+    if settings.partition in ("classes", "source-classes") and classes > dataset.num_classes:
         raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.num_classes}, the number of classes")
-    if not 0 <= settings.validation_fraction < 1:
-        raise UserError(f"validation-fraction = {settings.validation_fraction}: expected 0 or more and below 1")
-    if settings.client_test == "holdout" and not 0 < settings.holdout_fraction < 1:
-        raise UserError(f"holdout-fraction = {settings.holdout_fraction}: expected above 0 and below 1")
 
 
 def _split(
@@ -215,19 +210,16 @@ def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> lis
 
 
 def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    prefix = f"class-lists = {settings.class_lists!r}"
-    try:
-        lists = [[int(label) for label in part.split()] for part in settings.class_lists.split("|")]
-    except ValueError as error:
-        raise UserError(f"{prefix}: expected class numbers, lists divided by '|', such as '0 2 | 1 3'") from error
+    lists = settings.class_lists
+    prefix = f"class-lists = {settings.toml()['class-lists']!r}"
     if len(lists) != settings.num_clients:
         raise UserError(f"{prefix}: {len(lists)} lists for num-clients = {settings.num_clients}, expected one a client")
     for client, labels in enumerate(lists):
-        unknown = [label for label in labels if not 0 <= label < dataset.num_classes]
+        unknown = [label for label in labels if label >= dataset.num_classes]
         if unknown:
             raise UserError(f"{prefix}: unknown class {unknown[0]}, expected 0 to {dataset.num_classes - 1}")
-        if not labels or len(set(labels)) < len(labels):
-            raise UserError(f"{prefix}: the list of client {client} is empty or names a class twice")
+        if len(set(labels)) < len(labels):
+            raise UserError(f"{prefix}: the list of client {client} names a class twice")
     return _share_classes(dataset, lists, settings.seed)
 
 
@@ -290,7 +282,7 @@ def _dirichlet(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     partitioner = DirichletPartitioner(
         num_partitions=settings.num_clients,
         partition_by="label",
-        alpha=float(settings.dirichlet_alpha),
+        alpha=settings.dirichlet_alpha,
         min_partition_size=2 if settings.client_test == "holdout" else 1,  # one to train on, one to hold out
         self_balancing=False,
         seed=derive(settings.seed, "partition"),

@@ -1,4 +1,7 @@
-"""Where each data set comes from: generated, installed, torchvision's, medmnist's, or your own files."""
+"""Where each data set comes from: generated, installed, torchvision's, medmnist's, or your own files.
+
+``KNOWN``, at the end, holds one line for each data set that has a name of its own: what it is and what loads it.
+"""
 
 import importlib.util
 import os
@@ -6,7 +9,9 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +41,7 @@ MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled 
     *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
     *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
 )
-EMNIST = {"emnist": "digits"} | {
-    f"emnist-{split}": split for split in ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
-}
-CIFAR10_C = "cifar10-c"
+EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 DOWNLOAD_SILENCE_S = 30.0
 
@@ -53,67 +55,62 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def dataset_names(data_dir: str = "") -> dict[str, str]:
+class Wanted(NamedTuple):
+    """What a loader is asked for; ``domains``: those wanted of a set that has some, none for all."""
+
+    name: str
+    data: Path
+    seed: int
+    image_size: int | None
+    domains: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set with a name of its own: what it is, in one line, and what loads its domains, or else itself."""
+
+    about: str
+    load: Callable[[Wanted], dict[str, Source]]
+
+
+def _one(about: str, load: Callable[[Wanted], Source]) -> Known:
+    """A data set without domains."""
+    return Known(about, partial(_without_domains, load))
+
+
+def _without_domains(load: Callable[[Wanted], Source], wanted: Wanted) -> dict[str, Source]:
+    if wanted.domains:
+        raise UserError(f"domains = {', '.join(wanted.domains)!r}: dataset {wanted.name!r} has none; allowed is ''")
+    return {wanted.name: load(wanted)}
+
+
+def dataset_names(data_dir: str | None = None) -> dict[str, str]:
     """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
-    return _built_in() | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
+    known = {name: entry.about for name, entry in KNOWN.items()}
+    aliases = {alias: f"= {meaning}" for alias, meaning in ALIASES.items()}
+    return known | aliases | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
 
-def _built_in() -> dict[str, str]:
-    return {
-        "synthetic": "32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)",
-        "synthetic-3k": "the same with 3,200 training points",
-        "synthetic-cyclic": "as synthetic, other layout: FedAvg close to the paper's round counts",
-        "synthetic-cyclic-3k": "the same with 3,200 training points",
-        "digits": "scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)",
-        "mnist": "MNIST, 28x28 grey, 10 classes",
-        "fashion-mnist": "Fashion-MNIST, 28x28 grey, 10 classes",
-        **{name: f"EMNIST {split}, 28x28 grey" for name, split in EMNIST.items()},
-        "cifar10": "CIFAR-10, 32x32 RGB, 10 classes",
-        "cifar100": "CIFAR-100, 32x32 RGB, 100 classes",
-        CIFAR10_C: "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)",
-        **dict.fromkeys(MEDMNIST, "MedMNIST v2, 28x28"),
-        **{alias: f"= {meaning}" for alias, meaning in ALIASES.items()},
-    }
-
-
-def load_sources(name: str, data: Path, seed: int, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+def load_sources(name: str, data: Path, seed: int, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
     """Return the sources of one set, all of them: its domains, which have the same classes, or else itself.
 
     ``name`` is without ``+``; ``domains`` are those wanted, none for all. Raises :class:`UserError` where it cannot.
     """
-    if name == CIFAR10_C:
-        return _cifar10_c(data, domains)
-    folder = _own_files(data).get(name)
-    if folder and folder_form(folder) == "domains":
-        return _image_domains(folder, image_size, domains)
-    if domains:
-        raise UserError(f"domains = {', '.join(domains)!r}: dataset {name!r} has none; allowed is ''")
-    return {name: _single(name, data, seed, image_size)}
+    load = KNOWN[name].load if name in KNOWN else _own
+    return load(Wanted(name, data, seed, image_size, domains))
 
 
-def _single(name: str, data: Path, seed: int, image_size: int) -> Source:
-    if name in synthetic.NAMES:
-        return Source(*synthetic.generate(name, seed), synthetic.NUM_CLASSES)
-    if name == "digits":
-        return _digits(seed)
-    if name in ("mnist", "fashion-mnist", *EMNIST):
-        return _mnist_like(name, data)
-    if name in ("cifar10", "cifar100"):
-        return _cifar(name, data)
-    if name in MEDMNIST:
-        return _medmnist(name, data)
-    if name == "chestmnist":
-        raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
-    return _own(name, data, image_size)
+def _synthetic(wanted: Wanted) -> Source:
+    return Source(*synthetic.generate(wanted.name, wanted.seed), synthetic.NUM_CLASSES)
 
 
-def _digits(seed: int) -> Source:
+def _digits(wanted: Wanted) -> Source:
     # scikit-learn's own file, read as its load_digits reads it: importing scikit-learn costs every start a second.
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     table = np.loadtxt(Path(str(package.origin)).parent / "datasets/data/digits.csv.gz", delimiter=",")
     x, y = torch.from_numpy(table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), torch.from_numpy(table[:, -1]).long()
-    order = torch.randperm(len(y), generator=generator(seed, "digits", "split"))
+    order = torch.randperm(len(y), generator=generator(wanted.seed, "digits", "split"))
     in_test = torch.zeros(len(y), dtype=torch.bool)
     for label in range(10):
         of_class = order[y[order] == label]
@@ -121,22 +118,22 @@ def _digits(seed: int) -> Source:
     return Source((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), 10)
 
 
-def _mnist_like(name: str, data: Path) -> Source:
+def _idx(wanted: Wanted, kind_name: str, split: str = "") -> Source:
+    """``kind_name``: torchvision's class of that name, which reads idx files; ``split``: of EMNIST."""
     from torchvision import datasets
 
-    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}.get(name, datasets.EMNIST)
-    split = EMNIST.get(name)
+    data, kind = wanted.data, getattr(datasets, kind_name)
     options = {"split": split} if split else {}
     prefixes = (f"emnist-{split}-train", f"emnist-{split}-test") if split else ("train", "t10k")
     files = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
-    raw = f"{kind.__name__}/raw"
-    wanted = f"{raw}/{{{','.join(files)}}}[.gz]"
+    raw = f"{kind_name}/raw"
+    needed = f"{raw}/{{{','.join(files)}}}[.gz]"
     root = unpacked_idx(data, raw, files)
     if root is None:
-        _download(name, data, wanted, lambda: kind(str(data), download=True, **options))
+        _download(wanted, needed, lambda: kind(str(data), download=True, **options))
         root = unpacked_idx(data, raw, files)
     if root is None:
-        raise UserError(f"dataset = {name!r}: the download left no {wanted} in {data}")
+        raise UserError(f"dataset = {wanted.name!r}: the download left no {needed} in {data}")
     train, test = kind(str(root), train=True, **options), kind(str(root), train=False, **options)
     first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
     return _labelled(
@@ -147,14 +144,15 @@ def _mnist_like(name: str, data: Path) -> Source:
     )
 
 
-def _cifar(name: str, data: Path) -> Source:
+def _cifar(wanted: Wanted, kind_name: str) -> Source:
+    """``kind_name``: torchvision's class of that name."""
     from torchvision import datasets
 
-    kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
+    data, kind = wanted.data, getattr(datasets, kind_name)
     found = find(data, kind.base_folder)
     if found is None:
-        wanted = f"{kind.base_folder}/ (unpacked from {kind.url})"
-        _download(name, data, wanted, lambda: kind(str(data), download=True))
+        needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
+        _download(wanted, needed, lambda: kind(str(data), download=True))
         found = data / kind.base_folder
     try:
         train, test = kind(str(found.parent), train=True), kind(str(found.parent), train=False)
@@ -165,14 +163,16 @@ def _cifar(name: str, data: Path) -> Source:
     )
 
 
-def _medmnist(name: str, data: Path) -> Source:
+def _medmnist(wanted: Wanted) -> Source:
     import medmnist
 
+    name, data = wanted.name, wanted.data
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
     file = find(data, f"{name}.npz")
     if file is None:
-        _download(name, data, f"{name}.npz ({info['url']})", lambda: kind(split="train", root=str(data), download=True))
+        needed = f"{name}.npz ({info['url']})"
+        _download(wanted, needed, lambda: kind(split="train", root=str(data), download=True))
         file = data / f"{name}.npz"
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
@@ -185,7 +185,7 @@ def _medmnist(name: str, data: Path) -> Source:
 
 
 def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array], num_classes: int) -> Source:
-    """Check images and labels of upstream's loaders, which do not."""
+    """Return upstream's arrays as a source. Upstream's loaders do not check them, so this does."""
     for split, (_, labels) in (("train", train), ("test", test)):
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
             found = f"{split} labels from {labels.min()} to {labels.max()}"
@@ -193,19 +193,19 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
     return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
 
 
-def _cifar10_c(data: Path, domains: Sequence[str]) -> dict[str, Source]:
+def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
     """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
 
     Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
     """
-    folder = find(data, "CIFAR-10-C")
+    folder = find(wanted.data, "CIFAR-10-C")
     if folder is None:
-        where = "unpacked from https://zenodo.org/records/2535967"
-        raise UserError(f"dataset = {CIFAR10_C!r}: {data} has no CIFAR-10-C/<corruption>.npy, labels.npy ({where})")
+        needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
+        raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
     labels = read_npy(folder / "labels.npy")
     found = {}
-    for domain in domains or known:
+    for domain in wanted.domains or known:
         corruption, _, severity = domain.partition("-")
         number = int(severity or 5) if severity in ("", *"12345") else 0
         if corruption not in known or not number:
@@ -219,7 +219,7 @@ def _cifar10_c(data: Path, domains: Sequence[str]) -> dict[str, Source]:
     return found
 
 
-def _image_domains(folder: Path, image_size: int, domains: Sequence[str]) -> dict[str, Source]:
+def _image_domains(folder: Path, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     unknown = [domain for domain in domains if domain not in known]
@@ -232,11 +232,20 @@ def _image_domains(folder: Path, image_size: int, domains: Sequence[str]) -> dic
     }
 
 
-def _own(name: str, data: Path, image_size: int) -> Source:
+def _own(wanted: Wanted) -> dict[str, Source]:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
-    file = _own_files(data).get(name)
+    file = _own_files(wanted.data).get(wanted.name)
+    if file and folder_form(file) == "domains":
+        return _image_domains(file, wanted.image_size, wanted.domains)
+    return _without_domains(partial(_own_single, file), wanted)
+
+
+def _own_single(file: Path | None, wanted: Wanted) -> Source:
+    name, data, image_size = wanted.name, wanted.data, wanted.image_size
+    if name == "chestmnist":
+        raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
     if file is None and re.fullmatch(r"[\w.-]+", name):
-        file = find(data, f"{name}.npz")  # not an image set, as it seems: let the reader say why
+        file = find(data, f"{name}.npz")  # a file of other keys than ours: its reader says which are missing
     if file is None:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = ", ".join(dataset_names(str(data)))
@@ -253,22 +262,22 @@ def _own(name: str, data: Path, image_size: int) -> Source:
 
 def _own_files(data: Path) -> dict[str, Path]:
     """Return name and path of the image sets of our own forms in a folder and its direct subfolders."""
-    built_in = _built_in()
     found: dict[str, Path] = {}
     for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
         suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
         is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
         is_folder = not suffix and path.name not in ("train", "test") and folder_form(path) != ""
         name = path.name.removesuffix(suffix)
-        if (is_npz or is_folder or suffix in ARCHIVES) and name not in built_in:
+        if (is_npz or is_folder or suffix in ARCHIVES) and name not in KNOWN and name not in ALIASES:
             found.setdefault(name, path)
     return found
 
 
-def _download(name: str, data: Path, wanted: str, attempt: Callable[[], object]) -> None:
+def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> None:
     """Let torchvision or medmnist download; where that fails, say what is missing and what is there instead."""
+    name, data = wanted.name, wanted.data
     silence = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(DOWNLOAD_SILENCE_S)  # without it a network that swallows packets hangs for ever
+    socket.setdefaulttimeout(DOWNLOAD_SILENCE_S)  # without it a network that drops all packets blocks without end
     try:
         data.mkdir(parents=True, exist_ok=True)
         attempt()
@@ -276,11 +285,30 @@ def _download(name: str, data: Path, wanted: str, attempt: Callable[[], object])
         similar = [other for other in _own_files(data) if other.startswith(name)]
         instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
         how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
-        raise UserError(f"dataset = {name!r}: {data} has no {wanted}; {how}{instead}") from error
+        raise UserError(f"dataset = {name!r}: {data} has no {needed}; {how}{instead}") from error
     finally:
         socket.setdefaulttimeout(silence)
 
 
-def data_folder(setting: str) -> Path:
+def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
     return Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
+
+
+KNOWN: dict[str, Known] = {
+    "synthetic": _one("32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)", _synthetic),
+    "synthetic-3k": _one("the same with 3,200 training points", _synthetic),
+    "synthetic-cyclic": _one("as synthetic, other layout: FedAvg close to the paper's round counts", _synthetic),
+    "synthetic-cyclic-3k": _one("the same with 3,200 training points", _synthetic),
+    "digits": _one("scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)", _digits),
+    "mnist": _one("MNIST, 28x28 grey, 10 classes", partial(_idx, kind_name="MNIST")),
+    "fashion-mnist": _one("Fashion-MNIST, 28x28 grey, 10 classes", partial(_idx, kind_name="FashionMNIST")),
+    "emnist": _one("EMNIST digits, 28x28 grey", partial(_idx, kind_name="EMNIST", split="digits")),
+    **{f"emnist-{s}": _one(f"EMNIST {s}, 28x28 grey", partial(_idx, kind_name="EMNIST", split=s)) for s in EMNIST},
+    "cifar10": _one("CIFAR-10, 32x32 RGB, 10 classes", partial(_cifar, kind_name="CIFAR10")),
+    "cifar100": _one("CIFAR-100, 32x32 RGB, 100 classes", partial(_cifar, kind_name="CIFAR100")),
+    "cifar10-c": Known(
+        "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)", _cifar10_c
+    ),
+    **{name: _one("MedMNIST v2, 28x28", _medmnist) for name in MEDMNIST},
+}

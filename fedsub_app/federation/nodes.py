@@ -8,7 +8,7 @@ data and client state, and the sampled clients are spread evenly over them inste
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from flwr.app import Message, MessageType
@@ -48,13 +48,33 @@ class Dropped:
     reason: str
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What came back in one phase: the parts that answer a task, and the clients without a usable one."""
+@dataclass
+class Phase:
+    """One phase of a round: what was asked of whom, and what became of it.
 
-    parts: list[tuple[int, Json, Tensors]]
-    dropped: list[Dropped]
-    bytes_up: int
+    Attributes
+    ----------
+    kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
+    sent : each message with the clients whose tasks it holds.
+    dropped : clients whose answer does not count, and why.
+    report : what the round's line says of this phase (JSON-able).
+    """
+
+    kind: str
+    round: int
+    sent: list[tuple[Message, list[int]]] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    report: Json = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages, one a node."""
+        return [message for message, _ in self.sent]
+
+    @property
+    def asked(self) -> list[int]:
+        """The clients that a message was sent for."""
+        return [client for _, clients in self.sent for client in clients]
 
 
 class Federation:
@@ -66,8 +86,7 @@ class Federation:
         self.header = header
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.refused: set[int] = set()  # node ids that are not asked again
-        self.asked: list[tuple[Message, list[int]]] = []  # messages of the current phase and their clients
+        self.refused: set[int] = set()  # ids of misconfigured or replaced nodes, which are not asked again
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
@@ -79,8 +98,8 @@ class Federation:
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.
 
-        The first call waits until ``min-nodes`` (or as many as the nodes themselves say there are) have answered, and
-        takes no node that is not as it should be. In later rounds such a node is left alone, with a warning.
+        The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
+        answered, and rejects a misconfigured node with an error. Later ones ignore it with a warning.
 
         Raises
         ------
@@ -160,29 +179,29 @@ class Federation:
                 assigned.setdefault(node_id, []).append(client)
         return assigned, dropped
 
-    def messages(
-        self, phase: str, server_round: int, tasks: Mapping[int, Task], extra: Json
-    ) -> tuple[list[Message], list[Dropped]]:
-        """Return one message a node with the tasks of its clients, and the clients that no node hosts now."""
+    def ask(self, kind: str, server_round: int, tasks: Mapping[int, Task], extra: Json) -> Phase:
+        """Return a phase with one message a node, which holds the tasks of its clients.
+
+        ``extra`` goes into every message's header. Clients that no node hosts now are dropped.
+        """
         assigned, dropped = self.hosts(sorted(tasks))
-        header = self.header | extra | {"phase": phase, "round": server_round, "code": code_digest()}
-        self.asked = []
+        header = self.header | extra | {"phase": kind, "round": server_round, "code": code_digest()}
+        sent = []
         for node_id, clients in assigned.items():
             parts = [({"client": c} | tasks[c].config, tasks[c].tensors) for c in clients]
-            message = Message(pack(header, parts), node_id, phase, group_id=str(server_round))
-            self.asked.append((message, clients))
-        return [message for message, _ in self.asked], dropped
+            sent.append((Message(pack(header, parts), node_id, kind, group_id=str(server_round)), clients))
+        return Phase(kind, server_round, sent, dropped)
 
-    def answers(self, phase: str, server_round: int, replies: Iterable[Message]) -> Answers:
-        """Sort out the replies of a phase.
+    def answers(self, phase: Phase, replies: Iterable[Message]) -> tuple[list[tuple[int, Json, Tensors]], int]:
+        """Return the parts that answer a phase's tasks, by client, and the bytes received; drops the others.
 
         A reply is matched by the message it answers (the error reply for a dead node has another source id). One of
         another run, round or phase drops its node's clients; a second one, one that was not asked for, and parts of
         clients that were not asked are ignored and logged.
         """
         parts: dict[int, tuple[Json, Tensors]] = {}
-        waiting = {message.metadata.message_id: clients for message, clients in self.asked}
-        reasons = {client: "no reply within round-timeout" for clients in waiting.values() for client in clients}
+        waiting = {message.metadata.message_id: clients for message, clients in phase.sent}
+        reasons = dict.fromkeys(phase.asked, "no reply within round-timeout")
         received = 0
         for reply in replies:
             clients = waiting.pop(reply.metadata.reply_to_message_id, [])
@@ -196,7 +215,7 @@ class Federation:
             try:
                 header, answered_parts = unpack(reply.content)
                 stamp = (header.get("run"), header.get("round"), header.get("phase"))
-                if stamp != (self.header.get("run"), server_round, phase):
+                if stamp != (self.header.get("run"), phase.round, phase.kind):
                     raise BadReply(f"stale reply: run, round, phase = {stamp}")
                 if header.get("error"):
                     raise BadReply(f"node failed: {_brief(str(header['error']))}")
@@ -210,13 +229,12 @@ class Federation:
                     log.warning("ignored a part for client %r: not asked of this node, or twice", client)
                     continue
                 parts[client] = (config, tensors)
-        found = [(client, *parts[client]) for client in sorted(parts)]
-        dropped = [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
-        return Answers(found, dropped, received)
+        phase.dropped += [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
+        return [(client, *parts[client]) for client in sorted(parts)], received
 
 
 def wake(grid: Grid) -> None:
-    """Send a roll call ahead, without waiting: simulated nodes import the app while the server loads its data."""
+    """Send a roll call and do not wait for answers: simulated nodes import the app while the server loads its data."""
     grid.push_messages(_roll_call(grid.get_node_ids()))
 
 
@@ -238,7 +256,7 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
 
 
 def _brief(reason: str | None) -> str:
-    """Last line of a traceback, which is what happened."""
+    """Return the last line of a traceback, which names the exception."""
     lines = [line.strip() for line in (reason or "").strip().splitlines() if line.strip()] or ["no reason given"]
     return lines[-1][:300]
 

@@ -24,6 +24,7 @@ from fedsub_app.common.tensors import Json, Tensors
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
 STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
 MAX_EXAMPLES = 10**9
+GLOBAL = "global/"  # prefix, in an evaluation, of the global model's tensors that a client's own model does not share
 DTYPES = {
     "bool": torch.bool,
     "uint8": torch.uint8,

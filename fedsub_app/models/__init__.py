@@ -1,10 +1,13 @@
 """Networks by name, their tensors by name, their structure (units, layers, head), and smaller copies of them."""
 
 from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
+from fedsub_app.models.network import Network, Output
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of
 from fedsub_app.models.units import UnitGroup, head_names, layer_groups, part_names, unit_groups
 
 __all__ = [
+    "Network",
+    "Output",
     "UnitGroup",
     "build_model",
     "head_names",

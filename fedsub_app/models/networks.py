@@ -96,7 +96,7 @@ def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = F
     ``pretrained``: with ImageNet's weights, read from torch's hub folder or downloaded, and a fresh output layer.
     """
     channels, _, _ = _image_shape(name, in_shape, 1)
-    # Here, not above: the import takes a second that the other nets save.
+    # Imported here because it takes a second, and only this network needs it.
     from torchvision.models import ResNet18_Weights, resnet18
 
     net: nn.Module

@@ -13,7 +13,7 @@ from torch import nn
 from fedsub_app.models.networks import tensors_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
-# Layers that treat every unit alone, so that a unit that is zero before them is nobody else's business behind them.
+# Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
 _UNIT_WISE = (
     nn.ReLU,
     nn.Dropout,
@@ -129,8 +129,8 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
 
     Parameters
     ----------
-    part : ``"head"`` (the last Linear), ``"body"`` (all but the head), or names of layers and tensors, space-separated:
-        ``"conv1 layer4.1"`` is all tensors of these layers.
+    part : ``"head"`` (the last Linear), ``"body"`` (all but the head), or names of layers and tensors, comma-separated:
+        ``"conv1, layer4.1"`` is all tensors of these layers.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
         return tuple(name for name in every if name in head)
     if part == "body":
         return tuple(name for name in every if name not in head)
-    prefixes = part.split()
+    prefixes = [prefix.strip() for prefix in part.split(",")]
     for prefix in prefixes:
         if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):
             layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in every))

@@ -1,4 +1,4 @@
-"""What a run's sub-networks do: who covers which units or positions, which units fire for whom, how clients fare.
+"""What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overlap of personal masks: Tamirisa et al.,
 FedSelect, 2024, Figure 4.
@@ -11,34 +11,35 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.models import build_model, load_tensors, unit_groups
+from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model, load_tensors
 from fedsub_app.models.units import UnitGroup
-from fedsub_app.runs.directory import read_rounds, settings_of
+from fedsub_app.runs.directory import checkpoints, read_checkpoint, read_rounds, settings_of
 from fedsub_app.runs.report import COLOURS, figure
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.masks import fixed_masks, split
-from strategies.fedselect import FedSelect
+from fedsub_app.subnets.masks import split
+from strategies.base import SubnetStrategy
 
-COVERED_BY = ("nobody", "one client", "several clients")
+COVERED_BY = ("no client", "one client", "several clients")
 
 
 def analyse(folder: Path, samples: int) -> list[Path]:
     """Write and draw what a run's directory can tell; returns the files.
 
-    ``coverage.csv`` and ``.png``: hidden units covered by nobody, one and several clients, per warm-up round.
+    ``coverage.csv`` and ``.png``: how many hidden units no client, one and several cover, per warm-up round.
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
-    activation is the sum over its positions. Learned sub-networks are those of the last checkpoint (theta > 0.5).
-    ``overlap.csv``, ``.png`` and ``overlap-rounds.png`` (FedSelect): intersection over union of the clients' masks,
-    mean of all pairs per checkpoint and layer, and each pair at the last checkpoint. ``personal.csv`` and ``.png``:
-    personal fraction and bytes per round. ``clients.csv`` and ``.png``: each client's last measured accuracies.
+    activation is the sum over its positions. Sub-networks are those of the last checkpoint.
+    ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where clients have personal positions: intersection over union
+    of the clients' masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
+    ``personal.csv`` and ``.png``: personal fraction and bytes per round. ``clients.csv`` and ``.png``: each client's
+    last measured accuracies.
 
     Raises
     ------
@@ -46,21 +47,28 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         The folder is not that of a run, or holds neither masked rounds nor checkpoints.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
-    files = []
-    masked = [line for line in read_rounds(folder) if "units-covered-by" in line]
+    lines, files = read_rounds(folder), []
+    masked = [line for line in lines if "units-covered-by" in line]
     if masked:
         files += _coverage(folder, masked)
-    if checkpoints := sorted((folder / "checkpoints").glob("round-*.safetensors")):
-        files += _activations(folder, settings, checkpoints, samples)
-        if settings.method == "fedselect":
-            files += _overlap(folder, settings, checkpoints)
-    if growing := [line for line in read_rounds(folder) if "personal-fraction" in line]:
+    if paths := checkpoints(folder):
+        strategy = _strategy(settings)
+        files += _activations(folder, strategy, paths, samples, masked[-1]["round"] if masked else 0)
+        files += _overlap(folder, strategy, paths)
+    if growing := [line for line in lines if "personal-fraction" in line]:
         files += _personal(folder, growing)
-    if measured := [line for line in read_rounds(folder) if line.get("evaluated")]:
+    if measured := [line for line in lines if line.get("evaluated")]:
         files += _clients(folder, measured[-1])
     if not files:
         raise UserError(f"{folder}: nothing to analyse: no checkpoint, no masks, no client was evaluated")
     return files
+
+
+def _strategy(settings: Settings) -> SubnetStrategy:
+    """Return the server side of the run's method, which reads the clients' masks from its state."""
+    dataset = load_dataset(settings.data)
+    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    return METHODS[settings.method].strategy(settings, model)
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
@@ -73,13 +81,14 @@ def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]])
 def _coverage(folder: Path, lines: Sequence[Json]) -> list[Path]:
     rows = []
     for line in lines:
-        nobody, one, *several = line["units-covered-by"]
-        rows.append([line["round"], nobody, one, sum(several)])
+        none, one, *several = line["units-covered-by"]
+        rows.append([line["round"], none, one, sum(several)])
     drawing = figure(6, 4)
     axes = drawing.subplots()
     for column, name in enumerate(COVERED_BY, 1):
         axes.plot([row[0] for row in rows], [row[column] for row in rows], color=COLOURS[column - 1], label=name)
     axes.set(xlabel="round", ylabel="hidden units covered by", ylim=(0, None))
+    axes.locator_params(axis="x", integer=True)
     axes.legend()
     drawing.savefig(folder / "coverage.png", dpi=120)
     return [_write_csv(folder / "coverage.csv", ("round", *COVERED_BY), rows), folder / "coverage.png"]
@@ -117,10 +126,12 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -
     return found
 
 
-def _activations(folder: Path, settings: Settings, checkpoints: Sequence[Path], samples: int) -> list[Path]:
+def _activations(
+    folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], samples: int, warm_up: int
+) -> list[Path]:
+    """``warm_up``: number of the last warm-up round, 0 without one."""
+    settings, model, groups = strategy.settings, strategy.model.eval(), strategy.units
     dataset, partition = load_dataset(settings.data), make_partition(settings.data, settings.partitioning)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed).eval()
-    groups = unit_groups(model)
     clients = range(min(settings.num_clients, 4))
     batches = []
     for client in clients:
@@ -128,12 +139,13 @@ def _activations(folder: Path, settings: Settings, checkpoints: Sequence[Path], 
         order = torch.randperm(len(index), generator=generator(settings.seed, 0, client, "activations"))
         batches.append(dataset.train_x[index[order[:samples]]])
     rounds, history = [], []  # history[checkpoint][client]: group name -> [size]
-    for path in checkpoints:
-        tensors = {n.removeprefix("model/"): t for n, t in load_file(path).items() if n.startswith("model/")}
-        load_tensors(model, tensors)
-        rounds.append(int(path.stem.removeprefix("round-")))
+    for path in paths:
+        checkpoint = read_checkpoint(path)
+        load_tensors(model, checkpoint.model)
+        rounds.append(checkpoint.round)
         history.append([unit_activations(model, groups, x) for x in batches])
-    own = _subnets(settings, groups, load_file(checkpoints[-1]))
+    strategy.load_state(checkpoint.state)
+    own = strategy.unit_masks()
     rows = []
     for number, found in zip(rounds, history, strict=True):
         for client in clients:
@@ -146,7 +158,6 @@ def _activations(folder: Path, settings: Settings, checkpoints: Sequence[Path], 
                 rows.append([number, client, group.name, *(f"{part.mean():.5g}" for part in parts)])
     drawing = figure(3.2 * len(groups), 2.4 * len(clients))
     grid = drawing.subplots(len(clients), len(groups), squeeze=False)
-    warm_up = getattr(settings.options, "warmup_rounds", 0)
     for client in clients:
         for column, group in enumerate(groups):
             axes = grid[client][column]
@@ -154,6 +165,7 @@ def _activations(folder: Path, settings: Settings, checkpoints: Sequence[Path], 
             axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
             if rounds[0] < warm_up < rounds[-1]:
                 axes.axvline(warm_up, color="white", linestyle="--", linewidth=1)
+            axes.locator_params(axis="x", integer=True)
             axes.set_title(f"client {client}, {group.name}", fontsize="small")
         grid[client][0].set_ylabel("unit")
     for axes in grid[-1]:
@@ -161,15 +173,6 @@ def _activations(folder: Path, settings: Settings, checkpoints: Sequence[Path], 
     drawing.savefig(folder / "activations.png", dpi=120)
     header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if own is None else 6]
     return [_write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
-
-
-def _subnets(settings: Settings, groups: Sequence[UnitGroup], checkpoint: Tensors) -> Tensor | None:
-    """Return every client's sub-network, bool [N, h]; None where the method has none."""
-    options: Any = settings.options
-    if getattr(options, "masks", "") == "fixed":
-        masks = fixed_masks(groups, options.share_list(settings.num_clients))
-        return torch.stack([torch.cat([mask[group.name] for group in groups]) for mask in masks])
-    return checkpoint["state/theta"] > 0.5 if "state/theta" in checkpoint else None
 
 
 def overlap(masks: Sequence[Tensor]) -> Tensor:
@@ -186,39 +189,43 @@ def overlap(masks: Sequence[Tensor]) -> Tensor:
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
 
 
-def _overlap(folder: Path, settings: Settings, checkpoints: Sequence[Path]) -> list[Path]:
-    dataset = load_dataset(settings.data)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
-    strategy = FedSelect(settings, model, {})
+def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path]) -> list[Path]:
     rows: list[list[Any]] = []
+    rounds = []
     last: dict[str, Tensor] = {}
-    for path in checkpoints:
-        state = {n.removeprefix("state/"): t for n, t in load_file(path).items() if n.startswith("state/")}
-        strategy.load_state(state)
-        last = {name: overlap([masks[name] for masks in strategy.masks]) for name in strategy.masks[0]}
-        pairs = ~torch.eye(settings.num_clients, dtype=torch.bool)
-        number = int(path.stem.removeprefix("round-"))
-        rows += [[number, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
+    pairs = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
+    for path in paths:
+        checkpoint = read_checkpoint(path)
+        strategy.load_state(checkpoint.state)
+        masks = strategy.position_masks()
+        if masks is None:
+            return []
+        last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
+        rounds.append(checkpoint.round)
+        rows += [[checkpoint.round, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
     columns = min(6, len(last))
     lines = -(-len(last) // columns)
     drawing = figure(2.2 * columns, 2.3 * lines)
     grid = drawing.subplots(lines, columns, squeeze=False).flatten()
-    for axes, (name, found) in zip(grid, last.items(), strict=False):
+    for number, (axes, (name, found)) in enumerate(zip(grid, last.items(), strict=False)):
         image = axes.imshow(found, vmin=0, vmax=1, cmap="viridis")
         axes.set_title(name.removesuffix(".weight"), fontsize="small")
+        axes.locator_params(integer=True)
+        axes.set(xlabel="client", ylabel="" if number % columns else "client")
     for axes in grid[len(last) :]:
         axes.set_axis_off()
-    drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.6)
+    drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.8)
     drawing.savefig(folder / "overlap.png", dpi=120)
     names = list(last)
-    over_rounds = figure(8, 1.5 + 0.15 * len(names))
+    over_rounds = figure(8, 2 + 0.15 * len(names))
     axes = over_rounds.subplots()
     means = np.array([float(mean) for _, _, mean in rows]).reshape(-1, len(names)).T
     image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    axes.set_xticks(range(len(checkpoints)), [str(number) for number, *_ in rows[:: len(names)]], fontsize="small")
+    labelled = range(0, len(rounds), -(-len(rounds) // 20))  # at most 20 labels, which then do not touch
+    axes.set_xticks(labelled, [str(rounds[column]) for column in labelled], fontsize="small")
     axes.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names], fontsize="x-small")
     axes.set_xlabel("round")
-    over_rounds.colorbar(image, ax=axes, label="mean overlap of two clients")
+    over_rounds.colorbar(image, ax=axes, label="mean overlap")
     over_rounds.savefig(folder / "overlap-rounds.png", dpi=120)
     written = _write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows)
     return [written, folder / "overlap.png", folder / "overlap-rounds.png"]
@@ -235,6 +242,8 @@ def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
         right.plot(numbers, [line[f"bytes-{way}"] / 1e6 for line in lines], color=COLOURS[colour], label=way)
     right.set(xlabel="round", ylabel="MB sent a round", ylim=(0, None))
     right.legend()
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
     drawing.savefig(folder / "personal.png", dpi=120)
     header = ("round", "personal fraction", "bytes down", "bytes up")
     return [_write_csv(folder / "personal.csv", header, rows), folder / "personal.png"]

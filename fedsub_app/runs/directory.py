@@ -20,6 +20,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,8 +32,8 @@ from safetensors.torch import save
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
+from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.config import resolve, spelled
 from fedsub_app.settings import LOCATION_KEYS, Settings, Value
 
 try:
@@ -42,7 +43,11 @@ except ImportError:  # Windows
 
 
 class RunFailed(Exception):
-    """The run could not go on (too many abandoned rounds); its directory holds a checkpoint to resume from."""
+    """The run could not go on (too many abandoned rounds); ``folder`` holds a checkpoint to resume from."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
@@ -52,11 +57,11 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     folder = Path(str(overrides.get("run-dir", "")))
     recorded = _recorded(folder)["settings"]
     for key, value in overrides.items():
-        if key not in LOCATION_KEYS and recorded.get(key) != value:
+        if key not in LOCATION_KEYS and recorded.get(key) != spelled(key, value):
             raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {recorded.get(key)!r}")
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
     settings = resolve({key: value for key, value in recorded.items() if key != "experiment"} | location)
-    return settings.model_copy(update={"experiment": str(recorded.get("experiment", ""))})
+    return settings.model_copy(update={"experiment": recorded.get("experiment") or None})
 
 
 def _recorded(folder: Path) -> Json:
@@ -74,12 +79,8 @@ def _recorded(folder: Path) -> Json:
     return found
 
 
-def _write_json(path: Path, content: Json) -> None:
-    write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
 def _lock(folder: Path) -> TextIO:
-    """Return the open file whose lock keeps other processes out; a killed process lets go of it."""
+    """Lock the directory; returns the open file that holds the lock until it is closed or the process ends."""
     file = (folder / ".lock").open("w")
     if fcntl:
         try:
@@ -92,8 +93,60 @@ def _lock(folder: Path) -> TextIO:
     return file
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a finished round leaves behind; before the first one round 0 and no tensors.
+
+    Attributes
+    ----------
+    round : number of the finished round.
+    model : the global model after it, named tensors.
+    state : what :meth:`strategies.base.SubnetStrategy.state` returned after it.
+    abandoned : how many rounds in a row, up to this one, were abandoned.
+    digest : that of the settings it belongs to.
+    """
+
+    round: int = 0
+    model: Tensors = field(default_factory=dict)
+    state: Tensors = field(default_factory=dict)
+    abandoned: int = 0
+    digest: str = ""
+
+    def write(self, path: Path) -> None:
+        """Write the file, atomically."""
+        tensors = prefixed("model/", self.model) | prefixed("state/", self.state)
+        header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
+        # A copy of each tensor: safetensors refuses tensors that share memory.
+        write_atomic(path, save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, header))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return what :meth:`Checkpoint.write` wrote; the tensors are in the order of the file, not of the model.
+
+    Raises
+    ------
+    UserError
+        The file is truncated or damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
+        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
+        ) from None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in the directory of a run, the oldest first."""
+    return sorted((folder / "checkpoints").glob("round-*.safetensors"))
+
+
 class Run:
-    """The directory of one run, which nobody else writes to meanwhile. Use :func:`open_run`, and close it."""
+    """The directory of one run, locked against other processes. Use :func:`open_run`, and close it."""
 
     def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
         self.folder = folder
@@ -103,7 +156,7 @@ class Run:
         self._lock = _lock(folder)
 
     def close(self) -> None:
-        """Let another process have the directory."""
+        """Release the lock."""
         self._lock.close()
 
     @property
@@ -112,8 +165,8 @@ class Run:
         return self.folder / "clients"
 
     def write_json(self, name: str, content: Json) -> None:
-        """Write ``name`` atomically."""
-        _write_json(self.folder / name, content)
+        """Write the file ``name`` of the run, atomically."""
+        write_atomic(self.folder / name, (json.dumps(content, indent=2) + "\n").encode())
 
     def log_round(self, line: Json) -> None:
         """Append a round's line and wait until it is on disk."""
@@ -125,59 +178,37 @@ class Run:
 
     def checkpoint(self, server_round: int, model: Mapping[str, torch.Tensor], state: Tensors, abandoned: int) -> None:
         """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
-        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-        tensors |= {f"state/{name}": tensor for name, tensor in state.items()}
-        header = {"round": str(server_round), "digest": self.settings.digest(), "abandoned": str(abandoned)}
-        # A copy a name: safetensors refuses tensors that share memory.
-        data = save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, metadata=header)
-        write_atomic(self.folder / "checkpoints" / f"round-{server_round:06d}.safetensors", data)
-        keep = self.settings.keep_checkpoints
-        for path in self._checkpoints()[: -keep or len(self._checkpoints())] if keep else []:
+        finished = Checkpoint(server_round, dict(model), state, abandoned, self.settings.digest())
+        finished.write(self.folder / "checkpoints" / f"round-{server_round:06d}.safetensors")
+        keep, found = self.settings.keep_checkpoints, checkpoints(self.folder)
+        for path in found[:-keep] if keep else []:
             path.unlink(missing_ok=True)
 
     @property
     def oldest_round(self) -> int:
         """Round of the oldest checkpoint there, from which a resume may start; 0 without one."""
-        return int(found[0].stem.removeprefix("round-")) if (found := self._checkpoints()) else 0
+        return int(found[0].stem.removeprefix("round-")) if (found := checkpoints(self.folder)) else 0
 
-    def _checkpoints(self) -> list[Path]:
-        return sorted((self.folder / "checkpoints").glob("round-*.safetensors"))
-
-    def restore(self) -> tuple[int, Tensors, Tensors, int]:
-        """Return round, global model, strategy state and abandoned rounds in a row of the last checkpoint.
-
-        Without a checkpoint the round is 0 and the tensors are empty. Lines of later rounds are cut off.
+    def restore(self) -> Checkpoint:
+        """Return the last checkpoint and cut off the lines of later rounds.
 
         Raises
         ------
         UserError
             The checkpoint is truncated or damaged, or belongs to other settings.
         """
-        server_round, abandoned = 0, 0
-        tensors: Tensors = {}
-        if found := self._checkpoints():
-            path = found[-1]
-            try:
-                with safe_open(path, "pt") as file:
-                    header = file.metadata() or {}
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                server_round, abandoned = int(header["round"]), int(header["abandoned"])
-            except (SafetensorError, OSError, KeyError, ValueError) as error:
-                raise UserError(
-                    f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
-                ) from None
-            if header.get("digest") != self.settings.digest():
-                raise UserError(
-                    f"{path}: checkpoint of other settings (digest {header.get('digest')}, this run's is "
-                    f"{self.settings.digest()})"
-                )
-        self._cut_lines(server_round)
-        model = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-        state = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
-        return server_round, model, state, abandoned
+        last = Checkpoint()
+        if found := checkpoints(self.folder):
+            path, wanted = found[-1], self.settings.digest()
+            last = read_checkpoint(path)
+            if last.digest != wanted:
+                raise UserError(f"{path}: checkpoint of other settings (digest {last.digest}, this run's is {wanted})")
+        self._cut_lines(last.round)
+        return last
 
     def _cut_lines(self, last_round: int) -> None:
-        self.lines = [line for line in read_rounds(self.folder) if line["round"] <= last_round and (last_round or 0)]
+        lines = read_rounds(self.folder) if last_round else []  # without a checkpoint round 0 is measured again, too
+        self.lines = [line for line in lines if line["round"] <= last_round]
         text = "".join(json.dumps(line) + "\n" for line in self.lines)
         write_atomic(self.folder / "rounds.jsonl", text.encode())
 
@@ -199,11 +230,10 @@ def open_run(settings: Settings) -> Run:
     UserError
         The directory exists and is not empty, cannot be made, or (resume) is not one of a run.
     """
-    if settings.resume:
-        folder = Path(settings.run_dir).resolve()
-        return Run(folder, settings, str(_recorded(folder)["run-id"]))
     if settings.run_dir:
         folder = Path(settings.run_dir).resolve()
+        if settings.resume:
+            return Run(folder, settings, str(_recorded(folder)["run-id"]))
         if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
     else:
@@ -236,7 +266,7 @@ def open_run(settings: Settings) -> Run:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, ``-dirty`` with changes; from a bundle there is none."""
+    """Return the checkout's commit, ``-dirty`` with changes; a Flower bundle has none."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line a round, a table at the end, pictures."""
+"""What is printed and drawn of a run: a line a round, a table at the end, learning curves."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def draw_run(folder: Path) -> None:
 
 
 def draw_curves(folders: Sequence[Path], target: Path) -> Path:
-    """Draw accuracy against rounds, bytes, FLOPs and seconds, a line a run (and accuracy); returns the picture.
+    """Draw accuracy against rounds, bytes, FLOPs and seconds, one line per run and accuracy; returns the picture.
 
     Raises
     ------
@@ -145,13 +145,14 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
         panel.set_xlabel(label)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy (%)")
+    panels[0].locator_params(axis="x", integer=True)
     panels[0].legend(fontsize="small")
     drawing.savefig(target, dpi=120)
     return target
 
 
 def compare(folders: Sequence[Path]) -> str:
-    """Return a Markdown table: each run's last accuracy, and the first run's when it had cost no more.
+    """Return a Markdown table: each run's last accuracy beside the first run's at the same cost.
 
     For every accuracy that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
     where the first run had not been evaluated yet.
@@ -179,7 +180,7 @@ def compare(folders: Sequence[Path]) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return how runs are told apart: by method and seed or, where that is not enough, by folder."""
+    """Return a label for each run: method and seed or, where two runs have the same, the folder."""
     settings = [_settings(folder) for folder in folders]
     names = [f"{content['method']}, seed {content['seed']}" for content in settings]
     if len(set(names)) < len(names):

@@ -1,6 +1,7 @@
 """The server's mean of what clients send, with or without masks: FedAvg, FedPeWS, FedPart, Sub-FedAvg, FedSelect."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,11 +10,26 @@ from torch import Tensor
 # the processor's cache, so that each update is read from memory once and nothing but the result is written to it.
 BLOCK = 1 << 16
 
-Update = tuple[Mapping[str, Tensor], Mapping[str, Tensor] | None, float]
+
+class Contribution(NamedTuple):
+    """What one client adds to the mean.
+
+    Attributes
+    ----------
+    tensors : tensor name -> values, of the full shape. A tensor that is lacking gets nothing from this client.
+    masks : tensor name -> bool that broadcasts to its tensor: the positions that count; all where one is lacking.
+    weight : of the client; finite.
+    """
+
+    tensors: Mapping[str, Tensor]
+    masks: Mapping[str, Tensor] | None = None
+    weight: float = 1.0
 
 
 @torch.no_grad()
-def masked_mean(old: Mapping[str, Tensor], updates: Sequence[Update], server_lr: float = 1.0) -> dict[str, Tensor]:
+def masked_mean(
+    old: Mapping[str, Tensor], updates: Sequence[Contribution], server_lr: float = 1.0
+) -> dict[str, Tensor]:
     """Return, for every position, the weighted mean of those updates that cover it; the old value where none does.
 
     ``new = old + server_lr * (sum_i w_i m_i x_i / sum_i w_i m_i - old)`` where ``sum_i w_i m_i > 0``, else ``old``.
@@ -27,10 +43,8 @@ def masked_mean(old: Mapping[str, Tensor], updates: Sequence[Update], server_lr:
     Parameters
     ----------
     old : tensor name -> float tensor of any shape, on the CPU or all on one device. Not modified.
-    updates : ``(tensors, masks, weight)`` of each client. A tensor that an update lacks gets nothing from it, as with
-        a mask of zeros (FedPart). A mask is bool and broadcasts to its tensor; one that is lacking, or ``None`` for all
-        of them, is all ones. Values must be finite also where they are masked. Weights are finite; where negative ones
-        make the denominator 0 or less, the old value stays.
+    updates : what each client adds, in the order of the sum. Values must be finite also where they are masked. Where
+        negative weights make the denominator 0 or less, the old value stays.
     server_lr : step from ``old`` (0) to the mean (1).
 
     Returns

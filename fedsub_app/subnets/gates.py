@@ -5,71 +5,83 @@ multiplying what leaves its layer and what enters the next one by m. Between the
 m >= 0 on (ReLU, pooling, dropout), so one product with m² has the value and the gradients of both: in the weights of a
 unit that is off they are zero, and in its m as well. Therefore a unit that is off may also be left out of the
 computation altogether.
+
+The common form for neuron masks multiplies what a unit puts out, h = relu(z), once: the same values, and the same
+gradients in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import Network, Output
 from fedsub_app.subnets.masks import split
 from fedsub_app.subnets.slices import take
 
 
-class Gates:
-    """Gates on the hidden units of ``model``, open but during :meth:`forward`.
+def gated(
+    network: Network,
+    mask: Tensor,
+    x: Tensor,
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    narrow: bool = False,
+    outputs: bool = False,
+) -> Output:
+    """Return f(x ∘ m), differentiable in the weights and, where it requires a gradient, in the mask.
 
     Parameters
     ----------
-    model : the network; hooks are put on its layers and stay until :meth:`remove`.
-    groups : its unit groups.
+    network : the network; its tensors unless ``tensors`` are given.
+    mask : float ``[h]`` of 0 and 1, over the units of all groups.
+    x : a batch of inputs.
     narrow : compute with smaller weights (units that are off are cut out) instead of with zeros: the same values and
-        gradients up to rounding. Not for networks with BatchNorm, whose gate is behind it so that its statistics are
-        those of the whole layer.
+        gradients up to rounding; ``features`` are then those of the units that are on. Not for networks with
+        BatchNorm, whose gate is behind it so that its statistics are those of the whole layer.
+    outputs : multiply by m where the units' outputs enter the next layer, for the gradient in the mask of all units.
+        Not with ``narrow``.
     """
+    groups = network.units
+    if outputs:
+        with _entering(network, split(mask, groups)):
+            return network(x, tensors)
+    gates = split(mask.square(), groups)
+    if narrow:
+        on = split(mask.detach().bool(), groups)
+        gates = {name: gate[on[name]] for name, gate in gates.items()} if mask.requires_grad else {}
+        tensors = take(network.parameters if tensors is None else tensors, groups, on)
+    with _on(network, gates):
+        return network(x, tensors)
 
-    def __init__(self, model: nn.Module, groups: Sequence[UnitGroup], narrow: bool = False) -> None:
-        self.model = model
-        self.groups = groups
-        self.narrow = narrow
-        self._parameters = dict(model.named_parameters())
-        self._masks: Mapping[str, Tensor] = {}
-        self._handles = []
-        for group in groups:
-            last = model.get_submodule(group.rows[-1].rpartition(".")[0])  # the layer, or the BatchNorm behind it
-            self._handles.append(last.register_forward_hook(partial(self._gate, group.name)))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return f(x ∘ m), differentiable in the weights and, where it requires a gradient, in the mask.
+@contextmanager
+def _on(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply what leaves the layers, or the BatchNorm behind them, by the gates."""
+    with ExitStack() as stack:
+        for group in network.units:
+            if group.name in gates:
+                last = network.module.get_submodule(group.rows[-1].rpartition(".")[0])
+                stack.enter_context(last.register_forward_hook(partial(_leaving, gates[group.name])))
+        yield
 
-        Parameters
-        ----------
-        x : a batch of inputs.
-        mask : float ``[h]`` of 0 and 1, over the units of all groups.
-        """
-        gates = split(mask.square(), self.groups)
-        if not self.narrow:
-            return self._gated(gates, self._parameters, x)
-        units = split(mask.detach().bool(), self.groups)
-        ones = {name: gate[units[name]] for name, gate in gates.items()} if mask.requires_grad else {}
-        return self._gated(ones, take(self._parameters, self.groups, units), x)
 
-    def _gated(self, gates: Mapping[str, Tensor], weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        self._masks = gates
-        try:
-            output: Tensor = functional_call(self.model, dict(weights), (x,)) if self.narrow else self.model(x)
-        finally:
-            self._masks = {}
-        return output
+def _leaving(gate: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output * gate.view(-1, *[1] * (output.dim() - 2))
 
-    def _gate(self, group: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        gate = self._masks.get(group)
-        return output if gate is None else output * gate.view(-1, *[1] * (output.dim() - 2))
 
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+@contextmanager
+def _entering(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply what enters the layers behind the groups by the gates; behind a flatten a gate has several columns."""
+    with ExitStack() as stack:
+        for group in network.units:
+            for name, repeat in group.cols:
+                reader = network.module.get_submodule(name.rpartition(".")[0])
+                gate = gates[group.name].repeat_interleave(repeat)
+                stack.enter_context(reader.register_forward_pre_hook(partial(_gate_input, gate)))
+        yield
+
+
+def _gate_input(gate: Tensor, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    return inputs[0] * gate.view(-1, *[1] * (inputs[0].dim() - 2))

@@ -76,6 +76,6 @@ def _positions(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
-def selectable(names: Collection[str], layer: str = "") -> list[str]:
+def selectable(names: Collection[str], layer: str | None = None) -> list[str]:
     """Return the names that GradSelect may make personal: weights, BatchNorm's included, of one layer if given."""
     return [name for name in names if name.endswith(".weight") and (not layer or name.startswith(f"{layer}."))]

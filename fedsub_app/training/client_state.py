@@ -1,9 +1,9 @@
 """A client's durable state (mask scores, personal weights, optimizer moments): safetensors files, one a round.
 
-``context.state`` lives in memory, is gone after a restart or an exception, and travels with every message in
-simulation; files are none of that. A client's state of round t is written beside the older one and read back only in a
-later round, so a run that is resumed at an earlier round finds the state that belongs to it, and a state written by a
-round that was never checkpointed is ignored and overwritten.
+Flower's ``context.state`` lives in memory, is lost after a restart or an exception, and travels with every message in
+simulation. Files have none of these faults. A client's state of round t is written beside the older one and read back
+only in a later round, so a run that is resumed at an earlier round finds the state that belongs to it, and a state
+written by a round that was never checkpointed is ignored and overwritten.
 """
 
 import os

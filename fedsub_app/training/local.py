@@ -1,45 +1,166 @@
 """Local training and evaluation on tensors that are already in memory."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.models import Network, Output
+from fedsub_app.settings import Settings
+from fedsub_app.training.objectives import Forward, Objective
+from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.workplace import Workplace
+
+Loss = Callable[[Output, Tensor], Tensor]
+Correct = Callable[[Tensors], None]
 EVALUATION_BATCH = 512
 
 
-def batches(
-    count: int, batch_size: int, epochs: int, generator: torch.Generator, skip_single: bool
-) -> Iterator[torch.Tensor]:
-    """Yield index tensors (int64) of the mini-batches of ``epochs`` passes, each in a fresh order.
+class Trainee(Protocol):
+    """What :class:`Training` needs of a client."""
+
+    id: int
+    place: Workplace
+    settings: Settings
+    network: Network
+    round: int
+    state: Tensors
+    metrics: dict[str, float]
+    flops: float
+
+    @property
+    def x(self) -> Tensor:
+        """Training samples."""
+
+    @property
+    def y(self) -> Tensor:
+        """Training labels."""
+
+    def objective(self) -> Objective:
+        """Return the objective of the settings, around the model that was loaded last."""
+
+    def augmentation(self) -> torch.Generator | None:
+        """Return the generator of the next run's augmentation, ``None`` without any."""
+
+
+def cross_entropy(output: Output, y: Tensor) -> Tensor:
+    """Return the mean cross-entropy of a mini-batch."""
+    return F.cross_entropy(output.logits, y)
+
+
+class Training:
+    """Some tensors of a client's network, the optimizer that moves them, and what one step does.
+
+    Parameters
+    ----------
+    client : the client whose network and data these are.
+    names : tensors that are trained, ``None`` for all. The others are frozen: no gradient of theirs is computed, and
+        the statistics of a frozen BatchNorm are used and stay.
+    lr : learning rate; default: the setting's of this round.
+    loss : ``(output, labels) -> scalar`` instead of the cross-entropy; the objective's term comes on top.
+    step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; its passes beyond ``descend`` are for it to
+        :meth:`spend`.
+    correct : changes the gradients, named tensors, in place before the optimizer's step, after the objective has.
+    keep : tensor name -> bool of its shape: the positions that are trained; a name that is lacking is trained whole.
+    objective : instead of the setting's; ``Objective()`` for none.
+    batch_statistics : BatchNorm on batch statistics everywhere (``True``) or nowhere (``False``), instead of where its
+        weights are trained.
+
+    Attributes
+    ----------
+    optimizer : fresh; its ``first``, ``second``, ``steps`` may be set before the first step.
+    steps, samples : optimizer steps, and samples they were computed on, so far.
+    """
+
+    def __init__(
+        self,
+        client: Trainee,
+        names: Iterable[str] | None = None,
+        *,
+        lr: float | None = None,
+        loss: Loss = cross_entropy,
+        step: "Callable[[Training, Tensor, Tensor], Tensor] | None" = None,
+        correct: Correct | None = None,
+        keep: Mapping[str, Tensor] | None = None,
+        objective: Objective | None = None,
+        batch_statistics: bool | None = None,
+    ) -> None:
+        self.client = client
+        self.network = client.network
+        self.names = None if names is None else frozenset(names)
+        trained = {n: p for n, p in self.network.parameters.items() if self.names is None or n in self.names}
+        self.optimizer = Optimizer(client.settings, trained, client.settings.lr_at(client.round) if lr is None else lr)
+        self.loss, self.step, self.correct = loss, step or Training.descend, correct
+        self.factors = (
+            {name: _factor(keep[name], p) for name, p in trained.items() if name in (keep or {})} if keep else {}
+        )
+        self.objective = client.objective() if objective is None else objective
+        self.batch_statistics = batch_statistics
+        self.steps = self.samples = 0
+        self._extra = 0.0
+
+    def run(self, batches: Iterable[Tensor]) -> None:
+        """Train on these mini-batches (index tensors) with the optimizer as it is; its costs are the client's."""
+        client = self.client
+        self.network.training_mode(self.names, self.batch_statistics)
+        draws = client.augmentation()
+        before, extra = self.samples, self._extra
+        total, seen = torch.zeros((), device=client.x.device), 0
+        for index in batches:
+            batch = index.to(client.x.device)
+            x = client.x[batch] if draws is None else crop_and_flip(client.x[batch], client.place.black, draws)
+            total += self.step(self, x, client.y[batch]) * len(index)
+            seen += len(index)
+        if not seen:
+            return
+        client.metrics["train-loss"] = float(total) / seen
+        whole = client.place.training_flops(self.network)
+        partly = client.place.training_flops(self.network, self.names)
+        client.flops += (self.samples - before) * (partly + self.objective.passes * whole) + self._extra - extra
+        client.state |= self.objective.remember(self.network.tensors)
+
+    def descend(self, x: Tensor, y: Tensor, forward: Forward | None = None) -> Tensor:
+        """Make one optimizer step on a mini-batch and return the loss before it, detached.
+
+        ``forward`` runs the network in another way, under a mask for example.
+        """
+        forward = forward or self.network
+        output = forward(x, None)
+        loss = self.loss(output, y) + self.objective.term(x, output, forward)
+        gradients = self.optimizer.gradients(loss)
+        self.objective.correct(gradients, self.optimizer.parameters)
+        if self.correct:
+            self.correct(gradients)
+        for name, factor in self.factors.items():
+            gradients[name].mul_(factor)
+        self.optimizer.step(gradients)
+        self.steps += 1
+        self.samples += len(y)
+        return loss.detach()
+
+    def spend(self, samples: int) -> None:
+        """Count a forward and a backward pass of the whole network on ``samples`` more."""
+        self._extra += samples * self.client.place.training_flops(self.network)
+
+
+def _factor(positions: Tensor, parameter: Tensor) -> Tensor:
+    """Return bool positions as 0 and 1 laid out as the parameter; via uint8, the same bytes, in half the time."""
+    return torch.empty_like(parameter).copy_(positions.view(torch.uint8))
+
+
+def epoch(count: int, batch_size: int, generator: torch.Generator, skip_single: bool) -> list[Tensor]:
+    """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
     ``skip_single`` leaves out a last batch of one sample, which batch normalisation cannot train on.
     """
-    for _ in range(epochs):
-        for batch in torch.randperm(count, generator=generator).split(batch_size):
-            if not (skip_single and len(batch) == 1 < count):
-                yield batch
+    parts = torch.randperm(count, generator=generator).split(batch_size)
+    return [part for part in parts if not (skip_single and len(part) == 1 < count)]
 
 
-def fit(step: Step, x: torch.Tensor, y: torch.Tensor, order: Iterable[torch.Tensor]) -> tuple[float, int]:
-    """Call ``step(x_batch, y_batch) -> loss`` for every batch of ``order``.
-
-    Returns
-    -------
-    tuple of float and int
-        Mean loss over samples (0 without any) and the number of samples seen.
-    """
-    total, seen = torch.zeros((), device=x.device), 0
-    for index in order:
-        batch = index.to(x.device)
-        total += step(x[batch], y[batch]) * len(index)
-        seen += len(index)
-    return (float(total) / seen if seen else 0.0), seen
-
-
-def crop_and_flip(x: torch.Tensor, black: torch.Tensor, generator: torch.Generator, padding: int = 4) -> torch.Tensor:
+def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
     """Return images as RandomCrop with ``padding`` and RandomHorizontalFlip make them, each with draws of its own.
 
     Parameters
@@ -62,7 +183,7 @@ def crop_and_flip(x: torch.Tensor, black: torch.Tensor, generator: torch.Generat
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Return accuracy in percent and mean cross-entropy of ``model`` in evaluation mode; leaves its mode as it was."""
     training = model.training
     model.eval()

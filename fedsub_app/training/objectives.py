@@ -1,17 +1,18 @@
 """Local objectives that any method can take (setting ``objective``): what is added to the loss of a mini-batch."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn import functional as F
 
-from fedsub_app.models import head_names
+from fedsub_app.common.tensors import Tensors, prefixed
+from fedsub_app.models import Output
 
-if TYPE_CHECKING:
-    from client_apps.base import Client
+# Runs a network on a batch, with its own tensors or with others of the same names.
+Forward = Callable[[Tensor, Mapping[str, Tensor] | None], Output]
+
+PREVIOUS = "previous/"  # prefix of MOON's model of the last round in a client's state
 
 
 class Objective:
@@ -19,50 +20,42 @@ class Objective:
 
     Attributes
     ----------
-    passes : forward and backward passes that the term costs in a step, for the FLOPs.
+    passes : forward and backward passes of the whole network that the term costs in a step, for the FLOPs.
     """
 
     passes = 0.0
 
-    def __init__(self, client: "Client") -> None:
-        """The client's model has just been loaded: it is the w_global of the round."""
-
-    def __enter__(self) -> "Objective":
-        """Training begins."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Training ends."""
-
-    def term(self, x: Tensor) -> Tensor | float:
-        """Return what is added to the loss on ``x``, on which the model has just been run."""
+    def term(self, x: Tensor, output: Output, forward: Forward) -> Tensor | float:
+        """Return what is added to the loss on ``x``, for which ``forward`` has just computed ``output``."""
         return 0.0
 
-    def correct(self, gradients: list[Tensor]) -> None:
-        """Add the gradient of what has a simple one, in place; they are those of the optimizer's parameters."""
+    def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
+        """Add the gradient of what has a simple one, in place; by name, of the tensors that are trained."""
+
+    def remember(self, trained: Mapping[str, Tensor]) -> Tensors:
+        """Return what the client's state must hold for its next round, now that the model is ``trained`` (live)."""
+        return {}
 
 
 class Prox(Objective):
-    """``mu / 2 * ||w - w_global||²`` (FedProx, Li et al. 2020, Eq. 2): two fused operations instead of a graph.
+    """``mu / 2 * ||w - anchor||²`` (FedProx, Li et al. 2020, Eq. 2): two fused operations instead of a graph.
 
-    ``anchor`` and ``mu``: another w_global than the model just loaded, by name, and another mu than the settings'.
+    Parameters
+    ----------
+    anchor : the w_global of the round by name, on the network's device.
+    mu : weight of the term, >= 0.
     """
 
-    def __init__(self, client: "Client", anchor: Mapping[str, Tensor] | None = None, mu: float | None = None) -> None:
-        self.client = client
-        self.mu = client.settings.prox_mu if mu is None else mu
-        self.start = {
-            id(p): torch.empty_like(p).copy_(p.detach() if anchor is None else anchor[name])
-            for name, p in client.model.named_parameters()
-        }
+    def __init__(self, anchor: Mapping[str, Tensor], mu: float) -> None:
+        self.anchor = anchor
+        self.mu = mu
 
     @torch.no_grad()
-    def correct(self, gradients: list[Tensor]) -> None:
-        """Add ``mu * (w - w_global)``."""
+    def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
+        """Add ``mu * (w - anchor)``."""
         if self.mu:
-            trained = self.client.optimizer.parameters
-            away = torch._foreach_sub(trained, [self.start[id(p)] for p in trained])
-            torch._foreach_add_(gradients, away, alpha=self.mu)
+            away = torch._foreach_sub(list(parameters.values()), [self.anchor[name] for name in parameters])
+            torch._foreach_add_([gradients[name] for name in parameters], away, alpha=self.mu)
 
 
 class Moon(Objective):
@@ -70,41 +63,30 @@ class Moon(Objective):
 
     ``-log(e^{cos(z, z_g) / t} / (e^{cos(z, z_g) / t} + e^{cos(z, z_p) / t}))``: z is what enters the last linear layer,
     z_g and z_p the same of the model received and of the client's own model at the end of its last round (of the model
-    received where it has none: then the gradient is 0). Both are run as the model itself is (batch statistics in
-    training). Published versions compare with an alias of the global model, which makes the term
-    constant; this one keeps the previous model in the client's state.
+    received where it has none: then the gradient is 0). Both are run as the model itself is: on batch statistics in
+    training, and under the same mask where a method trains a sub-network. Published versions compare with an alias of
+    the global model, which makes the term constant; this one keeps the previous model in the client's state.
+
+    Parameters
+    ----------
+    received, previous : both models by name, on the network's device; their running statistics are overwritten.
+    mu, temperature : weight of the term, and t > 0.
     """
 
     passes = 2 / 3  # two forward passes
 
-    def __init__(self, client: "Client") -> None:
-        self.mu, self.temperature = client.settings.moon_mu, client.settings.moon_temperature
-        self.model = client.model
-        tensors = client.place.tensors
-        self.received = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        own = client.previous or self.received
-        self.previous = {name: torch.empty_like(tensor).copy_(own[name]) for name, tensor in self.received.items()}
-        self.head = self.model.get_submodule(head_names(self.model)[0].rpartition(".")[0])
+    def __init__(self, received: Tensors, previous: Tensors, mu: float, temperature: float) -> None:
+        self.others = (received, previous)
+        self.mu, self.temperature = mu, temperature
 
-    def __enter__(self) -> "Moon":
-        self.handle = self.head.register_forward_pre_hook(self._keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()
-
-    def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.z = inputs[0]
-
-    def term(self, x: Tensor) -> Tensor:
+    def term(self, x: Tensor, output: Output, forward: Forward) -> Tensor:
         """Return mu times the contrastive loss, a mean over the batch."""
-        z, others = self.z, []
         with torch.no_grad():
-            for tensors in (self.received, self.previous):
-                functional_call(self.model, tensors, (x,))
-                others.append(self.z)
-        likeness = torch.stack([F.cosine_similarity(z, other) for other in others], dim=1) / self.temperature
-        return self.mu * F.cross_entropy(likeness, torch.zeros(len(x), dtype=torch.int64, device=x.device))
+            others = [forward(x, tensors).features for tensors in self.others]
+        likeness = torch.stack([F.cosine_similarity(output.features, other) for other in others], dim=1)
+        first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return self.mu * F.cross_entropy(likeness / self.temperature, first)
 
-
-OBJECTIVES: dict[str, type[Objective]] = {"none": Objective, "prox": Prox, "moon": Moon}
+    def remember(self, trained: Mapping[str, Tensor]) -> Tensors:
+        """Return the trained model: the z_p of the client's next round."""
+        return prefixed(PREVIOUS, {name: tensor.detach().clone() for name, tensor in trained.items()})

@@ -1,56 +1,66 @@
 """SGD and Adam on named tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.settings import Settings
 
 
 class Optimizer:
-    """SGD with momentum or Adam on a fixed list of parameters, fresh; as ``torch.optim.SGD`` and ``Adam`` bit for bit.
+    """SGD with momentum or Adam on some named parameters, fresh; as ``torch.optim.SGD`` and ``Adam`` bit for bit.
 
     It calls what those call, torch's functional forms (fused: one kernel for all tensors). On a small network the
     classes' own bookkeeping and ``backward()`` into ``.grad`` take a fifth of a step.
 
+    Parameters
+    ----------
+    settings : optimizer, momentum, weight-decay.
+    parameters : name -> what is moved, in place; gradients are computed for these only.
+    lr : learning rate.
+
     Attributes
     ----------
-    parameters : what is trained; gradients are computed for these only.
-    first, second, steps : Adam's moments, shaped as the parameters, and the steps behind each (float scalars); with SGD
-        ``first`` is the momentum.
+    first, second : Adam's moments by name, shaped as the parameters; with SGD ``first`` is the momentum, if any.
+    steps : Adam's steps behind each parameter's moments, float scalars by name; none with SGD.
     """
 
-    def __init__(self, settings: Settings, parameters: Iterable[nn.Parameter], server_round: int = 1) -> None:
+    def __init__(self, settings: Settings, parameters: Mapping[str, Tensor], lr: float) -> None:
         self.settings = settings
-        self.lr = settings.lr_at(server_round)
-        self.parameters: list[torch.Tensor] = list(parameters)
-        adaptive = settings.optimizer == "adam"
-        self.first = [torch.zeros_like(p) for p in self.parameters] if adaptive or settings.momentum else []
-        self.second = [torch.zeros_like(p) for p in self.parameters] if adaptive else []
-        self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
+        self.parameters = dict(parameters)
+        self.lr = lr
+        self.adaptive = settings.optimizer == "adam"
+        kept = self.parameters if self.adaptive or settings.momentum else {}
+        moved = self.parameters if self.adaptive else {}
+        self.first = {name: torch.zeros_like(p) for name, p in kept.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in moved.items()}
+        self.steps = {name: torch.zeros((), device=p.device) for name, p in moved.items()}
 
-    def gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients of ``loss`` in the parameters, laid out as these."""
-        found = torch.autograd.grad(loss, self.parameters)
-        return [
-            gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
-            for gradient, p in zip(found, self.parameters, strict=True)
-        ]
+    def gradients(self, loss: Tensor) -> Tensors:
+        """Return the gradients of ``loss`` in the parameters, by name, laid out as these."""
+        found = torch.autograd.grad(loss, list(self.parameters.values()))
+        return {
+            name: gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+            for (name, p), gradient in zip(self.parameters.items(), found, strict=True)
+        }
 
     @torch.no_grad()
-    def step(self, gradients: list[torch.Tensor]) -> None:
-        """Move the parameters, in place."""
-        if self.settings.optimizer == "adam":
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Move the parameters, in place, down the gradients, which are given for each of them."""
+        moved = list(self.parameters.values())
+        along = [gradients[name] for name in self.parameters]
+        if self.adaptive:
             adam(
-                self.parameters,
-                gradients,
-                self.first,
-                self.second,
+                moved,
+                along,
+                list(self.first.values()),
+                list(self.second.values()),
                 [],
-                self.steps,
+                list(self.steps.values()),
                 fused=True,
                 amsgrad=False,
                 beta1=0.9,
@@ -62,9 +72,9 @@ class Optimizer:
             )
         else:
             sgd(
-                self.parameters,
-                gradients,
-                list(self.first) or [None] * len(gradients),
+                moved,
+                along,
+                list(self.first.values()) or [None] * len(moved),
                 fused=True,
                 weight_decay=self.settings.weight_decay,
                 momentum=self.settings.momentum,

@@ -1,33 +1,33 @@
 """What all clients of one process share: data on the device, partition, one model object."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.data import Dataset, Partition, load_dataset, make_partition
-from fedsub_app.models import build_model, tensors_of, unit_groups
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import Network, build_model, narrowed, tensors_of, widths_of
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 
 
 @dataclass(frozen=True, eq=False)
 class Workplace:
-    """What all clients of one process share: data on the device, partition, one model object."""
+    """Settings, data on the device, partition, and the networks, of which there is one object a width."""
 
     settings: Settings
     dataset: Dataset
     partition: Partition
-    model: nn.Module
+    network: Network
     device: torch.device
-    train_x: torch.Tensor
-    train_y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -35,34 +35,39 @@ class Workplace:
         return tuple(self.dataset.train_x.shape[1:])
 
     @cached_property
-    def units(self) -> tuple[UnitGroup, ...]:
-        """Hidden units of the network."""
-        return unit_groups(self.model)
-
-    @cached_property
-    def tensors(self) -> Tensors:
-        """The network's tensors by name, live."""
-        return tensors_of(self.model)
-
-    @cached_property
-    def black(self) -> torch.Tensor:
-        """Normalised value of black, float [channels]: the lowest there is."""
+    def black(self) -> Tensor:
+        """Value of a black pixel after normalisation: each channel's minimum, float [channels]."""
         return self.train_x.amin((0, 2, 3))
 
-    @cached_property
-    def flops_per_sample(self) -> int:
-        """FLOPs of one forward and backward pass of the dense network."""
-        return costs.training_flops(self._bare, self.in_shape, 1)
+    @lru_cache(maxsize=8)  # noqa: B019  (a workplace lives as long as its process needs it)
+    def narrow_network(self, widths: tuple[int, ...]) -> Network:
+        """Return the network with so many units in each of its hidden layers."""
+        groups = self.network.units
+        names = [group.name for group in groups]
+        return Network(narrowed(self.network.module, groups, dict(zip(names, widths, strict=True))))
 
-    @lru_cache(maxsize=64)  # noqa: B019  (a workplace lives as long as its process needs it)
-    def flops_of(self, names: frozenset[str]) -> int:
-        """FLOPs of the same with all other tensors frozen."""
-        return costs.training_flops(self._bare, self.in_shape, 1, names)
+    def network_for(self, tensors: Mapping[str, Tensor]) -> Network:
+        """Return the network that these tensors are of: the whole one, or one with fewer hidden units."""
+        own = self.network.tensors
+        if tensors.keys() != own.keys() or all(tensors[name].shape == tensor.shape for name, tensor in own.items()):
+            return self.network
+        found = widths_of(self.network.units, tensors)
+        return self.narrow_network(tuple(found[group.name] for group in self.network.units))
 
-    @cached_property
-    def _bare(self) -> nn.Module:
-        """The network without the hooks that a client may have on it."""
-        return build_model(self.settings.model, self.in_shape, self.dataset.num_classes, self.settings.seed)
+    @lru_cache(maxsize=256)  # noqa: B019
+    def training_flops(self, network: Network, names: frozenset[str] | None = None) -> int:
+        """Return the FLOPs of one forward and backward pass of one sample; ``names``: the tensors that are trained."""
+        return costs.training_flops(network.module, self.in_shape, 1, names)
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def forward_flops(self, network: Network) -> int:
+        """Return the FLOPs of one forward pass of one sample."""
+        return costs.forward_flops(network.module, self.in_shape, 1)
+
+    def initial(self) -> Tensors:
+        """Return the initial global model, which every client can rebuild from the seed."""
+        settings = self.settings
+        return tensors_of(build_model(settings.model, self.in_shape, self.dataset.num_classes, settings.seed))
 
 
 def pick_device(name: str) -> torch.device:
@@ -79,9 +84,9 @@ def workplace(settings: Settings) -> Workplace:
     partition = make_partition(settings.data, settings.partitioning)
     device = pick_device(settings.device)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
-    # Images channels last, weights not: so oneDNN is fastest, and weights are sent, cut and merged as they lie.
+    # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
     placed = [
         part.to(device, memory_format=torch.channels_last if part.dim() == 4 else torch.preserve_format)
         for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
     ]
-    return Workplace(settings, dataset, partition, model.to(device), device, *placed)
+    return Workplace(settings, dataset, partition, Network(model.to(device)), device, *placed)

@@ -1,0 +1,93 @@
+"""Settings as frozen, typed, validated sections. Each stands beside the code that it is for, and is built without TOML.
+
+A key has one type, one range and one default, its field's, and one description, the docstring under it. In TOML it is
+kebab-case and one word, number or text: what is None in Python is ``""`` or 0 there, a tuple is text with commas.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainSerializer
+from pydantic_core import CoreSchema, core_schema
+
+
+def _kebab(name: str) -> str:
+    return name.rstrip("_").replace("_", "-")
+
+
+class Section(BaseModel):
+    """A frozen, hashable set of settings; values keep their TOML type (no ``"3"`` for 3)."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        alias_generator=_kebab,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+    )
+
+    def toml(self) -> dict[str, Any]:
+        """Return all keys and values in TOML spelling."""
+        return self.model_dump(by_alias=True)
+
+
+class SeedSettings(Section):
+    """What everything random depends on."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Decides everything random, together with round, client and purpose."""
+
+
+class ClientsSettings(Section):
+    """How many clients there are."""
+
+    num_clients: Annotated[int, Field(ge=1)] = 2
+    """Clients of the federation."""
+
+
+class Listed:
+    """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
+
+    Parameters
+    ----------
+    allowed : what is allowed, as the end of an error line: ``"must be …"``.
+    read, write : one element from its text and back.
+    """
+
+    def __init__(self, allowed: str, read: Callable[[str], object] = str, write: Callable[[Any], str] = str) -> None:
+        self.allowed = allowed
+        self.read = read
+        self.write = write
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def parse(value: object, check: Callable[[object], object]) -> object:
+            try:
+                if isinstance(value, str):
+                    value = tuple(self.read(word.strip()) for word in value.split(",")) if value.strip() else ()
+                return check(value)
+            except ValueError:  # pydantic's own error, which names one element only, is one as well
+                raise ValueError(self.allowed) from None
+
+        return core_schema.no_info_wrap_validator_function(
+            parse,
+            handler(source),
+            serialization=core_schema.plain_serializer_function_ser_schema(self.text),
+        )
+
+    def text(self, elements: tuple[Any, ...]) -> str:
+        """Return a tuple in TOML spelling."""
+        return ", ".join(map(self.write, elements))
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+CountOrNone = Annotated[int | None, Field(ge=0), AfterValidator(lambda n: n or None), PlainSerializer(lambda n: n or 0)]
+PercentOrNone = Annotated[
+    float | None, Field(ge=0, le=100), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
+]
+TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), PlainSerializer(lambda text: text or "")]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]

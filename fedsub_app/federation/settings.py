@@ -1,0 +1,50 @@
+"""The settings of the federation."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, Positive, SeedSettings
+
+
+class FederationSettings(SeedSettings, ClientsSettings):
+    """Who takes part in a round, on which nodes, and how the answers become the next model."""
+
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of the clients that takes part in a round, at least one client."""
+    clients_per_round: CountOrNone = None
+    """Number of clients that take part in a round, at most num-clients; 0: by participation."""
+    min_replies: Count = 1
+    """A round with fewer valid replies is abandoned."""
+    max_abandoned: Count = 3
+    """So many abandoned rounds in a row stop the run."""
+    server_lr: Positive = 1.0
+    """Step from the global model towards the mean of the answers; 1: the mean."""
+    weighting: Literal["uniform", "examples"] = "uniform"
+    """What a client counts in a mean: all alike, or by its training samples."""
+    placement: Literal["auto", "balanced", "pinned"] = "auto"
+    """Clients spread evenly over the nodes, or client c on the node c mod num-partitions.
+
+    ``auto``: balanced in a simulation, pinned on real nodes.
+    """
+    min_nodes: CountOrNone = None
+    """Nodes to wait for at the start; 0: as many as the first node says there are."""
+    node_timeout: Positive = 120.0
+    """Seconds to wait for the nodes at the start."""
+    round_timeout: Positive = 3600.0
+    """Seconds to wait for the replies of one phase."""
+
+    @property
+    def sample_size(self) -> int:
+        """Clients that take part in a round."""
+        return self.clients_per_round or max(1, round(self.participation * self.num_clients))
+
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> "FederationSettings":
+        if self.clients_per_round and self.clients_per_round > self.num_clients:
+            raise ValueError(f"clients-per-round = {self.clients_per_round}: at most num-clients = {self.num_clients}")
+        if self.min_replies > self.sample_size:
+            raise ValueError(
+                f"min-replies = {self.min_replies}: at most the {self.sample_size} clients that take part in a round"
+            )
+        return self

@@ -1,0 +1,92 @@
+"""A network together with what the methods ask of it: its tensors by name, its hidden units, its features."""
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsub_app.models.networks import load_tensors, tensors_of
+from fedsub_app.models.units import UnitGroup, head_names, unit_groups
+
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+
+
+class Output(NamedTuple):
+    """What a network computes on a batch: ``logits`` [n, classes] and ``features`` [n, d], which enter its head."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class Network:
+    """One model object, whose weights are loaded before each use.
+
+    Attributes
+    ----------
+    module : the model; nothing is hooked onto it but during a call.
+    tensors : its parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`).
+    parameters : those that can be trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tensors = tensors_of(module)
+        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
+
+    @cached_property
+    def units(self) -> tuple[UnitGroup, ...]:
+        """Its hidden units."""
+        return unit_groups(self.module)
+
+    @cached_property
+    def head(self) -> tuple[str, ...]:
+        """Names of the last Linear's tensors."""
+        return head_names(self.module)
+
+    @cached_property
+    def normalisations(self) -> dict[str, nn.Module]:
+        """Its BatchNorm layers by name."""
+        return {name: module for name, module in self.module.named_modules() if isinstance(module, _BATCH_NORM)}
+
+    @cached_property
+    def _last(self) -> nn.Module:
+        return self.module.get_submodule(self.head[0].rpartition(".")[0])
+
+    def __call__(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Output:
+        """Run the model as it is, or with other ``tensors`` in the place of its own."""
+        entered: list[Tensor] = []
+        handle = self._last.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+        try:
+            logits: Tensor = self.module(x) if tensors is None else functional_call(self.module, dict(tensors), (x,))
+        finally:
+            handle.remove()
+        return Output(logits, entered[-1])
+
+    def load(self, new: Mapping[str, Tensor]) -> None:
+        """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""
+        load_tensors(self.tensors, new)
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return a copy of its tensors."""
+        return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+
+    def like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of ``tensors`` on the device and in the memory layout of this network's own."""
+        return {name: torch.empty_like(own.detach()).copy_(tensors[name]) for name, own in self.tensors.items()}
+
+    def training_mode(self, trained: Collection[str] | None = None, batch_statistics: bool | None = None) -> None:
+        """Put the model in training mode, frozen BatchNorm in evaluation mode.
+
+        Parameters
+        ----------
+        trained : names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight is not among them
+            uses its running statistics and leaves them as they are.
+        batch_statistics : ``True`` or ``False`` for training or evaluation mode of the whole model instead.
+        """
+        self.module.train(batch_statistics is not False)
+        if batch_statistics is None and trained is not None:
+            for name, module in self.normalisations.items():
+                module.train(f"{name}.weight" in trained)

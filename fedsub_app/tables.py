@@ -1,0 +1,139 @@
+"""A table's file, ``conf/<paper>/tables/<name>.toml``: what is run, and the paper's numbers to lay beside it.
+
+It lists settings (an experiment, keys set on top of it, what the paper reports) and methods (keys set on top of that);
+the rows are all their pairs.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Count
+from fedsub_app.config import conf_name, read_toml, tables
+from fedsub_app.settings import Value
+
+
+class Entry(BaseModel):
+    """A part of a table's file, which holds the class's keys and no others."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, content: Any) -> Any:
+        allowed = [field.alias or name for name, field in cls.model_fields.items()]
+        if not isinstance(content, dict):
+            raise ValueError(f"{content!r}: must be a table of {', '.join(allowed)}")
+        for key in content:
+            if key not in allowed:
+                raise ValueError(f"{key!r}: unknown key; allowed are {', '.join(allowed)}")
+        return content
+
+
+class Paper(Entry):
+    """What the paper reports of a row, as text: rounds to the target, accuracy at the end in percent."""
+
+    rounds: str = ""
+    final: str = ""
+
+
+class TableSetting(Entry):
+    """An experiment, keys set on top of it, and what the paper reports: method label -> numbers."""
+
+    name: str
+    experiment: str
+    overrides: dict[str, Value] = Field(alias="set", default={})
+    paper: dict[str, Paper] = {}
+
+
+class TableMethod(Entry):
+    """A method: keys set on top of those of a setting."""
+
+    label: str
+    overrides: dict[str, Value] = Field(alias="set", default={})
+
+
+class Table(Entry):
+    """The content of a table's file."""
+
+    title: str
+    seeds: Count
+    spread: Literal["deviation", "range"] = "deviation"
+    settings: list[TableSetting] = Field(alias="setting", min_length=1)
+    methods: list[TableMethod] = Field(alias="method", min_length=1)
+
+    @model_validator(mode="after")
+    def _labels(self) -> "Table":
+        labels = [method.label for method in self.methods]
+        for number, setting in enumerate(self.settings, 1):
+            for label in setting.paper:
+                if label not in labels:
+                    raise ValueError(
+                        f"setting {number}, paper.{label}: no such method; allowed are {', '.join(labels)}"
+                    )
+        return self
+
+    @property
+    def rows(self) -> list["Row"]:
+        """Every setting with every method."""
+        return [
+            Row(
+                setting.name,
+                method.label,
+                {"experiment": setting.experiment} | setting.overrides | method.overrides,
+                setting.paper.get(method.label, Paper()),
+            )
+            for setting in self.settings
+            for method in self.methods
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: what is run and what the paper says of it."""
+
+    setting: str
+    label: str
+    overrides: Mapping[str, Value]
+    paper: Paper
+
+    @property
+    def slug(self) -> str:
+        """The row's folder name."""
+        return re.sub(r"[^a-z0-9.]+", "-", f"{self.setting} {self.label}".lower()).strip("-")
+
+
+def read_table(name: str) -> Table:
+    """Return a table's content.
+
+    Raises
+    ------
+    UserError
+        There is no such table, or a key is missing, unknown or has a wrong value.
+    """
+    path = tables().get(name)
+    if path is None:
+        raise UserError(f"table {name!r}: allowed are {', '.join(tables())}")
+    try:
+        return Table.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise UserError(f"{conf_name(path)}: {_fault(error)}") from None
+
+
+def _fault(error: ValidationError) -> str:
+    """Return the first fault: ``setting 2, paper, FedAvg: 'finall': unknown key; allowed are …``."""
+    first = error.errors()[0]
+    where = ""
+    for part in first["loc"]:
+        where += f" {part + 1}" if isinstance(part, int) else f", {part}"
+    where = where.removeprefix(", ")
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    if first["type"] == "value_error":  # our own checks already say what is allowed
+        return f"{where}: {first['ctx']['error']}".removeprefix(": ")
+    text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return f"{where} = {first['input']!r}: must be {text}"

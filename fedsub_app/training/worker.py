@@ -1,0 +1,162 @@
+"""The tools of a client: its data, its network, its state between rounds, and passes over the data."""
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
+from fedsub_app.models import Output
+from fedsub_app.training.local import EVALUATION_BATCH, Training, epoch
+from fedsub_app.training.objectives import PREVIOUS, Moon, Objective, Prox
+from fedsub_app.training.workplace import Workplace
+
+OWN = "own/"  # prefix of the client's own model in its state
+Split = Literal["train", "validation", "test"]
+
+
+class Worker:
+    """One client during one task.
+
+    Attributes
+    ----------
+    place, settings, options : the process's workplace, the run's settings and the method's own.
+    id, round : client id from 0, round number from 1.
+    network : the network, to be loaded before use: the whole one, or a narrower one after such tensors were loaded.
+    state : the client's durable tensors as of the last round; what a method assigns here is saved after training.
+    metrics : finite numbers that the client reports, by name.
+    flops : of the passes over the data so far, those of frozen tensors' gradients left out.
+    """
+
+    def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
+        self.place = place
+        self.settings = place.settings
+        self.options = place.settings.options
+        self.id = client
+        self.round = server_round
+        self.network = place.network
+        self.state = state
+        self.metrics: dict[str, float] = {}
+        self.flops = 0.0
+        self._loaded: Mapping[str, Tensor] = {}
+        self._runs = itertools.count()
+
+    # --- data and random numbers ------------------------------------------------------------------------------------
+
+    @cached_property
+    def x(self) -> Tensor:
+        """Training samples, float32 [n, ...], on the device."""
+        return self.samples("train")[0]
+
+    @cached_property
+    def y(self) -> Tensor:
+        """Training labels, int64 [n], on the device."""
+        return self.samples("train")[1]
+
+    def samples(self, split: Split) -> tuple[Tensor, Tensor]:
+        """Return the client's samples and labels of a split; there may be none for validation."""
+        place = self.place
+        index = getattr(place.partition, split)[self.id].to(place.device)
+        in_test_set = split == "test" and place.partition.test_pool == "test"
+        x, y = (place.test_x, place.test_y) if in_test_set else (place.train_x, place.train_y)
+        if split == "test" and not len(index):
+            raise UserError(f"client {self.id} has no test samples")
+        return x[index], y[index]
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return the generator of this client, round and purpose."""
+        return generator(self.settings.seed, self.round, self.id, purpose)
+
+    def augmentation(self) -> torch.Generator | None:
+        """Return the generator of the next run's augmentation, ``None`` without any."""
+        if self.settings.augment == "none":
+            return None
+        return self.generator(f"augmentation {next(self._runs)}")
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy named tensors into the network that they are of; they are the objective's w_global from then on."""
+        self.network = self.place.network_for(tensors)
+        self.network.load(tensors)
+        self._loaded = tensors
+
+    def trained(self) -> Tensors:
+        """Return a copy of the network's tensors (the next client reuses the network)."""
+        return self.network.copy()
+
+    @property
+    def own(self) -> Tensors:
+        """The client's own model, or the part of it that its state holds."""
+        return unprefixed(OWN, self.state)
+
+    def keep_own(self, names: Collection[str] | None = None) -> Tensors:
+        """Keep the network's tensors, or those of ``names``, as the client's own model; returns them."""
+        kept = {name: tensor for name, tensor in self.trained().items() if names is None or name in names}
+        self.state |= prefixed(OWN, kept)
+        return kept
+
+    def initial(self) -> Tensors:
+        """Return the initial global model, which every client can rebuild from the seed."""
+        return self.place.initial()
+
+    # --- passes over the data ---------------------------------------------------------------------------------------
+
+    def objective(self) -> Objective:
+        """Return the objective of the settings, around the model that was loaded last."""
+        settings = self.settings
+        if settings.objective == "prox":
+            return Prox(self.network.like(self._loaded), settings.prox_mu)
+        if settings.objective == "moon":
+            previous = unprefixed(PREVIOUS, self.state) or self._loaded
+            like = self.network.like
+            return Moon(like(self._loaded), like(previous), settings.moon_mu, settings.moon_temperature)
+        return Objective()
+
+    def epochs(self, count: int | None = None, purpose: str = "batches") -> Iterator[list[Tensor]]:
+        """Yield the mini-batches, as indices, of one pass over the training samples after the other.
+
+        Parameters
+        ----------
+        count : passes, ``None`` for ``local-epochs``.
+        purpose : of the generator that orders them; another one where a round trains twice.
+        """
+        draws = self.generator(purpose)
+        for _ in range(self.settings.local_epochs if count is None else count):
+            yield epoch(len(self.y), self.settings.batch_size, draws, bool(self.network.normalisations))
+
+    def batches(self, epochs: int | None = None, purpose: str = "batches") -> Iterator[Tensor]:
+        """Yield the mini-batches of all :meth:`epochs`, one after the other."""
+        return itertools.chain.from_iterable(self.epochs(epochs, purpose))
+
+    def fit(
+        self,
+        names: Collection[str] | None = None,
+        *,
+        epochs: int | None = None,
+        purpose: str = "batches",
+        **how: Any,
+    ) -> Training:
+        """Train all tensors, or ``names``, for some epochs with a fresh optimizer; ``how`` is :class:`Training`'s."""
+        training = Training(self, names, **how)
+        training.run(self.batches(epochs, purpose))
+        return training
+
+    @torch.no_grad()
+    def outputs(self, split: Split = "train") -> Output:
+        """Return the network's logits and features on a split, in evaluation mode."""
+        x, _ = self.samples(split)
+        self.network.module.eval()
+        found = [self.network(part) for part in x.split(EVALUATION_BATCH)]
+        self.flops += len(x) * self.place.forward_flops(self.network)
+        return Output(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def accuracy(self, split: Split) -> float:
+        """Return the network's accuracy on a split in percent."""
+        _, y = self.samples(split)
+        return 100.0 * int((self.outputs(split).logits.argmax(1) == y).sum()) / len(y)

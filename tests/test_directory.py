@@ -1,0 +1,90 @@
+"""The files of a run's directory, written and read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
+from fedsub_app.config import resolve
+from fedsub_app.runs.directory import Checkpoint, Run, checkpoints, open_run, read_checkpoint
+from fedsub_app.settings import Value
+
+
+def opened(folder: Path, **keys: Value) -> Run:
+    overrides = {key.replace("_", "-"): value for key, value in keys.items()}
+    return open_run(resolve(overrides | {"run-dir": str(folder)}))
+
+
+def same(one: Checkpoint, other: Checkpoint) -> bool:
+    for mine, theirs in ((one.model, other.model), (one.state, other.state)):
+        if mine.keys() != theirs.keys() or any(not torch.equal(mine[name], theirs[name]) for name in mine):
+            return False
+    return (one.round, one.abandoned, one.digest) == (other.round, other.abandoned, other.digest)
+
+
+def test_a_checkpoint_comes_back_from_its_file(tmp_path: Path) -> None:
+    values = torch.arange(6.0).view(2, 3)
+    state = {"theta": values.T, "state/seen": torch.tensor([True, False]), "model/rounds": torch.tensor(3)}
+    written = Checkpoint(7, {"fc1.weight": values, "shared": values}, state, abandoned=2, digest="0123")
+    written.write(tmp_path / "round-000007.safetensors")
+    assert same(read_checkpoint(tmp_path / "round-000007.safetensors"), written)
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "round-000001.safetensors"
+    save_file({"model/w": torch.zeros(1)}, path, metadata={"round": "1", "digest": "0123"})
+    with pytest.raises(UserError, match=r"round-000001.safetensors: .* truncated or damaged \('abandoned'\)"):
+        read_checkpoint(path)
+
+
+def test_restore_returns_the_last_checkpoint_and_cuts_off_later_lines(tmp_path: Path) -> None:
+    run = opened(tmp_path / "run", keep_checkpoints=2)
+    try:
+        for number in range(4):
+            run.log_round({"round": number})
+            if number:
+                run.checkpoint(number, {"w": torch.full((2,), float(number))}, {"s": torch.tensor(number)}, 0)
+        run.log_round({"round": 4})
+        assert [path.name for path in checkpoints(run.folder)] == [
+            "round-000002.safetensors",
+            "round-000003.safetensors",
+        ]
+        assert run.oldest_round == 2
+        expected = Checkpoint(3, {"w": torch.full((2,), 3.0)}, {"s": torch.tensor(3)}, 0, run.settings.digest())
+        assert same(run.restore(), expected)
+        lines = [json.loads(line)["round"] for line in (run.folder / "rounds.jsonl").read_text().splitlines()]
+        assert lines == [line["round"] for line in run.lines] == [0, 1, 2, 3]
+    finally:
+        run.close()
+
+
+def test_without_a_checkpoint_everything_starts_again(tmp_path: Path) -> None:
+    run = opened(tmp_path / "run")
+    try:
+        run.log_round({"round": 0})
+        run.log_round({"round": 1})
+        assert same(run.restore(), Checkpoint())
+        assert run.lines == []
+        assert (run.folder / "rounds.jsonl").read_text() == ""
+    finally:
+        run.close()
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def fail(file: object) -> None:
+        file.write(b"ne")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_atomic(path, fail)
+    assert path.read_bytes() == b"old"
+    write_atomic(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,220 @@
+"""What holds of every method: it asks without changing, any objective fits, and evaluating it changes nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import METHOD_KEYS, merge_round
+from safetensors.torch import load_file
+
+from client_apps.base import Client
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import Update
+from fedsub_app.methods import METHODS
+from fedsub_app.runs.directory import read_rounds
+from fedsub_app.training.local import Training, evaluate
+from fedsub_app.training.objectives import Moon, Objective
+from fedsub_app.training.workplace import workplace
+from strategies.base import SubnetStrategy
+
+Run = Callable[..., tuple[Json, Path]]
+# Large enough that FedPeWS leaves units out of the computation, small enough for a second a run.
+CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 20, "test_per_class": 10, "batch_size": 64}
+
+
+def model_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def made(method: str, **changes: Any) -> tuple[SubnetStrategy, Callable[[int, int, Tensors], Client]]:
+    """A method's strategy, and its client of a number, round and state."""
+    keys = {"model": "feature-mlp", "method": method, "num_clients": 3, "partition": "iid", "train_per_class": 20}
+    keys |= METHOD_KEYS[method] | changes
+    place = workplace(resolve({key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}))
+    entry = METHODS[method]
+    strategy = entry.strategy(place.settings, place.network.module)
+    return strategy, lambda client, number, state: entry.client(place, client, number, state)
+
+
+def play(strategy: SubnetStrategy, client: Callable[[int, int, Tensors], Client], rounds: int) -> list[Update]:
+    """Play rounds with all clients; returns the updates of a further one."""
+    states: list[Tensors] = [{}, {}, {}]
+    for number in range(1, rounds + 2):
+        strategy.round = number
+        updates = []
+        for c in range(3):
+            task = strategy.task(c)
+            worker = client(c, number, states[c])
+            updates.append(worker.run_training(dict(task.tensors), task.config))
+            states[c] = worker.state
+        if number <= rounds:
+            merge_round(strategy, updates)
+    return updates
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_a_strategy_that_is_asked_does_not_change(method: str) -> None:
+    """Tasks, specs and contributions twice: the same answers, and the state is as it was."""
+    strategy, client = made(method)
+    updates = play(strategy, client, rounds=2)
+    before = {name: tensor.clone() for name, tensor in strategy.state().items()}
+    model = {name: tensor.clone() for name, tensor in strategy.current.items()}
+    for update in updates:
+        first, second = (strategy.task(update.client) for _ in range(2))
+        assert first.config == second.config
+        assert same(first.tensors, second.tensors)
+        assert strategy.expected(update.client) == strategy.expected(update.client)
+        once, again = (strategy.contribution(update) for _ in range(2))
+        assert same(dict(once.tensors), dict(again.tensors))
+        assert same(dict(once.masks or {}), dict(again.masks or {}))
+        assert once.weight == again.weight
+        assert same(strategy.personal_download(update.client), strategy.personal_download(update.client))
+    assert same(strategy.state(), before)
+    assert same(strategy.current, model)
+
+
+@pytest.mark.parametrize("objective", ["prox", "moon"])
+@pytest.mark.parametrize("method", [name for name in METHOD_KEYS if name not in ("fedprox", "moon")])
+def test_any_method_takes_any_objective(method: str, objective: str, run_local: Run) -> None:
+    """On a network whose units FedPeWS cuts out (B1, B8); the term changes what is trained."""
+    keys = CNN | METHOD_KEYS[method] | {"method": method, "num_rounds": 3, "evaluate": "personal", "eval_every": 3}
+    _, plain = run_local("plain", **keys)
+    _, changed = run_local("changed", **keys, objective=objective, prox_mu=1.0, moon_mu=5.0)
+    lines = [read_rounds(folder)[-1] for folder in (plain, changed)]
+    assert lines[1]["dropped"] == []
+    assert lines[0]["train-loss"] != lines[1]["train-loss"]
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_what_is_evaluated_changes_nothing(method: str, run_local: Run) -> None:
+    """B2: the model and each accuracy are the same whichever others are measured beside it."""
+    keys = (
+        {"num_clients": 3, "clients_per_round": 2, "partition": "dirichlet"} | METHOD_KEYS[method] | {"method": method}
+    )
+    everything = "global,global-local,personal"
+    _, folder = run_local("all", **keys, evaluate=everything)
+    lines = read_rounds(folder)
+    for wanted in everything.split(","):
+        _, one = run_local(wanted, **keys, evaluate=wanted)
+        assert same(model_of(one), model_of(folder)), wanted
+        for line, alone in zip([line for line in lines if line["round"]], read_rounds(one)[-3:], strict=True):
+            assert alone[f"{wanted}-accuracy"] == line[f"{wanted}-accuracy"]
+            assert alone["train-loss"] == line["train-loss"]
+
+
+# --- LG-FedAvg's warm-up (B3) -----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_failed_gets_the_warm_model_later() -> None:
+    strategy, client = made("lg-fedavg", **{"lg-fedavg__warm_rounds": 1})
+    for number, answers in ((1, (0, 1, 2)), (2, (0, 1)), (3, (0, 1, 2))):  # client 2 fails in round 2
+        strategy.round = number
+        tasks = {c: strategy.task(c) for c in range(3)}
+        assert len(tasks[2].tensors) == len(strategy.current)  # still the whole model in round 3
+        updates = [client(c, number, {}).run_training(dict(tasks[c].tensors), tasks[c].config) for c in answers]
+        merge_round(strategy, updates, asked=range(3))
+    strategy.round = 4
+    assert len(strategy.task(2).tensors) < len(strategy.current)
+
+
+def test_the_personal_model_of_a_client_without_a_body_is_the_warm_one() -> None:
+    strategy, client = made("lg-fedavg", **{"lg-fedavg__warm_rounds": 5})
+    strategy.round = 3
+    strategy.current = {name: tensor + 1 for name, tensor in strategy.current.items()}
+    sent = strategy.personal_download(2)
+    assert same(client(2, 3, {}).personal(dict(sent), {}), strategy.current)
+    old_body = {f"own/{name}": tensor - 1 for name, tensor in strategy.current.items()}
+    assert same(client(2, 3, old_body).personal(dict(sent), {}), strategy.current)
+
+
+# --- what training counts and keeps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_steps_are_counted_with_every_optimizer(optimizer: str) -> None:
+    """B4."""
+    _, client = made("fedavg", optimizer=optimizer, batch_size=8, local_epochs=2)
+    worker = client(0, 1, {})
+    worker.load(worker.initial())
+    training = worker.fit()
+    assert training.steps == 2 * -(-len(worker.y) // 8)
+    assert training.samples == 2 * len(worker.y)
+    assert [int(steps) for steps in training.optimizer.steps.values()] == [training.steps] * (
+        len(training.optimizer.parameters) if optimizer == "adam" else 0
+    )
+
+
+def test_every_pass_is_in_the_flops() -> None:
+    """B5: FedPAC's two passes for its features, and fine-tuning for an evaluation."""
+    strategy, client = made("fedpac", local_epochs=0, **{"fedpac__head-epochs": 0})
+    task = strategy.task(0)
+    worker = client(0, 1, {})
+    update = worker.run_training(dict(task.tensors), task.config)
+    forward = worker.place.forward_flops(worker.network)
+    assert update.metrics["flops"] == 2 * len(worker.y) * forward > 0
+    _, client = made("fedavg-ft", **{"fedavg-ft__tune-epochs": 3})
+    worker = client(0, 1, {})
+    update = worker.run_evaluation(worker.initial(), {}, ["personal"])
+    assert update.metrics["flops"] == 3 * len(worker.y) * worker.place.training_flops(worker.network)
+    _, client = made("fedavg")
+    assert "flops" not in client(0, 1, {}).run_evaluation(worker.initial(), {}, ["personal"]).metrics
+
+
+def test_tuning_flops_are_in_the_line(run_local: Run) -> None:
+    _, folder = run_local(method="fedbabu", evaluate="personal", eval_every=2)
+    assert ["evaluate-flops" in line for line in read_rounds(folder)] == [False, True, True]
+
+
+def test_dittos_moon_compares_with_the_global_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: z_p is the model that the client trained from the global one last, not its personal model."""
+    strategy, client = made("ditto", objective="moon")
+    others: list[Tensors] = []
+    start = Moon.__init__
+
+    def watch(self: Moon, received: Tensors, previous: Tensors, mu: float, temperature: float) -> None:
+        others.append(previous)
+        start(self, received, previous, mu, temperature)
+
+    monkeypatch.setattr(Moon, "__init__", watch)
+    state: Tensors = {}
+    for number in (1, 2):
+        strategy.round = number
+        task = strategy.task(0)
+        worker = client(0, number, state)
+        update = worker.run_training(dict(task.tensors), task.config)
+        if number == 1:
+            answered, state = update.tensors, worker.state
+    assert len(others) == 2  # the personal model is trained without MOON's term
+    assert same({n: t.detach() for n, t in others[1].items()}, answered)
+    assert not same(worker.own, answered)
+
+
+def test_tuning_is_without_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: FedAvg-FT and FedBABU fine-tune on the loss alone."""
+    seen: list[type[Objective]] = []
+    run = Training.run
+
+    def watch(self: Training, batches: Any) -> None:
+        seen.append(type(self.objective))
+        run(self, batches)
+
+    monkeypatch.setattr(Training, "run", watch)
+    for method in ("fedavg-ft", "fedbabu"):
+        strategy, client = made(method, objective="moon")
+        client(0, 1, {}).run_evaluation(dict(strategy.personal_download(0)), {}, ["personal"])
+    assert seen == [Objective, Objective]
+
+
+def test_accuracy_of_a_split_is_that_of_an_evaluation() -> None:
+    _, client = made("fedavg", validation_fraction=0.3)
+    worker = client(0, 1, {})
+    worker.load(worker.initial())
+    for split in ("train", "validation", "test"):
+        assert worker.accuracy(split) == evaluate(worker.network.module, *worker.samples(split))[0]  # type: ignore[arg-type]

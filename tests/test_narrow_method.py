@@ -1,0 +1,147 @@
+"""A method whose clients train smaller networks, written against the shared code alone: IST and hybrid pruning need it.
+
+Every hidden layer's units are dealt to the round's clients in turn; each receives, trains and returns the network that
+has only its units. The client side is FedAvg's.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import merge_round
+from safetensors.torch import load_file
+from torch import Tensor
+
+from client_apps.base import Client
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update, read_update, specs, update_part
+from fedsub_app.methods import METHODS, Method
+from fedsub_app.models import build_model, narrowed, tensors_of, unit_groups
+from fedsub_app.runs.directory import read_rounds
+from fedsub_app.settings import MethodSettings
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.masks import expand
+from fedsub_app.subnets.slices import put, take
+from fedsub_app.training.costs import training_flops
+from fedsub_app.training.workplace import workplace
+from strategies.base import SubnetStrategy
+
+Run = Callable[..., tuple[Json, Path]]
+
+
+class Slices(SubnetStrategy):
+    """Client c owns the units j of each hidden layer with ``j mod num-clients == c``."""
+
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the units that a client owns."""
+        return {g.name: torch.arange(g.size) % self.settings.num_clients == client for g in self.units}
+
+    def task(self, client: int) -> Task:
+        """Send the client's network."""
+        return Task(client, take(self.current, self.units, self.units_of(client)))
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect it back."""
+        return specs(self.task(client).tensors)
+
+    def contribution(self, update: Update) -> Contribution:
+        """Put it back where it was taken from."""
+        units = self.units_of(update.client)
+        shapes = {name: tensor.shape for name, tensor in self.current.items()}
+        tensors = put(update.tensors, self.units, units, shapes)
+        return Contribution(tensors, expand(self.units, units, shapes), self.weight(update))
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "slices", Method("a test", MethodSettings, Slices, Client))
+
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "lenet5": {"image-size": 32},
+    "lenet5-bn": {"image-size": 32},
+    "feature-mlp": {},
+    "resnet18": {"image-size": 32, "num-rounds": 1},
+}
+KEYS: dict[str, Any] = {
+    "method": "slices", "num-clients": 3, "partition": "iid", "train-per-class": 6, "test-per-class": 5,
+    "num-rounds": 2, "batch-size": 8, "lr": 0.05, "evaluate": "global,personal", "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", NETWORKS)
+def test_a_whole_run_trains_and_sends_slices(model: str, run_local: Run) -> None:
+    keys = KEYS | NETWORKS[model] | {"model": model}
+    _, folder = run_local(**{key.replace("-", "_"): value for key, value in keys.items()})
+    lines = read_rounds(folder)[1:]
+    place = workplace(resolve({**keys, "run-dir": str(folder)}))
+    strategy = Slices(place.settings, place.network.module)
+    bytes_ = flops = 0
+    for client in range(3):
+        units = strategy.units_of(client)
+        bytes_ += sum(4 * tensor.numel() for tensor in take(strategy.current, strategy.units, units).values())
+        widths = {name: int(mask.sum()) for name, mask in units.items()}
+        small = narrowed(place.network.module, strategy.units, widths)
+        flops += training_flops(small, place.in_shape, 1) * len(place.partition.train[client])
+    for line in lines:
+        assert line["dropped"] == []
+        assert line["formula-bytes-down"] == line["formula-bytes-up"] == bytes_
+        assert line["flops"] == flops
+    start, end = tensors_of(build_model(model, place.in_shape, 10, 0)), load_file(folder / "model.safetensors")
+    shapes = {name: tensor.shape for name, tensor in start.items()}
+    covered = [expand(strategy.units, strategy.units_of(client), shapes) for client in range(3)]
+    for name, tensor in start.items():
+        anybody = torch.stack([masks[name] for masks in covered]).any(0)
+        assert torch.equal(end[name][~anybody], tensor.detach()[~anybody])  # cross blocks keep their value
+        if name.endswith("weight"):
+            assert not torch.equal(end[name], tensor.detach())
+
+
+def test_a_slice_is_trained_as_the_network_that_it_is() -> None:
+    """Against plain SGD on a network built narrow; slices of two widths in one process, one after the other."""
+    settings = resolve(KEYS | {"model": "feature-mlp", "num-clients": 3, "local-epochs": 1})
+    place = workplace(settings)
+    strategy = Slices(settings, place.network.module)
+    strategy.round = 1
+    for client in range(3):
+        sent = strategy.task(client).tensors
+        worker = Client(place, client, 1, {})
+        answer = worker.train(dict(sent), {})
+        small = build_model("feature-mlp", place.in_shape, 10, 0)
+        small = narrowed(small, unit_groups(small), {"fc1": len(sent["fc1.bias"])})
+        with torch.no_grad():
+            for name, parameter in small.named_parameters():
+                parameter.copy_(sent[name])
+        optimizer = torch.optim.SGD(small.parameters(), settings.lr)
+        for batches in Client(place, client, 1, {}).epochs():
+            for batch in batches:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(small(worker.x[batch]), worker.y[batch]).backward()
+                optimizer.step()
+        for name, parameter in small.named_parameters():
+            torch.testing.assert_close(answer[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        assert worker.network is not place.network
+
+
+def test_slices_of_three_numbers_are_averaged_where_they_were_taken() -> None:
+    strategy = Slices(resolve(KEYS | {"model": "feature-mlp"}), torch.nn.Sequential(
+        torch.nn.Linear(1, 3, bias=False), torch.nn.ReLU(), torch.nn.Linear(3, 1, bias=False)))  # fmt: skip
+    strategy.current = {"0.weight": torch.tensor([[1.0], [2.0], [3.0]]), "2.weight": torch.tensor([[4.0, 5.0, 6.0]])}
+    updates = []
+    for client in range(2):  # the third one does not answer: its unit stays
+        tensors = {name: tensor * 10 for name, tensor in strategy.task(client).tensors.items()}
+        updates.append(Update(client, tensors, {}, 1))
+    merge_round(strategy, updates)
+    assert strategy.current["0.weight"].flatten().tolist() == [10, 20, 3]
+    assert strategy.current["2.weight"].flatten().tolist() == [40, 50, 6]
+
+
+def test_a_slice_of_the_wrong_width_is_refused() -> None:
+    settings = resolve(KEYS | {"model": "feature-mlp"})
+    strategy = Slices(settings, workplace(settings).network.module)
+    update = Update(0, strategy.task(1).tensors, {"train-loss": 0.0}, 1)  # another client's slice: 333 units, not 334
+    with pytest.raises(BadReply, match=r"tensor 'fc1.weight': shape \(333, 64\), expected \(334, 64\)"):
+        read_update(*update_part(update), strategy.expected(0), {})
