@@ -47,7 +47,7 @@ class FedPeWSClient(Client):
         start = options.first_scores(self.settings.seed, self.id, len(others))
         scores = self.state.get("scores", start).to(device)
         draws = self.generator("masks")
-        return MaskLearning(scores, others.to(device), options.lambda_, options.mask_lr, draws, self.narrow)
+        return MaskLearning(scores, others.to(device), options, draws, self.narrow)
 
     @property
     def narrow(self) -> bool:
@@ -87,10 +87,9 @@ class MaskLearning:
     """
 
     def __init__(
-        self, scores: Tensor, others: Tensor, lambda_: float, lr: float, draws: torch.Generator, narrow: bool
+        self, scores: Tensor, others: Tensor, options: FedPeWSSettings, draws: torch.Generator, narrow: bool
     ) -> None:
-        self.scores, self.others = scores, others
-        self.lambda_, self.lr, self.draws, self.narrow = lambda_, lr, draws, narrow
+        self.scores, self.others, self.options, self.draws, self.narrow = scores, others, options, draws, narrow
 
     @property
     def theta(self) -> Tensor:
@@ -104,9 +103,11 @@ class MaskLearning:
     def __call__(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
         """Train the scores under one mask, the weights under the next; returns the second loss."""
         trial = self.draw().requires_grad_()  # Procedure I: the weights are frozen
-        loss = cross_entropy(gated(training.network, trial, x, narrow=self.narrow), y)
-        (gradient,) = torch.autograd.grad(loss, [trial])
+        outputs = self.options.mask_gradient == "activations"
+        output = gated(training.network, trial, x, narrow=self.narrow and not outputs, outputs=outputs)
+        (gradient,) = torch.autograd.grad(cross_entropy(output, y), [trial])
         training.spend(len(y))
-        self.scores = self.scores - self.lr * score_gradient(self.scores, gradient, self.others, self.lambda_)
+        gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
+        self.scores = self.scores - self.options.mask_lr * gradient
         # Procedure II: the scores are frozen
         return training.descend(x, y, partial(gated, training.network, self.draw(), narrow=self.narrow))

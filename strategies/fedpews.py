@@ -9,9 +9,11 @@ the others take the mean over the clients that cover them (Eq. 4). Afterwards it
 
 Read into the paper, which is silent or contradicts itself there:
 - theta of the others (line 12) is the mean of ``sigmoid(s_j)`` that clients ``j != i`` uploaded last, at first 0.5
-  (``s_g^0 = 0``, ``score-start``; with ``score-spread`` the clients start apart, against line 9); line 18 uploads only
-  the mask, from which it could not be computed. With more than two clients a unit then ends on about half of them;
-  with ``others = "highest"`` it ends on one (docs/results/fedpews.md: which does better).
+  (``s_g^0 = 0``; with ``score-spread`` the clients start apart, against line 9). With more than two clients a unit then
+  ends on about half of them; with ``others = "highest"`` it ends on one. ``others = "masks"`` is the mean of the masks
+  that they drew last, all that line 18 uploads (docs/results/fedpews.md: which does better).
+- The gradient of Eq. 6 in the mask is that of f(x ∘ m), exactly; ``mask-gradient = "activations"`` is the common form
+  for neuron masks, in which units that are off get theirs too.
 - A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
 - Positions that nobody covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
@@ -22,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
@@ -40,7 +41,7 @@ Shares = Annotated[
 
 
 class FedPeWSSettings(MethodSettings):
-    """Keys of FedPeWS; the last five are readings of what the paper leaves open."""
+    """Keys of FedPeWS; the last three are readings of what the paper leaves open."""
 
     masks: Literal["learned", "fixed"] = "learned"
     """Sub-networks that the clients learn, or that the server fixes at the start."""
@@ -52,20 +53,16 @@ class FedPeWSSettings(MethodSettings):
     """Weight of the mask diversity."""
     mask_lr: Positive = 0.1
     """eta_s, learning rate of the mask scores."""
-    mask_rule: Literal["and", "out"] = "and"
-    """A weight is covered with both its neurons, or with the one that it leads to."""
     others: Literal["probabilities", "highest", "masks"] = "probabilities"
     """theta of the others: mean or highest of their probabilities, or mean of their masks.
 
     With ``highest`` a unit that one of them takes is left to it; with two clients it is the same as the mean. The masks
     are those that they drew last.
     """
-    score_start: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """s_g^0, the mask scores at the start."""
     score_spread: NonNegative = 0.0
-    """Standard deviation of every client's own start around s_g^0."""
-    draws: Literal["step", "round"] = "step"
-    """How often the mask that the weights are trained under is drawn anew."""
+    """Standard deviation of every client's own start around s_g^0 = 0."""
+    mask_gradient: Literal["weights", "activations"] = "weights"
+    """Gradient of the loss in the mask: of f(x ∘ m), 0 for units that are off; or of outputs times m, for all units."""
 
     def check(self, settings: Settings) -> None:
         """W must not exceed T; shares must fit the clients."""
@@ -80,7 +77,7 @@ class FedPeWSSettings(MethodSettings):
     def first_scores(self, seed: int, client: int, hidden: int) -> torch.Tensor:
         """Return the mask scores that a client starts from, float ``[hidden]``; server and client draw the same."""
         noise = torch.randn(hidden, generator=generator(seed, 0, client, "first scores"))
-        return self.score_start + self.score_spread * noise
+        return self.score_spread * noise
 
     def share_list(self, num_clients: int) -> list[float]:
         """Return every client's share, equal ones where ``shares`` is empty."""
@@ -129,7 +126,7 @@ class FedPeWS(SubnetStrategy):
 
     def positions(self, mask: torch.Tensor) -> Tensors:
         """Return which positions of every tensor a neuron mask [h] covers."""
-        return expand(self.units, split(mask, self.units), self.shapes, self.options.mask_rule == "out")
+        return expand(self.units, split(mask, self.units), self.shapes)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The covered values of every tensor and, where masks are learned, the neuron mask and its probabilities."""

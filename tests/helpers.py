@@ -267,7 +267,10 @@ def away(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapp
     """
     assert ours.keys() == expected.keys()
     return max(
-        float((ours[name] - tensor).norm() / ((tensor - start[name]).norm() + start[name].norm() / 1000))
+        float(
+            (ours[name] - tensor).detach().norm()
+            / ((tensor - start[name]).detach().norm() + start[name].detach().norm() / 1000)
+        )
         for name, tensor in expected.items()
     )
 

@@ -50,31 +50,24 @@ def drawn_from(scores: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return torch.bernoulli(torch.sigmoid(scores).float(), generator=draw).double()
 
 
-def mask_of(
-    fixed: list[torch.Tensor] | None,
-    i: int,
-    once: torch.Tensor | None,
-    scores: list[torch.Tensor],
-    draw: torch.Generator,
-) -> torch.Tensor:
-    """The mask that client i trains its weights under: given, drawn once a round, or drawn anew."""
-    if fixed:
-        return fixed[i]
-    return drawn_from(scores[i], draw) if once is None else once
-
-
-def masked_weights(model: nn.Module, mask: torch.Tensor, rule: str = "and") -> Tensors:
-    """x ∘ m written out for an MLP: W[b, a] m[b] m[a] ("out": W[b, a] m[b]), bias m[b]; inputs and outputs are on."""
+def masked_weights(model: nn.Module, mask: torch.Tensor) -> Tensors:
+    """x ∘ m written out for an MLP: W[b, a] m[b] m[a], bias m[b]; inputs and outputs are on."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     widths = [model.get_submodule(name).out_features for name in layers[:-1]]
     parts = [torch.ones(5).to(mask), *mask.split(widths), torch.ones(4).to(mask)]
     weights = {}
     for layer, (before, after) in zip(layers, pairwise(parts), strict=True):
-        weights[f"{layer}.weight"] = model.get_parameter(f"{layer}.weight") * after[:, None]
-        if rule == "and":
-            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] * before[None, :]
+        weights[f"{layer}.weight"] = model.get_parameter(f"{layer}.weight") * after[:, None] * before[None, :]
         weights[f"{layer}.bias"] = model.get_parameter(f"{layer}.bias") * after
     return weights
+
+
+def masked_outputs(model: nn.Module, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Logits of an MLP whose hidden units put out relu(z_j) m_j."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for layer, part in zip(layers, mask.split([layer.out_features for layer in layers[:-1]]), strict=False):
+        x = torch.relu(layer(x)) * part
+    return layers[-1](x)
 
 
 def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None = None) -> Tensors:
@@ -85,7 +78,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     model = build_model("fedpews-mlp", (5,), 4, s.seed).double()
     x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
     draws = [torch.randn(256, generator=generator(s.seed, 0, i, "first scores")).double() for i in range(2)]
-    scores = [options.score_start + options.score_spread * draw for draw in draws]
+    scores = [options.score_spread * draw for draw in draws]
     theta = [torch.sigmoid(score) for score in scores]
     for t in range(1, s.num_rounds + 1):
         warm = t <= options.warmup_rounds
@@ -97,19 +90,22 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
             x, y = data.train_x[partition.train[i]].double(), data.train_y[partition.train[i]]
             order = torch.randperm(len(y), generator=generator(s.seed, t, i, "batches"))
             draw = generator(s.seed, t, i, "masks")
-            once = drawn_from(scores[i], draw) if options.draws == "round" else None
             velocity = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
             for batch in order.split(s.batch_size):
                 if warm and not fixed:
                     leaf = scores[i].clone().requires_grad_()
                     sigma = torch.sigmoid(leaf)
                     m = (drawn_from(scores[i], draw) - sigma).detach() + sigma
-                    loss = F.cross_entropy(functional_call(model, masked_weights(model, m), (x[batch],)), y[batch])
+                    if options.mask_gradient == "activations":
+                        logits = masked_outputs(model, m, x[batch])
+                    else:
+                        logits = functional_call(model, masked_weights(model, m), (x[batch],))
+                    loss = F.cross_entropy(logits, y[batch])
                     loss = loss - options.lambda_ * ((sigma - theta[1 - i]) ** 2).sum()
                     scores[i] = scores[i] - options.mask_lr * torch.autograd.grad(loss, leaf)[0]
                 m = torch.ones(256, dtype=torch.float64)
                 if warm:
-                    m = mask_of(fixed, i, once, scores, draw)
+                    m = fixed[i] if fixed else drawn_from(scores[i], draw)
                 model.zero_grad()
                 F.cross_entropy(functional_call(model, masked_weights(model, m), (x[batch],)), y[batch]).backward()
                 with torch.no_grad():
@@ -119,13 +115,13 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
                         p -= s.lr * velocity[name]
             m = torch.ones(256, dtype=torch.float64)
             if warm:
-                m = mask_of(fixed, i, once, scores, draw)
+                m = fixed[i] if fixed else drawn_from(scores[i], draw)
             drawn.append(m)
             trained = {k: v.detach().clone() for k, v in model.named_parameters()}
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(1.0)
-                cover = {k: v.detach() for k, v in masked_weights(model, m, options.mask_rule).items()}
+                cover = {k: v.detach() for k, v in masked_weights(model, m).items()}
             answers.append((trained, cover))
         if warm and not fixed:
             theta = drawn if options.others == "masks" else [torch.sigmoid(score) for score in scores]
@@ -142,11 +138,9 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     [
         {},
         {"objective": "prox", "prox-mu": 0.3},
-        {"fedpews.mask-rule": "out"},
         {"fedpews.others": "masks"},
-        {"fedpews.score-start": 1.0},
         {"fedpews.score-spread": 0.5},
-        {"fedpews.draws": "round"},
+        {"fedpews.others": "masks", "fedpews.mask-gradient": "activations"},
     ],
 )
 def test_learned_masks_follow_algorithm_1(run_local: Run, reading: dict[str, Value]) -> None:
@@ -228,6 +222,41 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
     for left, right in zip(got, want, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
     assert torch.equal(model(x), functional_call(model, dict(model.named_parameters()), (x,)))
+
+
+@pytest.mark.parametrize(("network", "shape"), [("fedpews-cnn", (1, 8, 8)), ("lenet5-bn", (1, 16, 16))])
+def test_the_gradient_of_activations_is_each_units_output_times_its_gradient(
+    network: str, shape: tuple[int, ...]
+) -> None:
+    """dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j), also for units that are off; m² gives those none."""
+    model = build_model(network, shape, 3, 0).double()
+    built = Network(model)
+    x, y = torch.randn(5, *shape, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    mask = (torch.rand(sum(group.size for group in built.units)) > 0.4).double().requires_grad_()
+    plain, masked = (gated(built, mask, x, outputs=outputs).logits for outputs in (False, True))
+    torch.testing.assert_close(masked, plain, rtol=1e-9, atol=1e-12)
+    (got,) = torch.autograd.grad(F.cross_entropy(masked, y), [mask])
+    want, hidden, parts = [], x, iter(split(mask.detach(), built.units).values())
+    names = {group.name for group in built.units}
+    gates: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, module in model.named_children():  # the network once more, with h = relu(z) m as leaves of the graph
+        hidden = module(hidden)
+        if name in names:
+            part = next(parts)
+        elif isinstance(module, nn.ReLU):
+            relu, gate = hidden, part.view(-1, *[1] * (hidden.dim() - 2))
+            hidden = relu * gate
+            hidden.retain_grad()
+            gates.append((relu, hidden))
+    F.cross_entropy(hidden, y).backward()
+    for relu, h in gates:
+        assert h.grad is not None
+        want.append((h.grad * relu).transpose(0, 1).flatten(1).sum(1).detach())
+    torch.testing.assert_close(got, torch.cat(want), rtol=1e-9, atol=1e-12)
+    off = mask.detach() == 0
+    assert bool((got[off] != 0).any())
+    (exact,) = torch.autograd.grad(F.cross_entropy(plain, y), [mask])
+    assert not bool(exact[off].any())
 
 
 def test_theta_of_the_others_by_hand() -> None:

@@ -161,18 +161,6 @@ def test_masks_of_no_group_or_wrong_size_are_named(unit_masks):
         masks.expand(unit_groups(model), unit_masks, shapes_of(model))
 
 
-def test_rows_only_covers_a_weight_with_the_unit_it_leads_to():
-    model = tiny("mlp")
-    groups = unit_groups(model)
-    unit_masks = masks.split(torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool(), groups)
-    full = masks.expand(groups, unit_masks, shapes_of(model), rows_only=True)
-    for group in groups:
-        for name in group.rows:
-            rows = unit_masks[group.name].view(-1, *[1] * (full[name].dim() - 1))
-            assert torch.equal(full[name], rows.expand_as(full[name])), name
-    assert full["fc3.weight"].all()
-
-
 def test_group_without_mask_is_on():
     model = tiny("mlp")
     groups = unit_groups(model)

@@ -35,13 +35,12 @@ def expand(
     groups: Sequence[UnitGroup],
     unit_masks: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
-    rows_only: bool = False,
 ) -> dict[str, Tensor]:
     """Return the mask of every entry of every tensor, by FedPeWS's rule "and" (the rule of IST).
 
     ``W_l[b, a] = m_l[b] & m_{l-1}[a]``, bias and BatchNorm ``m_l[b]``; a convolution's ``W_l[o, i, :, :] = m_l[o] &
     m_{l-1}[i]``; behind a flatten each channel stands for its height x width columns. Everything else, the output bias
-    included, is on. With ``rows_only`` a weight is on with the unit that it leads to: ``W_l[b, a] = m_l[b]``.
+    included, is on.
 
     Parameters
     ----------
@@ -67,7 +66,7 @@ def expand(
         for name in group.rows:
             if name in masks:
                 masks[name] &= _along(mask, 0, masks[name].dim())
-        for name, repeat in () if rows_only else group.cols:
+        for name, repeat in group.cols:
             if name in masks:
                 masks[name] &= _along(mask.repeat_interleave(repeat), 1, masks[name].dim())
     return masks
