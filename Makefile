@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check bench setup clean
+.PHONY: run test check bench setup lock clean
 
 run: setup
 	$(BIN)/fedsub run --engine local-simulation $(ARGS)
@@ -22,10 +22,19 @@ bench: setup
 setup: .venv/installed
 	@$(BIN)/fedsub setup >/dev/null
 
-.venv/installed: pyproject.toml
+# constraints.txt: the versions that were tested. It installs nothing by itself, so that what it names of another
+# platform does no harm.
+.venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
+
+# The newest versions that pyproject.toml allows; to be committed once `make check` has passed with them.
+lock:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[dev]"
+	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
+	@touch .venv/installed
 
 clean:
 	rm -rf .venv

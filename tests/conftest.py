@@ -1,5 +1,6 @@
 """What several tests share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.server_app import run_experiment
 from fedsub_app.settings import Value
+
+# The suite runs on the CPU: no process of it, whatever it starts, sees a GPU, and device = "auto" is "cpu".
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # Small enough that a run takes a second: digits, a small network, three rounds.
 SMALL: dict[str, Value] = {

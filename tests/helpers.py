@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -251,6 +252,7 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
     return said
 
 
+@torch.no_grad()
 def away(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
     """How far the app's tensors are from those of a reference, as a fraction of how far training moved them.
 
