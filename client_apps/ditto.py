@@ -20,5 +20,5 @@ class DittoClient(Client):
         return answer
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model, at first the global one."""
-        return self.own or sent
+        """Return the client's own model, at first the initial one: v^0."""
+        return self.own or self.initial()

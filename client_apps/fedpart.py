@@ -4,6 +4,7 @@ import torch
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.models import layer_groups
 from fedsub_app.training.local import Training
@@ -21,7 +22,8 @@ class FedPartClient(Client):
         names = tuple(every) if config["group"] is None else layer_groups(self.network.module)[config["group"]]
         model = self.own | {name: tensor for name, tensor in sent.items() if name in every}
         if self.options.stale == "faithful":
-            model = self.initial() | model
+            # A random network of its own, as published.
+            model = self.place.initial(derive(self.settings.seed, self.id, "own network")) | model
         if len(model) < len(every):
             raise UserError(f"client {self.id} has no model of an earlier round and was sent only a part of one")
         self.load(model)

@@ -22,7 +22,7 @@ from client_apps.local import LocalClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
 from fedsub_app.settings import MethodSettings, Value
 from strategies.base import SubnetStrategy
-from strategies.ditto import DittoSettings
+from strategies.ditto import Ditto, DittoSettings
 from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
@@ -58,7 +58,7 @@ METHODS = {
     "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}),
     "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}),
     "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
-    "ditto": Method("Li et al. 2021", DittoSettings, SubnetStrategy, DittoClient),
+    "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),
     "fedrep": Method("Collins et al. 2021", FedRepSettings, SharedPart, FedRepClient),
     "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, SharedPart, FedBABUClient),

@@ -1,11 +1,13 @@
-"""Ditto, server side: FedAvg's; only the settings are new.
+"""Ditto, server side: FedAvg's.
 
 Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,
-https://arxiv.org/abs/2012.04221.
+https://arxiv.org/abs/2012.04221. A client's personal model starts at the common v^0, whenever it first takes part.
 """
 
 from fedsub_app.common.section import NonNegative
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
 
 
 class DittoSettings(MethodSettings):
@@ -13,3 +15,11 @@ class DittoSettings(MethodSettings):
 
     lambda_: NonNegative = 0.5
     """Pull of the personal model towards the global one."""
+
+
+class Ditto(SubnetStrategy):
+    """FedAvg; a client's own model never leaves it."""
+
+    def personal_download(self, client: int) -> Tensors:
+        """Send nothing."""
+        return {}

@@ -8,10 +8,10 @@ the others take the mean over the clients that cover them (Eq. 4). Afterwards it
 ``objective = "prox"`` FedProx.
 
 Read into the paper, which is silent or contradicts itself there:
-- theta of the others (line 12) is the mean of ``sigmoid(s_j)`` that clients ``j != i`` uploaded last, at first 0.5
-  (``s_g^0 = 0``; with ``score-spread`` the clients start apart, against line 9). With more than two clients a unit then
-  ends on about half of them; with ``others = "highest"`` it ends on one. ``others = "masks"`` is the mean of the masks
-  that they drew last, all that line 18 uploads (docs/results/fedpews.md: which does better).
+- theta of the others (line 12): 1 for a unit that one of them had in the mask that it drew last, else 0; at first 0.5
+  (``s_g^0 = 0``). Masks are all that line 18 uploads; of several others' the highest counts, so that a unit is left to
+  who has it. ``others = "mean"`` and ``"highest"`` are those of the probabilities, which then travel as well
+  (docs/results/fedpews.md: what each does). With ``score-spread`` the clients start apart, against line 9.
 - The gradient of Eq. 6 in the mask is that of f(x ∘ m), exactly; ``mask-gradient = "activations"`` is the common form
   for neuron masks, in which units that are off get theirs too.
 - A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
@@ -53,12 +53,8 @@ class FedPeWSSettings(MethodSettings):
     """Weight of the mask diversity."""
     mask_lr: Positive = 0.1
     """eta_s, learning rate of the mask scores."""
-    others: Literal["probabilities", "highest", "masks"] = "probabilities"
-    """theta of the others: mean or highest of their probabilities, or mean of their masks.
-
-    With ``highest`` a unit that one of them takes is left to it; with two clients it is the same as the mean. The masks
-    are those that they drew last.
-    """
+    others: Literal["masks", "mean", "highest"] = "masks"
+    """theta of the others: the highest of the masks that they drew last, or mean or highest of their probabilities."""
     score_spread: NonNegative = 0.0
     """Standard deviation of every client's own start around s_g^0 = 0."""
     mask_gradient: Literal["weights", "activations"] = "weights"
@@ -118,10 +114,10 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             covered = gather(self.current, self.positions(self.fixed[client]))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
-        if self.options.others == "highest":
-            others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
-        else:
+        if self.options.others == "mean":
             others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
+        else:
+            others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
         return Task(client, self.current | {"theta": others}, {"warm-up": True})
 
     def positions(self, mask: torch.Tensor) -> Tensors:

@@ -19,8 +19,10 @@ Paper and published code differ; the default reads the paper, with what only the
   batch (``bn-batch = "first-round"``: published training runs on round 0's statistics after the first round).
 - clients are weighed alike (both); a client's accuracy is that of its model after its training and before the next
   mean (code), correct over total.
-Positions that no client has as global keep their value (the paper's 0/0); nobody reads them. A client whose reply is
-lost keeps its personal values, but its growth is discarded and its last broadcast is repeated with the new mean.
+- a client is tested on all test images of its labels (``client-test = "labels"``; code: disjoint shards of them).
+Positions that no client has as global keep their value (the paper's 0/0), so that the global model can be evaluated; no
+client reads them. A client whose reply is lost keeps its personal values, but its growth is discarded and its last
+broadcast is repeated with the new mean.
 """
 
 from collections.abc import Mapping, Sequence

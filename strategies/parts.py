@@ -3,7 +3,8 @@
 Which part is personal is a setting, ``personal``: ``head``, ``body`` or names of layers (``models.part_names``).
 
 - FedPer, Arivazhagan et al., https://arxiv.org/abs/1912.00818: personal head, trained together with the body.
-- FedRep, Collins et al., ICML 2021, https://arxiv.org/abs/2102.07078: personal head first, then the body.
+- FedRep, Collins et al., ICML 2021, https://arxiv.org/abs/2102.07078: personal head first, then the body. While one
+  part is trained, BatchNorm in the frozen one uses its running statistics (some published code: those of the batch).
 - FedBABU, Oh, Kim, Yun, ICLR 2022, https://arxiv.org/abs/2106.06042: the head stays at its common start; each client
   fine-tunes a copy of the model for its evaluation.
 - LG-FedAvg, Liang et al., https://arxiv.org/abs/2001.01523: personal body, shared head; with ``warm-rounds`` > 0 it

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SAME, away
+from helpers import SAME, away, merge_round
 from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
@@ -22,7 +22,7 @@ from fedsub_app.models import Network, build_model, tensors_of, unit_groups
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Value
 from fedsub_app.subnets.gates import gated
-from fedsub_app.subnets.masks import split
+from fedsub_app.subnets.masks import gather, split
 from strategies.fedpews import FedPeWS
 
 Run = Callable[..., tuple[Json, Path]]
@@ -138,9 +138,9 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     [
         {},
         {"objective": "prox", "prox-mu": 0.3},
-        {"fedpews.others": "masks"},
+        {"fedpews.others": "mean"},
         {"fedpews.score-spread": 0.5},
-        {"fedpews.others": "masks", "fedpews.mask-gradient": "activations"},
+        {"fedpews.mask-gradient": "activations"},
     ],
 )
 def test_learned_masks_follow_algorithm_1(run_local: Run, reading: dict[str, Value]) -> None:
@@ -264,10 +264,29 @@ def test_theta_of_the_others_by_hand() -> None:
     strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
+    strategy.options = strategy.options.model_copy(update={"others": "mean"})
     assert strategy.task(0).tensors["theta"][0].item() == pytest.approx((0.4 + 0.9) / 2)
     assert strategy.task(2).tensors["theta"][0].item() == pytest.approx(0.3)
-    strategy.options = strategy.options.model_copy(update={"others": "highest"})
-    assert [strategy.task(client).tensors["theta"][0].item() for client in range(3)] == pytest.approx([0.9, 0.9, 0.4])
+    for others in ("highest", "masks"):
+        strategy.options = strategy.options.model_copy(update={"others": others})
+        found = [strategy.task(client).tensors["theta"][0].item() for client in range(3)]
+        assert found == pytest.approx([0.9, 0.9, 0.4])
+
+
+def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
+    """A unit that another client drew last is 1, whatever its probability; nothing but the mask tells of it."""
+    settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0, 1, 2 3"})
+    strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
+    strategy.round = 1
+    assert "theta" not in strategy.expected(0)
+    masks = [torch.arange(256) % 4 == client for client in range(3)]
+    updates = [
+        Update(client, gather(strategy.current, strategy.positions(mask)) | {"mask": mask}, {}, 1)
+        for client, mask in enumerate(masks)
+    ]
+    assert merge_round(strategy, updates)["units-covered-by"] == [64, 192, 0, 0]
+    strategy.round = 2
+    assert torch.equal(strategy.task(0).tensors["theta"], (masks[1] | masks[2]).float())
 
 
 def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
@@ -275,6 +294,7 @@ def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
     strategy.round = 1
     mask = torch.ones(256, dtype=torch.bool)
     values = {name: tensor.flatten() for name, tensor in strategy.current.items()}
+    strategy.options = strategy.options.model_copy(update={"others": "mean"})
     good: Tensors = values | {"mask": mask, "theta": torch.rand(256)}
     strategy.contribution(Update(0, good, {}, 1))
     with pytest.raises(BadReply, match=r"'fc1\.bias': 32 values, its mask covers 0"):

@@ -1,5 +1,6 @@
 """Methods with personal parts or models: what travels, what is trained, and that they are what their papers say."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, head_names, part_names, tensors_of
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.settings import Settings, Value
+from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]
 KEYS: dict[str, Value] = {
@@ -197,6 +199,24 @@ def test_the_warm_model_is_handed_out_once(run_local: Run) -> None:
     lines = read_rounds(folder)
     assert [line["formula-bytes-down"] // 3 for line in lines] == [whole, whole, head]
     assert [line["formula-bytes-up"] // 3 for line in lines] == [whole, head, head]
+
+
+def test_dittos_personal_models_start_at_the_common_start(run_local: Run) -> None:
+    """Also in a later round, where the global model has moved: the paper's v^0; and so are they evaluated."""
+    keys = KEYS | {"num_clients": 12, "clients_per_round": 2, "local_epochs": 1, "method": "ditto", "lr": 0.5}
+    _, folder = run_local(**keys, ditto__lambda=0.0, validation_fraction=0.1)
+    lines = read_rounds(folder)
+    late = next(c for c in lines[2]["clients"] if c not in lines[0]["clients"] + lines[1]["clients"])
+    settings = resolve(json.loads((folder / "settings.json").read_text())["settings"] | {"experiment": ""})
+    place = workplace(settings)
+    alone = METHODS["local"].client(place, late, 3, {})
+    alone.load(alone.initial())
+    alone.fit(purpose="personal batches")
+    own = state_of(folder, late)
+    assert all(torch.equal(own[f"own/{name}"], tensor) for name, tensor in alone.trained().items())
+    never = next(c for c in range(12) if all(c not in line["clients"] for line in lines))
+    start = METHODS["ditto"].client(place, never, 3, {})
+    assert all(torch.equal(tensor, start.personal({}, {})[name]) for name, tensor in initial().items())
 
 
 def test_ditto_without_pull_is_local_training(run_local: Run) -> None:

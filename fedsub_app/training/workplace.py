@@ -64,10 +64,11 @@ class Workplace:
         """Return the FLOPs of one forward pass of one sample."""
         return costs.forward_flops(network.module, self.in_shape, 1)
 
-    def initial(self) -> Tensors:
-        """Return the initial global model, which every client can rebuild from the seed."""
+    def initial(self, seed: int | None = None) -> Tensors:
+        """Return the initial global model, which every client can rebuild from the seed, or that of another seed."""
         settings = self.settings
-        return tensors_of(build_model(settings.model, self.in_shape, self.dataset.num_classes, settings.seed))
+        seed = settings.seed if seed is None else seed
+        return tensors_of(build_model(settings.model, self.in_shape, self.dataset.num_classes, seed))
 
 
 def pick_device(name: str) -> torch.device:
