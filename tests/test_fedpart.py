@@ -261,7 +261,7 @@ def test_who_did_not_answer_is_sent_the_full_model() -> None:
 
 def test_after_an_abandoned_round_everybody_is_sent_the_full_model() -> None:
     """Their own group has moved on, the global one has not."""
-    made = strategy(fedpart__stale="sync_all")
+    made = strategy(fedpart__stale="sync-all")
     play(made, [[0, 1], [0, 1], [0, 1]])
     made.round = 4
     merge_round(made, [], asked=[0, 1])
