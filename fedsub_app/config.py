@@ -49,8 +49,8 @@ def _fields() -> dict[str, FieldInfo]:
     return {
         f"{prefix}{field.alias}": field
         for prefix, section in _sections().items()
-        for name, field in section.model_fields.items()
-        if name != "options"
+        for field in section.model_fields.values()
+        if not field.exclude
     }
 
 
@@ -137,13 +137,13 @@ def as_toml() -> str:
             lines += ["", f"[{TABLE}.{prefix[:-1]}]"] if prefix else [f"[{TABLE}]"]
         about = ""
         for name, field in section.model_fields.items():
-            if name == "options":
+            if field.exclude:
                 continue
-            # The base that a key comes from, with a heading of its own where there are several.
+            # The general keys come from several classes; each has a heading.
             home = next(base for base in reversed(section.__mro__) if name in getattr(base, "model_fields", ()))
             if not prefix and home.__doc__ != about:
                 about = home.__doc__ or ""
-                lines.append(f"# --- {about.splitlines()[0]}")
+                lines.append(f"# --- {about}")
             value = json.dumps(defaults()[f"{prefix}{field.alias}"])  # written alike in TOML and JSON
             words = f"{allowed}: " if " | " in (allowed := _allowed(field)) else ""
             lines.append(f"{f'{field.alias} = {value}':<28} # {words}{_about(field)[0]}")

@@ -77,7 +77,7 @@ class RunSettings(Section):
 class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSettings, RunSettings):
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
-    options: MethodSettings = MethodSettings()
+    options: MethodSettings = Field(default=MethodSettings(), exclude=True)  # has a table of its own in TOML
 
     @property
     def data(self) -> DataSettings:
@@ -91,10 +91,6 @@ class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSett
 
     def _part(self, section: type[Part]) -> Part:
         return section(**{name: getattr(self, name) for name in section.model_fields})
-
-    def toml(self) -> dict[str, Value]:
-        """Return the general keys and values in TOML spelling."""
-        return self.model_dump(by_alias=True, exclude={"options"})
 
     def flat(self) -> dict[str, Value]:
         """Return all keys and values in TOML spelling, the chosen method's own as ``method.key``."""

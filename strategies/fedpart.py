@@ -55,7 +55,7 @@ class FedPartSettings(MethodSettings):
     moment_weighting: Literal["uniform", "examples"] = "uniform"
     """What a client counts with momentum = "mean"."""
     stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
-    """What a client is sent that missed rounds (see the module)."""
+    """Sent to who missed rounds: the full model if it has none, the last group alone, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
         """Moments are Adam's."""

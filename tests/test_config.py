@@ -38,7 +38,7 @@ def test_flower_is_told_every_key_with_its_default() -> None:
 
 
 def test_settings_need_no_toml() -> None:
-    strategy = SubnetStrategy(Settings(num_clients=3), torch.nn.Sequential(torch.nn.Linear(2, 1)), {})
+    strategy = SubnetStrategy(Settings(num_clients=3), torch.nn.Sequential(torch.nn.Linear(2, 1)))
     assert strategy.settings.sample_size == 3
     assert Settings().toml() == {key: value for key, value in defaults().items() if "." not in key}
     assert {Settings(): 1}[resolve({"method": "fedavg"}).model_copy(update={"method": "fedpews"})] == 1  # hashable
@@ -161,7 +161,7 @@ def test_a_method_presets_its_objective(method: str, objective: str) -> None:
     assert resolve({"method": method, "objective": objective}) == settings
     assert resolve({"method": method, "objective": "none"}) == settings  # the default, which Flower may write out
     # given by hand it replaces what an experiment sets
-    assert resolve({"experiment": "fedpews/classes", "method": method}).objective == objective
+    assert resolve({"experiment": "fedpews/cifar10-disjoint-classes", "method": method}).objective == objective
 
 
 def test_pairs() -> None:

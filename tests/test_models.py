@@ -5,6 +5,7 @@ from urllib.error import URLError
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchvision.models import resnet18
 
 from fedsub_app.common.errors import UserError
@@ -229,3 +230,25 @@ def test_layers_of_a_resnet_keep_batch_norm_with_its_convolution():
     assert len(layers) == 21  # stem, 16 convolutions, 3 shortcuts, head
     assert layers[0] == ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")
     assert layers[-1] == ("fc.weight", "fc.bias")
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if not name.startswith("resnet")])
+def test_a_relu_follows_every_hidden_layer(name: str) -> None:
+    """Without one two layers are one: LeNet-5's fully connected layers once had none."""
+    model = build_model(name, (1, 32, 32), 10, 0)
+    kinds = ["".join("L" if isinstance(m, nn.Linear | nn.Conv2d) else "r" * isinstance(m, nn.ReLU)) for m in model]
+    assert "".join(kinds) == "Lr" * (len(unit_groups(model))) + "L"
+
+
+def test_lenet5_is_the_one_of_the_papers() -> None:
+    """conv 6 and 16 of 5x5, each with ReLU and 2x2 max-pooling, linear 120-84 with ReLU, output."""
+    model = build_model("lenet5", (3, 32, 32), 10, 0)
+    t = tensors_of(model)
+    x = torch.randn(4, 3, 32, 32)
+    h = x
+    for k in (1, 2):
+        h = F.max_pool2d(torch.relu(F.conv2d(h, t[f"conv{k}.weight"], t[f"conv{k}.bias"])), 2)
+    h = h.flatten(1)
+    for k in (1, 2):
+        h = torch.relu(F.linear(h, t[f"fc{k}.weight"], t[f"fc{k}.bias"]))
+    torch.testing.assert_close(model(x), F.linear(h, t["fc3.weight"], t["fc3.bias"]))

@@ -19,7 +19,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import BadReply, Task, pack, unpack, wire_bytes
-from fedsub_app.settings import Settings
+from fedsub_app.federation.settings import FederationSettings
 
 log = logging.getLogger("fedsub")
 LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up
@@ -80,7 +80,7 @@ class Phase:
 class Federation:
     """The nodes of a run and their clients."""
 
-    def __init__(self, settings: Settings, header: Json) -> None:
+    def __init__(self, settings: FederationSettings, header: Json) -> None:
         """``header`` goes into every message: the run's id, its settings, where client state lies."""
         self.settings = settings
         self.header = header

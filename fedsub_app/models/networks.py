@@ -19,9 +19,13 @@ from fedsub_app.common.seeds import derive
 Shape = tuple[int, ...]
 
 
-def _fully_connected(widths: Sequence[int], batch_norm: bool = False) -> "OrderedDict[str, nn.Module]":
-    """Linear layers ``fc1``, ``fc2``, … of the given widths with a ReLU between two of them."""
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
+def _fully_connected(
+    layers: "OrderedDict[str, nn.Module]", widths: Sequence[int], relus: int = 0, batch_norm: bool = False
+) -> nn.Sequential:
+    """Return ``layers`` and behind them Linear layers ``fc1``, ``fc2``, … of these widths, a ReLU between two of them.
+
+    ``relus``: how many ``layers`` has already; the names go on from there, as an equal name would replace its layer.
+    """
     for k in range(1, len(widths)):
         layers[f"fc{k}"] = nn.Linear(widths[k - 1], widths[k])
         if k < len(widths) - 1:
@@ -29,8 +33,8 @@ def _fully_connected(widths: Sequence[int], batch_norm: bool = False) -> "Ordere
                 # IST: statistics of the batch in training and in evaluation alike; with no running statistics
                 # (and the authors' momentum of 1) there is nothing that a client could keep or send.
                 layers[f"bn{k}"] = nn.BatchNorm1d(widths[k], momentum=1.0, track_running_stats=False)
-            layers[f"relu{k}"] = nn.ReLU()
-    return layers
+            layers[f"relu{relus + k}"] = nn.ReLU()
+    return nn.Sequential(layers)
 
 
 def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: bool = False) -> nn.Sequential:
@@ -40,7 +44,7 @@ def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: b
     layer is wider than that of ``feature-mlp``. Initialised from the global generator: see :func:`build_model`.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
-    return nn.Sequential(layers | _fully_connected([in_features, *hidden, num_classes], batch_norm))
+    return _fully_connected(layers, [in_features, *hidden, num_classes], batch_norm=batch_norm)
 
 
 def _mlp(name: str, in_shape: Shape, num_classes: int, *, hidden: Sequence[int], batch_norm: bool = False) -> nn.Module:
@@ -87,7 +91,7 @@ def _conv_net(
         in_channels = out_channels
     layers["flatten"] = nn.Flatten()
     flat = in_channels * size_after_blocks(height) * size_after_blocks(width)
-    return nn.Sequential(layers | _fully_connected([flat, *hidden, num_classes]))
+    return _fully_connected(layers, [flat, *hidden, num_classes], relus=len(channels))
 
 
 def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = False) -> nn.Module:
