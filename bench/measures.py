@@ -17,6 +17,7 @@ from flwr.app import Message, MessageType
 
 from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
 from bench.flower_box import PROJECT, FlowerBox, run_command
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
@@ -24,7 +25,6 @@ from fedsub_app.federation.protocol import HEADER
 from fedsub_app.flower import CONNECTION
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.settings import Value
 from fedsub_app.subnets.averaging import masked_mean
 
 CLIENTS, SAMPLES, BATCH, WORKERS = 10, 500, 10, 2

@@ -21,9 +21,9 @@ from tempfile import TemporaryDirectory
 from bench.flower_box import PROJECT
 from bench.measures import DATASET, IMAGE, apart, commit, run_local, write_images
 from client_apps import fedpews
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.models import build_model, layer_groups
-from fedsub_app.settings import Value
 
 ROUNDS = 6  # of each kind
 KEYS = ("compute-seconds", "flops", "subnet-flops", "formula-bytes-down", "formula-bytes-up")

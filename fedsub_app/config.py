@@ -19,9 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Section
+from fedsub_app.common.section import Section, Value
 from fedsub_app.methods import METHODS
-from fedsub_app.settings import MethodSettings, Settings, Value
+from fedsub_app.settings import MethodSettings, Settings
 
 TABLE = "tool.flwr.app.config"
 RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

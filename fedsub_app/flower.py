@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fedsub_app.common.errors import UserError
 
 if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
-    from fedsub_app.settings import Value
+    from fedsub_app.common.section import Value
 
 CONNECTION = "local-simulation"
 PROJECT = Path(__file__).resolve().parents[1]

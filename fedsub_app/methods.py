@@ -20,7 +20,8 @@ from client_apps.fedpews import FedPeWSClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
-from fedsub_app.settings import MethodSettings, Value
+from fedsub_app.common.section import Value
+from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 from strategies.ditto import Ditto, DittoSettings
 from strategies.fedpac import FedPAC, FedPACSettings

@@ -28,11 +28,12 @@ from threading import Thread
 import torch
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.runs.report import human_seconds
-from fedsub_app.settings import Settings, Value
+from fedsub_app.settings import Settings
 from fedsub_app.tables import Row, Table, read_table
 
 LOOK_SECONDS = 2.0

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Count
+from fedsub_app.common.section import Count, Value
 from fedsub_app.config import conf_name, read_toml, tables
-from fedsub_app.settings import Value
 
 
 class Entry(BaseModel):

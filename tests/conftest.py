@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from fedsub_app.client_app import app
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.server_app import run_experiment
-from fedsub_app.settings import Value
 
 # The suite runs on the CPU: no process of it, whatever it starts, sees a GPU, and device = "auto" is "cpu".
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.flower import PROJECT
-from fedsub_app.settings import Value
 from strategies.base import SubnetStrategy
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")

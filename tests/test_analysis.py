@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedsub_app import cli
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.runs.analysis import overlap, unit_activations
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.settings import Value
 from fedsub_app.subnets.masks import unpack_bits
 from strategies.base import SubnetStrategy
 from tests.test_fedpews import SETTINGS

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from fedsub_app import config
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.config import as_toml, defaults, describe, experiments, flatten, parse_pairs, resolve, spelled
 from fedsub_app.flower import PROJECT
 from fedsub_app.methods import METHODS
-from fedsub_app.settings import Settings, Value
+from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
 ACCURACIES = "allowed are global, global-local, personal, comma-separated"

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.section import Value
 from fedsub_app.config import resolve
 from fedsub_app.runs.directory import Checkpoint, Run, checkpoints, open_run, read_checkpoint
-from fedsub_app.settings import Value
 
 
 def opened(folder: Path, **keys: Value) -> Run:

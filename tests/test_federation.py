@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import fedsub_app.client_app
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
@@ -23,7 +24,6 @@ from fedsub_app.federation.nodes import Dropped, Federation, Node, exchange
 from fedsub_app.federation.protocol import Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
-from fedsub_app.settings import Value
 
 RunLocal = Callable[..., tuple[Json, Path]]
 

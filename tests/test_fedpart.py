@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
@@ -20,7 +21,6 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, layer_groups, tensors_of
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.settings import Value
 from fedsub_app.subnets.schedules import scheduled_group
 from fedsub_app.training.costs import training_flops
 from strategies.fedpart import NONE, OWN, FedPart

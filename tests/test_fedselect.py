@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from client_apps.fedselect import FedSelectClient
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.config import resolve
@@ -21,7 +22,6 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.settings import Value
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable

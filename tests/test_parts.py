@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
@@ -19,7 +20,7 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, head_names, part_names, tensors_of
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.settings import Settings, Value
+from fedsub_app.settings import Settings
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]

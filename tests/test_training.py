@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.models import Network, build_model, tensors_of
-from fedsub_app.settings import Value
 from fedsub_app.training.local import crop_and_flip
 from fedsub_app.training.objectives import Moon
 from fedsub_app.training.optimizer import Optimizer

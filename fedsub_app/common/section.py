@@ -80,6 +80,7 @@ class Listed:
         return ", ".join(map(self.write, elements))
 
 
+Value = str | int | float | bool  # of a key, in TOML
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedsub_app.settings import Value
+from fedsub_app.common.section import Value
 
 RUN_ID = SERVER_ID = 1
 CLIENT_FAILED = 9  # Flower's code for a ClientApp that raised

@@ -32,9 +32,10 @@ from safetensors.torch import save
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.config import resolve, spelled
-from fedsub_app.settings import LOCATION_KEYS, Settings, Value
+from fedsub_app.settings import LOCATION_KEYS, Settings
 
 try:
     import fcntl

@@ -8,7 +8,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.settings import Settings
+from fedsub_app.settings import TrainingSettings
 
 
 class Optimizer:
@@ -29,7 +29,7 @@ class Optimizer:
     steps : Adam's steps behind each parameter's moments, float scalars by name; none with SGD.
     """
 
-    def __init__(self, settings: Settings, parameters: Mapping[str, Tensor], lr: float) -> None:
+    def __init__(self, settings: TrainingSettings, parameters: Mapping[str, Tensor], lr: float) -> None:
         self.settings = settings
         self.parameters = dict(parameters)
         self.lr = lr
