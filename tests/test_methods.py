@@ -196,6 +196,28 @@ def test_dittos_moon_compares_with_the_global_side(monkeypatch: pytest.MonkeyPat
     assert not same(worker.own, answered)
 
 
+def test_moons_previous_model_is_the_last_rounds_where_a_round_trains_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedRep's second training must not compare with what its first one has just made."""
+    strategy, client = made("fedrep", objective="moon")
+    others: list[Tensors] = []
+    start = Moon.__init__
+
+    def watch(self: Moon, received: Tensors, previous: Tensors, mu: float, temperature: float) -> None:
+        others.append(previous)
+        start(self, received, previous, mu, temperature)
+
+    monkeypatch.setattr(Moon, "__init__", watch)
+    task = strategy.task(0)
+    worker = client(0, 1, {})
+    worker.run_training(dict(task.tensors), task.config)
+    trained = worker.trained()
+    others.clear()
+    client(0, 2, worker.state).run_training(dict(task.tensors), task.config)
+    assert len(others) == 2
+    for previous in others:
+        assert same({name: tensor.detach() for name, tensor in previous.items()}, trained)
+
+
 def test_tuning_is_without_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     """B6: FedAvg-FT and FedBABU fine-tune on the loss alone."""
     seen: list[type[Objective]] = []

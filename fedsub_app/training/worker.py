@@ -41,6 +41,7 @@ class Worker:
         self.round = server_round
         self.network = place.network
         self.state = state
+        self._previous = unprefixed(PREVIOUS, state)  # as of the last round, also where this one trains twice
         self.metrics: dict[str, float] = {}
         self.flops = 0.0
         self._loaded: Mapping[str, Tensor] = {}
@@ -113,7 +114,7 @@ class Worker:
         if settings.objective == "prox":
             return Prox(self.network.like(self._loaded), settings.prox_mu)
         if settings.objective == "moon":
-            previous = unprefixed(PREVIOUS, self.state) or self._loaded
+            previous = self._previous or self._loaded
             like = self.network.like
             return Moon(like(self._loaded), like(previous), settings.moon_mu, settings.moon_temperature)
         return Objective()
