@@ -230,18 +230,14 @@ def test_runs_are_compared_at_equal_costs(tmp_path: Path) -> None:
     assert last.endswith("| global | 60.00 | 30.0 | 55.00 | 12.0 | 55.00 | 3.0 | 20.00 |")
 
 
-def test_a_run_leaves_what_it_should(run_local: Run) -> None:
+def test_a_run_leaves_what_it_should(run_local: Run, tmp_path: Path) -> None:
     summary, folder = run_local(target_accuracy=30.0)
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {
-        "settings.json",
-        "rounds.jsonl",
-        "summary.json",
-        "model.safetensors",
-        "partition.json",
-        "partition.png",
-        "curve.png",
-    }
+    written = {"settings.json", "rounds.jsonl", "summary.json", "model.safetensors", "partition.json"}
+    pictures = {"partition.png", "curve.png"}
+    assert {path.name for path in folder.iterdir()} & (written | pictures) == written
+    pairs = ("model=feature-mlp", "method=fedavg", "num-rounds=1", f"run-dir={tmp_path / 'drawn'}")
+    assert cli.main(["run", *(word for pair in pairs for word in ("-s", pair))]) == 0
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} >= written | pictures
     assert summary["rounds-to-target"] in (None, 1, 2, 3)
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [0, 1, 2, 3]
