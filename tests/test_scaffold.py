@@ -177,6 +177,14 @@ def test_a_lost_reply_is_as_if_the_client_had_not_taken_part(run_local: Run, mon
     check_run(folder, settings(), [[k for k in range(4) if (t, k) not in lost] for t in range(1, 6)])
 
 
+def test_an_abandoned_round_counts_for_nobody() -> None:
+    made = Scaffold(settings(), build_model("fedpews-mlp", (5,), 4, 0))
+    before = {name: tensor.clone() for name, tensor in made.state().items()}
+    made.round = 1
+    merge_round(made, [], asked=[0, 1])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state().items())
+
+
 # --- invariants -------------------------------------------------------------------------------------------------------
 
 BATCH_NORM = {"dataset": "digits", "model": "lenet5-bn", "image_size": 32, "train_per_class": 20, "batch_size": 50}
