@@ -20,6 +20,7 @@ from client_apps.fedpews import FedPeWSClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
+from client_apps.scaffold import ScaffoldClient
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
@@ -38,6 +39,7 @@ from strategies.parts import (
     SharedPart,
     TuningSettings,
 )
+from strategies.scaffold import Scaffold
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ METHODS = {
     "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
     "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}),
     "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}),
+    "scaffold": Method("Karimireddy et al. 2020", MethodSettings, Scaffold, ScaffoldClient),
     "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
     "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),

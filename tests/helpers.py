@@ -54,6 +54,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedavg": {"weighting": "examples"},
     "fedprox": {"prox_mu": 0.1},
     "moon": {"moon_mu": 2.0},
+    "scaffold": {},
     "fedselect": {"momentum": 0.0, "local_epochs": 2},
     "fedavg-ft": {},
     "ditto": {},

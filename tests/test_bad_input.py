@@ -85,7 +85,7 @@ class WithoutClient1(LocalGrid):
 
 KEYS: dict[str, dict[str, Value]] = {
     "fedavg": {"num_rounds": 2},
-    "fedpews": {"num_rounds": 2, "fedpews__warmup_rounds": 2},
+    "fedpews": {"num_rounds": 2, "fedpews__warmup_rounds": 2, "fedpews__others": "mean"},
     "fedpews fixed": {"num_rounds": 2, "fedpews__warmup_rounds": 2, "fedpews__masks": "fixed"},
 }
 
