@@ -249,8 +249,8 @@ def test_a_node_whose_process_dies_of_its_client(run_local: RunLocal) -> None:
 
 def test_a_bad_evaluation_is_named(run_local: RunLocal, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spoiled(METHODS["fedavg"].client):  # type: ignore[name-defined, misc]
-        def run_evaluation(self, sent: Tensors, wanted: list[str]) -> Update:
-            update = super().run_evaluation(sent, wanted)
+        def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
+            update = super().run_evaluation(sent, config, wanted)
             return replace(update, metrics={"global-local-accuracy": math.nan}) if self.id == 1 else update
 
     monkeypatch.setitem(METHODS, "fedavg", replace(METHODS["fedavg"], client=Spoiled))
