@@ -28,6 +28,7 @@ from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
+from strategies.ist import IST, ISTSettings
 from strategies.local import Local
 from strategies.parts import (
     FedBABUSettings,
@@ -67,6 +68,8 @@ METHODS = {
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
+    "ist": Method("IST, Yuan et al. 2022: vertical decomposition", ISTSettings, IST, Client),
+    "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }

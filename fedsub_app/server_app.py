@@ -56,7 +56,9 @@ class GlobalTest:
         dataset = load_dataset(settings.data)
         device = pick_device(settings.device)
         in_shape = tuple(dataset.train_x.shape[1:])
-        self.model = build_model(settings.model, in_shape, dataset.num_classes, settings.seed).to(device)
+        self.model = build_model(
+            settings.model, in_shape, dataset.num_classes, settings.seed, settings.hidden_width
+        ).to(device)
         self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
         if len(in_shape) == 3:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
@@ -95,7 +97,9 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     if settings.augment != "none" and dataset.train_x.dim() != 4:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = make_partition(settings.data, settings.partitioning)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
     pick_device(settings.device)
     # Before the run directory exists, because it may reject its settings.
     strategy = METHODS[settings.method].strategy(settings, model)

@@ -49,6 +49,10 @@ class MethodSettings(Section):
     def check(self, settings: "Settings") -> None:
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
 
+    def hidden_width(self, settings: "Settings") -> int | None:
+        """Return the units of every hidden layer of the global network, ``None`` for the model's own."""
+        return None
+
 
 class RunSettings(Section):
     """What is run, how long, what is measured, and where it is written."""
@@ -135,6 +139,11 @@ class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSett
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
     options: MethodSettings = Field(default=MethodSettings(), exclude=True)  # has a table of its own in TOML
+
+    @property
+    def hidden_width(self) -> int | None:
+        """Units of every hidden layer of the global network, where the method sets them."""
+        return self.options.hidden_width(self)
 
     @property
     def data(self) -> DataSettings:

@@ -69,6 +69,8 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
         "fedpart__rounds_per_group": 1,
         "fedpart__momentum": "similarity",
     },
+    "ist": {"weighting": "examples"},
+    "istprox": {"prox_mu": 0.1, "server_lr": 0.5},
     "local": {},
     "fedpews": {"fedpews__warmup_rounds": 2},
 }
