@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from client_apps.base import Client
 from client_apps.ditto import DittoClient
+from client_apps.fednova import FedNovaClient
 from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
@@ -24,6 +25,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 from strategies.ditto import Ditto, DittoSettings
+from strategies.fednova import FedNova, FedNovaSettings
+from strategies.fedopt import FedAdagrad, FedAdagradSettings, FedAdam, FedAdamSettings, FedYogi
 from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
@@ -59,6 +62,10 @@ METHODS = {
     "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
     "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}),
     "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}),
+    "fednova": Method("Wang et al. 2020", FedNovaSettings, FedNova, FedNovaClient),
+    "fedadam": Method("Reddi et al. 2021", FedAdamSettings, FedAdam, Client),
+    "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, FedYogi, Client),
+    "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, FedAdagrad, Client),
     "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
     "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),

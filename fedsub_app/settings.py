@@ -122,6 +122,12 @@ class TrainingSettings(Section):
     """Samples of a mini-batch."""
     local_epochs: CountOrZero = 1
     """Passes over a client's training samples in a round; 0: none, to time the machinery."""
+    local_steps: CountOrNone = None
+    """Mini-batches of a round instead of local-epochs; 0: by local-epochs.
+
+    They are the first of as many passes as it takes, each in an order of its own. What a method counts in epochs by a
+    key of its own, such as ``tune-epochs``, ``head-epochs`` and both of FedRep's, stays in epochs.
+    """
 
     def lr_at(self, server_round: int) -> float:
         """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
