@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from fedsub_app.common.section import (
+    AmountOrNone,
     Count,
     CountOrNone,
     CountOrZero,
@@ -63,6 +64,14 @@ class RunSettings(Section):
     """A name of `fedsub list methods`."""
     num_rounds: Count = 50
     """Rounds of the run."""
+    max_flops: AmountOrNone = None
+    """FLOPs of all clients' training with which the run is over; 0: no limit.
+
+    The round in which they are reached is the last one and is evaluated; the run is complete, and the summary's
+    ``ended-by`` names the key. Clients whose answers were refused do not count. Flower's own loop knows no budgets.
+    """
+    max_bytes: AmountOrNone = None
+    """Bytes of all messages by the papers' formula, down and up, with which the run is over; 0: no limit."""
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Accuracies to measure, any of global, global-local, personal: "global, personal".
 

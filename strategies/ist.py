@@ -28,6 +28,7 @@ Where this leaves the papers or the authors' code (IST_FL):
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal
 
 from torch import Tensor, nn
@@ -91,10 +92,14 @@ class IST(SubnetStrategy):
         self.kept = {f"{name}.bias" for name in layers} if self.options.bias == "keep" else set()
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of a client in the running round: group name -> bool ``[group.size]``."""
-        clients = sample(self.settings, self.round)
-        draws = generator(self.settings.seed, self.round, "units")
-        return deal(self.units, len(clients), draws)[clients.index(client)]
+        """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only."""
+        return self._deal(self.round)[client]
+
+    @lru_cache(maxsize=1)  # noqa: B019  (a strategy lives as long as its run)
+    def _deal(self, server_round: int) -> dict[int, dict[str, Tensor]]:
+        clients = sample(self.settings, server_round)
+        draws = generator(self.settings.seed, server_round, "units")
+        return dict(zip(clients, deal(self.units, len(clients), draws), strict=True))
 
     def task(self, client: int) -> Task:
         """Send the network of the client's units."""

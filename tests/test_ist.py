@@ -1,12 +1,13 @@
 """IST: the units are dealt to a round's clients, each trains its slice as the small network that it is."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, merge_round, rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
+from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model, mlp, narrowed, tensors_of, unit_groups
@@ -248,6 +250,19 @@ def test_a_round_against_a_slow_reference(model: str, run_local: Run) -> None:
     keys = {key.replace("-", "_"): value for key, value in KEYS.items()}
     _, folder = run_local(**keys | {"model": model, "num_rounds": 1, "ist__width": 15, "local_epochs": 2})
     assert away(load_file(folder / "model.safetensors"), expected, start) < SAME
+
+
+def test_a_wide_run_on_two_nodes_and_resumed_is_the_same(run_local: Run, tmp_path: Path) -> None:
+    keys = {"num_clients": 5, "clients_per_round": 3, "partition": "iid", "num_rounds": 3, "keep_checkpoints": 0}
+    keys |= {"method": "ist", "model": "feature-mlp2", "ist__width": 15, "evaluate": "global,global-local,personal"}
+    _, whole = run_local("whole", **keys)
+    part = Path(shutil.copytree(whole, tmp_path / "part"))
+    (part / "summary.json").unlink()
+    for number in (2, 3):
+        (part / f"checkpoints/round-00000{number}.safetensors").unlink()
+    run_local("part", **keys, resume=True, grid=lambda app, overrides: LocalGrid(app, overrides, 2))
+    assert rounds(part) == rounds(whole)
+    assert (part / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 def test_biases_that_are_kept(run_local: Run) -> None:
