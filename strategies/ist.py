@@ -3,7 +3,8 @@
 Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images: Vertical Decompositions and Pre-Trained Backbones Are
 Difficult to Beat, ICCV 2023, https://arxiv.org/abs/2309.03237. Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine:
 Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training, PVLDB 15(8), 2022,
-https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``.
+https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``; with one local step, as in the paper's
+tables, the term's gradient is 0 and they are the same.
 
 A round deals the units of each hidden layer to its clients, each layer by a permutation of its own. A client is sent
 the rows and columns of its units, a network that is really so small; what it returns is written back, not averaged.

@@ -282,6 +282,16 @@ def test_istprox_is_ist_with_the_term(run_local: Run) -> None:
     assert models[0] == models[1] != models[2]
 
 
+@pytest.mark.parametrize(("with_term", "without"), [("istprox", "ist"), ("fedprox", "fedavg")])
+def test_in_one_step_the_proximal_term_is_nothing(with_term: str, without: str, run_local: Run) -> None:
+    """w is w_global when its gradient is taken: with the paper's one local step these are the same methods."""
+    models = []
+    for method in (with_term, without):
+        _, folder = run_local(method, method=method, partition="iid", momentum=0.9, prox_mu=0.5, local_steps=1)
+        models.append((folder / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
 def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(UserError, match=r"^objective = 'moon': must be 'none' or 'prox' with method = 'ist'$"):
         resolve({"method": "ist", "objective": "moon"})
