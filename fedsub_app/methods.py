@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from client_apps.base import Client
 from client_apps.ditto import DittoClient
+from client_apps.fednova import FedNovaClient
 from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
@@ -25,10 +26,13 @@ from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 from strategies.ditto import Ditto, DittoSettings
+from strategies.fednova import FedNova, FedNovaSettings
+from strategies.fedopt import FedAdagrad, FedAdagradSettings, FedAdam, FedAdamSettings, FedYogi
 from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
+from strategies.ist import IST, ISTSettings
 from strategies.local import Local
 from strategies.parts import (
     FedBABUSettings,
@@ -61,6 +65,10 @@ METHODS = {
     "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}),
     "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}),
     "scaffold": Method("Karimireddy et al. 2020", MethodSettings, Scaffold, ScaffoldClient),
+    "fednova": Method("Wang et al. 2020", FedNovaSettings, FedNova, FedNovaClient),
+    "fedadam": Method("Reddi et al. 2021", FedAdamSettings, FedAdam, Client),
+    "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, FedYogi, Client),
+    "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, FedAdagrad, Client),
     "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
     "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),
@@ -70,6 +78,8 @@ METHODS = {
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
+    "ist": Method("IST, Yuan et al. 2022: vertical decomposition", ISTSettings, IST, Client),
+    "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }

@@ -17,7 +17,7 @@ from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.runs import report
-from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of
+from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of, used_up
 from fedsub_app.settings import Settings
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.workplace import pick_device
@@ -56,7 +56,9 @@ class GlobalTest:
         dataset = load_dataset(settings.data)
         device = pick_device(settings.device)
         in_shape = tuple(dataset.train_x.shape[1:])
-        self.model = build_model(settings.model, in_shape, dataset.num_classes, settings.seed).to(device)
+        self.model = build_model(
+            settings.model, in_shape, dataset.num_classes, settings.seed, settings.hidden_width
+        ).to(device)
         self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
         if len(in_shape) == 3:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
@@ -95,7 +97,9 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     if settings.augment != "none" and dataset.train_x.dim() != 4:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = make_partition(settings.data, settings.partitioning)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
     pick_device(settings.device)
     # Before the run directory exists, because it may reject its settings.
     strategy = METHODS[settings.method].strategy(settings, model)
@@ -128,7 +132,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     began = time.perf_counter()
-    for number in range(last + 1, settings.num_rounds + 1):
+    over = used_up(run.lines, settings)
+    for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
         config = ConfigRecord({"committed": run.oldest_round})
         replies = exchange(grid, strategy.configure_train(number, arrays, config, grid), settings.round_timeout)
@@ -136,9 +141,10 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
         line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
+        strategy.over = over = used_up([*run.lines, line], settings)
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         run.log_round(line)
-        if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned:
+        if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
         log.info("%s", report.round_line(line, settings, left))
@@ -150,6 +156,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
                 f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}",
                 run.folder,
             )
+        if over:
+            log.info("%s is used up: round %d was the last one", over, number)
+            break
     return run.finish("completed", to_tensors(arrays))
 
 

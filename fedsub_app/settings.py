@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from fedsub_app.common.section import (
+    AmountOrNone,
     Count,
     CountOrNone,
     CountOrZero,
@@ -49,6 +50,10 @@ class MethodSettings(Section):
     def check(self, settings: "Settings") -> None:
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
 
+    def hidden_width(self, settings: "Settings") -> int | None:
+        """Return the units of every hidden layer of the global network, ``None`` for the model's own."""
+        return None
+
 
 class RunSettings(Section):
     """What is run, how long, what is measured, and where it is written."""
@@ -59,6 +64,14 @@ class RunSettings(Section):
     """A name of `fedsub list methods`."""
     num_rounds: Count = 50
     """Rounds of the run."""
+    max_flops: AmountOrNone = None
+    """FLOPs of all clients' training with which the run is over; 0: no limit.
+
+    The round in which they are reached is the last one and is evaluated; the run is complete, and the summary's
+    ``ended-by`` names the key. Clients whose answers were refused do not count. Flower's own loop knows no budgets.
+    """
+    max_bytes: AmountOrNone = None
+    """Bytes of all messages by the papers' formula, down and up, with which the run is over; 0: no limit."""
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Accuracies to measure, any of global, global-local, personal: "global, personal".
 
@@ -118,6 +131,12 @@ class TrainingSettings(Section):
     """Samples of a mini-batch."""
     local_epochs: CountOrZero = 1
     """Passes over a client's training samples in a round; 0: none, to time the machinery."""
+    local_steps: CountOrNone = None
+    """Mini-batches of a round instead of local-epochs; 0: by local-epochs.
+
+    They are the first of as many passes as it takes, each in an order of its own. What a method counts in epochs by a
+    key of its own, such as ``tune-epochs``, ``head-epochs`` and both of FedRep's, stays in epochs.
+    """
 
     def lr_at(self, server_round: int) -> float:
         """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
@@ -135,6 +154,11 @@ class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSett
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
     options: MethodSettings = Field(default=MethodSettings(), exclude=True)  # has a table of its own in TOML
+
+    @property
+    def hidden_width(self) -> int | None:
+        """Units of every hidden layer of the global network, where the method sets them."""
+        return self.options.hidden_width(self)
 
     @property
     def data(self) -> DataSettings:

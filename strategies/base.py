@@ -50,6 +50,7 @@ class SubnetStrategy(Strategy):
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
     phase : the running or last phase: who was asked, who was dropped, what the round's line says of it.
+    over : the budget that the running round has used up, which makes it the last one.
     """
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -59,6 +60,7 @@ class SubnetStrategy(Strategy):
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
         self.phase = Phase("", 0)
+        self.over: str | None = None
 
     def connect(self, federation: Federation) -> None:
         """Take the nodes that the verbs talk to."""
@@ -204,7 +206,8 @@ class SubnetStrategy(Strategy):
 
     def evaluation_due(self, server_round: int) -> bool:
         """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one."""
-        return server_round % self.settings.eval_every == 0 or server_round == self.settings.num_rounds
+        last = self.over is not None or server_round == self.settings.num_rounds
+        return last or server_round % self.settings.eval_every == 0
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

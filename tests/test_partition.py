@@ -105,6 +105,17 @@ def test_dirichlet_is_less_even_for_a_smaller_alpha() -> None:
     assert spread(0.1) > 1.5 * spread(1.0) > 1.5 * spread(100.0)
 
 
+@pytest.mark.parametrize(("partition", "alpha"), [("iid", 1.0), ("dirichlet", 100.0), ("dirichlet", 0.01)])
+def test_samples_drawn_with_replacement(partition: str, alpha: float) -> None:
+    """Far more than there are; a client's classes are its own draw."""
+    drawn = make(partition=partition, dirichlet_alpha=alpha, samples_per_client=500, num_clients=40)
+    assert all(498 <= len(own) <= 505 for own in drawn.train)
+    assert any(len(own.unique()) < len(own) for own in drawn.train)
+    largest = drawn.class_counts(load_dataset(DIGITS)).max(1).values.float().mean()
+    assert (largest > 350) == (alpha == 0.01)
+    assert (largest < 80) == (alpha != 0.01)
+
+
 def test_shards_are_runs_of_the_label_order() -> None:
     made = make(partition="shards", num_clients=10, shards_per_client=2)
     train_y = load_dataset(DIGITS).train_y
@@ -216,6 +227,14 @@ def test_summary_is_json_and_adds_up() -> None:
         (
             {"partition": "dirichlet", "dirichlet_alpha": 0.001, "num_clients": 300},
             r"dirichlet-alpha = 0\.001: no partition .*num-clients = 300",
+        ),
+        (
+            {"partition": "shards", "samples_per_client": 5},
+            r"samples-per-client = 5: must be 0 with partition = 'shards'; allowed are 'iid', 'dirichlet'",
+        ),
+        (
+            {"partition": "iid", "samples_per_client": 5, "validation_fraction": 0.5},
+            r"samples-per-client = 5: must be 0 with validation-fraction or holdout",
         ),
         ({"partition": "shards", "shards_per_client": 144}, r"shards-per-client = 144: expected 1 to 143"),
         ({"partition": "classes", "classes_per_client": 11}, r"classes-per-client = 11: expected 1 to 10"),

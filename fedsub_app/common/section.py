@@ -90,5 +90,8 @@ CountOrNone = Annotated[int | None, Field(ge=0), AfterValidator(lambda n: n or N
 PercentOrNone = Annotated[
     float | None, Field(ge=0, le=100), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
 ]
+AmountOrNone = Annotated[
+    float | None, Field(ge=0), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
+]
 TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), PlainSerializer(lambda text: text or "")]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]

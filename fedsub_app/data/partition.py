@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import ClientsSettings, Count, CountOrZero, Listed, Positive, SeedSettings
+from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, CountOrZero, Listed, Positive, SeedSettings
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
 
@@ -48,6 +49,11 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     """
     dirichlet_alpha: Positive = 0.5
     """Concentration of partition = "dirichlet"; small is uneven."""
+    samples_per_client: CountOrNone = None
+    """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
+
+    By its own draw of the classes' fractions from the Dirichlet distribution, rounded, or from all samples alike (IST).
+    """
     shards_per_client: Count = 2
     """Shards of each client with partition = "shards"."""
     classes_per_client: Count = 5
@@ -103,7 +109,7 @@ def make_partition(data: DataSettings, settings: PartitionSettings) -> Partition
 @lru_cache(maxsize=8)
 def _make(dataset: Dataset, settings: PartitionSettings) -> Partition:
     _check(dataset, settings)
-    train = _DIVIDE[settings.partition](dataset, settings)
+    train = (_draw if settings.samples_per_client else _DIVIDE[settings.partition])(dataset, settings)
     validation: list[Tensor] = []
     test: list[Tensor] = []
     for client, indices in enumerate(train):
@@ -142,7 +148,13 @@ def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
 def _check(dataset: Dataset, settings: PartitionSettings) -> None:
     samples, clients = len(dataset.train_y), settings.num_clients
     shards, classes = settings.shards_per_client, settings.classes_per_client
-    if clients > samples:
+    if settings.samples_per_client:
+        said = f"samples-per-client = {settings.samples_per_client}: must be 0 with"
+        if settings.partition not in ("iid", "dirichlet"):
+            raise UserError(f"{said} partition = {settings.partition!r}; allowed are 'iid', 'dirichlet'")
+        if settings.validation_fraction or settings.client_test == "holdout":
+            raise UserError(f"{said} validation-fraction or holdout: drawn with replacement, a sample may be in both")
+    elif clients > samples:
         raise UserError(f"num-clients = {clients}: expected 1 to {samples}, the number of training samples")
     if settings.partition == "shards" and shards > samples // clients:
         raise UserError(
@@ -186,6 +198,24 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
 def _iid(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     order = torch.randperm(len(dataset.train_y), generator=generator(settings.seed, "partition"))
     return list(order.tensor_split(settings.num_clients))
+
+
+def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    """Every client for itself, with replacement: the last class takes what the rounding of the others leaves."""
+    size = settings.samples_per_client or 0
+    of_class = [(dataset.train_y == label).nonzero().flatten().numpy() for label in range(dataset.num_classes)]
+    clients = []
+    for client in range(settings.num_clients):
+        draws = np.random.default_rng(derive(settings.seed, client, "samples"))
+        if settings.partition == "iid":
+            found = draws.integers(len(dataset.train_y), size=size)
+        else:
+            shares = draws.dirichlet([settings.dirichlet_alpha] * dataset.num_classes)
+            counts = np.round(shares * size).astype(int)
+            counts[-1] = max(size - counts[:-1].sum(), 0)
+            found = np.concatenate([draws.choice(own, n) for own, n in zip(of_class, counts, strict=True) if n])
+        clients.append(torch.from_numpy(found).sort().values)
+    return clients
 
 
 def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:

@@ -77,6 +77,12 @@ class Phase:
         return [client for _, clients in self.sent for client in clients]
 
 
+def sample(settings: FederationSettings, server_round: int) -> list[int]:
+    """Return the clients of a round: sorted, seeded by (seed, round)."""
+    order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample"))
+    return sorted(order[: settings.sample_size].tolist())
+
+
 class Federation:
     """The nodes of a run and their clients."""
 
@@ -90,10 +96,7 @@ class Federation:
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
-        order = torch.randperm(
-            self.settings.num_clients, generator=generator(self.settings.seed, server_round, "sample")
-        )
-        return sorted(order[: self.settings.sample_size].tolist())
+        return sample(self.settings, server_round)
 
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.

@@ -166,6 +166,11 @@ _NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = 
         _mlp,
         {"hidden": (1000,), "batch_norm": True},
     ),
+    "feature-mlp2": (
+        "IST, two hidden layers (the authors' code): feature-mlp with a second 1000, BatchNorm, ReLU",
+        _mlp,
+        {"hidden": (1000, 1000), "batch_norm": True},
+    ),
 }
 
 
@@ -174,7 +179,7 @@ def model_names() -> dict[str, str]:
     return {name: description for name, (description, _, _) in _NETWORKS.items()}
 
 
-def build_model(name: str, in_shape: Shape, num_classes: int, seed: int) -> nn.Module:
+def build_model(name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None = None) -> nn.Module:
     """Return the network ``name`` on the CPU, in training mode, initialised as PyTorch does by default.
 
     Parameters
@@ -183,15 +188,21 @@ def build_model(name: str, in_shape: Shape, num_classes: int, seed: int) -> nn.M
     in_shape : shape of one input without the batch axis: ``(features,)`` or ``(channels, height, width)``.
     num_classes : number of logits.
     seed : the run's seed. Equal arguments give bit-identical weights; the global generators are left as they were.
+    width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
 
     Raises
     ------
     UserError
-        If the name is unknown, or the network cannot take inputs of this shape.
+        If the name is unknown, or the network cannot take inputs of this shape, or has no width to be set.
     """
     if name not in _NETWORKS:
         raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}")
     _, builder, settings = _NETWORKS[name]
+    if width:
+        if builder is not _mlp:
+            names = ", ".join(other for other, (_, made_by, _) in _NETWORKS.items() if made_by is _mlp)
+            raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {names}")
+        settings = settings | {"hidden": [width] * len(settings["hidden"])}  # type: ignore[arg-type]
     # devices=[] and default_generator, not manual_seed(): that would seed the GPUs' generators as well.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive(seed, "model"))

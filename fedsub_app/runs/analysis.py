@@ -67,7 +67,9 @@ def analyse(folder: Path, samples: int) -> list[Path]:
 def _strategy(settings: Settings) -> SubnetStrategy:
     """Return the server side of the run's method, which reads the clients' masks from its state."""
     dataset = load_dataset(settings.data)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
     return METHODS[settings.method].strategy(settings, model)
 
 

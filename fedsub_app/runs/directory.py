@@ -305,6 +305,18 @@ TOTALS = (
 )
 
 
+def used_up(lines: list[Json], settings: Settings) -> str | None:
+    """Return which budget these rounds have used up: ``max-flops``, ``max-bytes`` or none."""
+    spent = {
+        "max-flops": (settings.max_flops, ("flops",)),
+        "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
+    }
+    for key, (most, counted) in spent.items():
+        if most and sum(line.get(count, 0) for line in lines for count in counted) >= most:
+            return key
+    return None
+
+
 def summarise(lines: list[Json], settings: Settings) -> Json:
     """Return final and best accuracies (percent), rounds to the target, totals of bytes, FLOPs and seconds."""
     summary: dict[str, Any] = {
@@ -323,4 +335,6 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
             if settings.target_accuracy and key == settings.evaluations[0] + "-accuracy":
                 reached = [number for number, value in values if value >= settings.target_accuracy]
                 summary["rounds-to-target"] = reached[0] if reached else None
+    if budget := used_up(lines, settings):
+        summary["ended-by"] = budget
     return summary | {f"total-{key}": sum(line.get(key, 0) for line in lines) for key in TOTALS}

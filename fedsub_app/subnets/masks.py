@@ -123,6 +123,29 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
     return clients
 
 
+def deal(groups: Sequence[UnitGroup], parts: int, draws: torch.Generator) -> list[dict[str, Tensor]]:
+    """Return IST's partition: every unit of every hidden layer in exactly one of ``parts`` masks, at random.
+
+    Each layer is dealt by a permutation of its own; its parts' sizes differ by at most 1.
+
+    Parameters
+    ----------
+    groups : the network's unit groups.
+    parts : number of masks, >= 1; a mask of a layer with fewer units may be empty.
+    draws : CPU generator of the permutations.
+
+    Returns
+    -------
+    One mask per part: group name -> bool ``[group.size]``.
+    """
+    dealt: list[dict[str, Tensor]] = [{} for _ in range(parts)]
+    for group in groups:
+        order = torch.randperm(group.size, generator=draws)
+        for masks, index in zip(dealt, order.tensor_split(parts), strict=True):
+            masks[group.name] = torch.zeros(group.size, dtype=torch.bool).index_fill_(0, index, True)
+    return dealt
+
+
 def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
     """Return the parts of a vector over all hidden units: group name -> view ``[group.size]``, in the groups' order."""
     parts = vector.split([group.size for group in groups])

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -124,12 +124,21 @@ class Worker:
 
         Parameters
         ----------
-        count : passes, ``None`` for ``local-epochs``.
+        count : passes, ``None`` for ``local-epochs``, or as many as ``local-steps`` takes, the last one cut.
         purpose : of the generator that orders them; another one where a round trains twice.
         """
-        draws = self.generator(purpose)
-        for _ in range(self.settings.local_epochs if count is None else count):
-            yield epoch(len(self.y), self.settings.batch_size, draws, bool(self.network.normalisations))
+        settings = self.settings
+        order = partial(
+            epoch, len(self.y), settings.batch_size, self.generator(purpose), bool(self.network.normalisations)
+        )
+        if count is not None or settings.local_steps is None:
+            for _ in range(settings.local_epochs if count is None else count):
+                yield order()
+            return
+        left = settings.local_steps
+        while left and (found := order()[:left]):
+            left -= len(found)
+            yield found
 
     def batches(self, epochs: int | None = None, purpose: str = "batches") -> Iterator[Tensor]:
         """Yield the mini-batches of all :meth:`epochs`, one after the other."""

@@ -68,7 +68,9 @@ class Workplace:
         """Return the initial global model, which every client can rebuild from the seed, or that of another seed."""
         settings = self.settings
         seed = settings.seed if seed is None else seed
-        return tensors_of(build_model(settings.model, self.in_shape, self.dataset.num_classes, seed))
+        return tensors_of(
+            build_model(settings.model, self.in_shape, self.dataset.num_classes, seed, settings.hidden_width)
+        )
 
 
 def pick_device(name: str) -> torch.device:
@@ -84,7 +86,9 @@ def workplace(settings: Settings) -> Workplace:
     dataset = load_dataset(settings.data)
     partition = make_partition(settings.data, settings.partitioning)
     device = pick_device(settings.device)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
     # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
     placed = [
         part.to(device, memory_format=torch.channels_last if part.dim() == 4 else torch.preserve_format)

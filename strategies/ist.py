@@ -1,0 +1,132 @@
+"""IST and ISTProx, server side: every hidden unit is trained by one client of a round; clients train as in FedAvg.
+
+Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images: Vertical Decompositions and Pre-Trained Backbones Are
+Difficult to Beat, ICCV 2023, https://arxiv.org/abs/2309.03237. Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine:
+Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training, PVLDB 15(8), 2022,
+https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``; with one local step, as in the paper's
+tables, the term's gradient is 0 and they are the same.
+
+A round deals the units of each hidden layer to its clients, each layer by a permutation of its own. A client is sent
+the rows and columns of its units, a network that is really so small; what it returns is written back, not averaged.
+With two or more hidden layers the weights between units of different clients are with nobody and keep their value, and
+so do the units of a client that does not answer. What belongs to no unit (the output bias; the residual stream of a
+ResNet) is sent to all and averaged. Units are those that the model declares (``models.unit_groups``): neurons, or a
+convolution's channels.
+
+Where this leaves the papers or the authors' code (IST_FL):
+
+- Biases are not in the papers. The authors' clients start from biases of their own, at random, and neither send nor
+  receive any; here a hidden unit's bias goes with it. ``bias = "keep"`` leaves the server's biases where they began,
+  which is what theirs come to; what its clients train them to is thrown away.
+- A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
+  momentum is then that of other neurons.
+- The permutation is drawn anew from seed and round, where theirs is shuffled on: the same distribution, and a round
+  needs no state.
+- BatchNorm on batch statistics is evaluated on batches of 512, theirs on shuffled ones of 32. Running statistics,
+  where a network has them, go with their units.
+- Units that do not divide by the clients are dealt as evenly as possible; the papers' widths are multiples.
+- ``objective = "moon"`` is refused: a client has other units in every round, so that its last model is no z_p.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import CountOrNone
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors, chosen
+from fedsub_app.federation.nodes import sample
+from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.models import narrow_shapes
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.masks import deal
+from fedsub_app.subnets.slices import insert, take
+from strategies.base import SubnetStrategy
+
+
+class ISTSettings(MethodSettings):
+    """Keys of IST."""
+
+    width: CountOrNone = None
+    """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own are shared out.
+
+    The global network has so many times the clients of a round; for multi-layer perceptrons alone.
+    """
+    bias: Literal["average", "keep"] = "average"
+    """Biases are trained, those of no hidden unit averaged; or the global ones stay as they began (authors' code)."""
+
+    def hidden_width(self, settings: Settings) -> int | None:
+        """Return the global width: that of a client, times the clients of a round."""
+        return self.width and self.width * settings.sample_size
+
+    def check(self, settings: Settings) -> None:
+        """MOON's previous model would be of other units."""
+        if settings.objective == "moon":
+            raise ValueError(f"objective = 'moon': must be 'none' or 'prox' with method = {settings.method!r}")
+
+
+class IST(SubnetStrategy):
+    """Deals the hidden units to a round's clients, anew in every round.
+
+    Attributes
+    ----------
+    dealt : names of the tensors of which every client of a round has a slice of its own.
+    kept : names of the tensors that stay as they began.
+    """
+
+    options: ISTSettings
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        for group in self.units:
+            if group.size < settings.sample_size:
+                raise UserError(
+                    f"model = {settings.model!r}: layer {group.name} has {group.size} units for the "
+                    f"{settings.sample_size} clients of a round; allowed is at least one each"
+                )
+        self.dealt = {name for g in self.units for name in (*g.rows, *(name for name, _ in g.cols))}
+        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+        self.kept = {f"{name}.bias" for name in layers} if self.options.bias == "keep" else set()
+
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only."""
+        return self._deal(self.round)[client]
+
+    @lru_cache(maxsize=1)  # noqa: B019  (a strategy lives as long as its run)
+    def _deal(self, server_round: int) -> dict[int, dict[str, Tensor]]:
+        clients = sample(self.settings, server_round)
+        draws = generator(self.settings.seed, server_round, "units")
+        return dict(zip(clients, deal(self.units, len(clients), draws), strict=True))
+
+    def task(self, client: int) -> Task:
+        """Send the network of the client's units."""
+        return Task(client, take(self.current, self.units, self.units_of(client)))
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect it back."""
+        widths = {name: int(mask.sum()) for name, mask in self.units_of(client).items()}
+        shapes = narrow_shapes(self.units, widths, {name: tensor.shape for name, tensor in self.current.items()})
+        return {name: Spec(tuple(shape)) for name, shape in shapes.items()}
+
+    def contribution(self, update: Update) -> Contribution:
+        """What all clients have: the rest is in no mean."""
+        shared = [name for name in update.tensors if name not in self.dealt | self.kept]
+        return Contribution(chosen(update.tensors, shared), None, self.weight(update))
+
+    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+        """Average what all have, and write each client's slices where they were taken.
+
+        Not as masked contributions: they would take as many whole models as there are clients.
+        """
+        merged = super().merge(updates, contributions)
+        names = self.dealt - self.kept
+        for update in updates:
+            units = self.units_of(update.client)
+            old = take(chosen(self.current, names), self.units, units)
+            moved = masked_mean(old, [Contribution(chosen(update.tensors, names))], self.settings.server_lr)
+            insert(merged, moved, self.units, units)
+        return merged

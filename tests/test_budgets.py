@@ -1,0 +1,58 @@
+"""Budgets end a run as complete, after the round that uses them up."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import rounds
+
+from fedsub_app.common.tensors import Json
+from fedsub_app.runs.directory import read_rounds
+
+Run = Callable[..., tuple[Json, Path]]
+
+
+@pytest.mark.parametrize(
+    ("key", "counted"), [("max_flops", ("flops",)), ("max_bytes", ("formula-bytes-down", "formula-bytes-up"))]
+)
+@pytest.mark.parametrize(("share", "last"), [(0.1, 1), (2.0, 2), (2.5, 3), (3.5, 4)])
+def test_the_round_that_uses_it_up_is_the_last(
+    key: str, counted: tuple[str, ...], share: float, last: int, run_local: Run
+) -> None:
+    _, whole = run_local("whole", num_rounds=4, eval_every=9)
+    costs = [sum(line[count] for count in counted) for line in read_rounds(whole)[1:]]
+    assert len(set(costs)) == 1
+    keys = {"num_rounds": 4, "eval_every": 9, "checkpoint_every": 9, "evaluate": "global,personal"}
+    summary, folder = run_local("budget", **keys, **{key: share * costs[0]})
+    assert (summary["status"], summary["rounds"]) == ("completed", last)
+    assert summary["ended-by"] == key.replace("_", "-")
+    line = read_rounds(folder)[-1]
+    assert "global-accuracy" in line  # the last round is evaluated, on the clients too, and has a checkpoint
+    assert "personal-accuracy" in line
+    assert (folder / f"checkpoints/round-{last:06d}.safetensors").exists()
+
+
+def test_without_reaching_it_a_run_goes_on(run_local: Run) -> None:
+    summary, _ = run_local(max_flops=1e18, max_bytes=1e18)
+    assert summary["rounds"] == 3
+    assert "ended-by" not in summary
+
+
+def test_a_run_that_is_over_stays_over(run_local: Run, tmp_path: Path) -> None:
+    """Resumed from its end nothing is trained; resumed before it ends where it did."""
+    _, plain = run_local("plain", num_rounds=1)
+    keys = {"num_rounds": 9, "max_flops": 3 * read_rounds(plain)[1]["flops"], "keep_checkpoints": 0}
+    _, folder = run_local("budget", **keys)
+    assert len(read_rounds(folder)) == 1 + 3
+    before = rounds(folder)
+    part = Path(shutil.copytree(folder, tmp_path / "part"))
+    run_local("budget", **keys, resume=True)
+    assert rounds(folder) == before
+    for name in ("summary.json", "checkpoints/round-000003.safetensors"):
+        (part / name).unlink()
+    run_local("part", **keys, resume=True)
+    assert rounds(part) == before
+    assert json.loads((part / "summary.json").read_text())["ended-by"] == "max-flops"
+    assert (part / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
