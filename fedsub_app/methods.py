@@ -20,6 +20,7 @@ from client_apps.fedpews import FedPeWSClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
+from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
@@ -38,6 +39,7 @@ from strategies.parts import (
     SharedPart,
     TuningSettings,
 )
+from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ METHODS = {
     "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
+    "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),

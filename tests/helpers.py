@@ -55,6 +55,12 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedprox": {"prox_mu": 0.1},
     "moon": {"moon_mu": 2.0},
     "fedselect": {"momentum": 0.0, "local_epochs": 2},
+    "subfedavg": {
+        "local_epochs": 2,
+        "validation_fraction": 0.2,
+        "subfedavg__accuracy": 10.0,
+        "subfedavg__distance": 0.0,
+    },
     "fedavg-ft": {},
     "ditto": {},
     "fedpac": {},
