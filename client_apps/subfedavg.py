@@ -95,6 +95,8 @@ class SubFedAvgClient(Client):
     def fewer_weights(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Return the weights' masks without the smallest ones; none where epochs agree or the target is reached."""
         options, plan = self.options, self.plan
+        if not plan.weights:
+            return {}
         old = {name: masks[name] for name in plan.weights}
         pruned = plan.pruned(masks)
         early, late = (prune_weights(model, old, options.share, options.share_of) for model in (first, last))

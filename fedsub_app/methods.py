@@ -19,6 +19,7 @@ from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
+from client_apps.mtl import MTLClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
@@ -30,6 +31,7 @@ from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
 from strategies.local import Local
+from strategies.mtl import MTL, MTLSettings
 from strategies.parts import (
     FedBABUSettings,
     FedRepSettings,
@@ -69,6 +71,7 @@ METHODS = {
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
+    "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),

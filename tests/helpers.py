@@ -61,6 +61,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
         "subfedavg__accuracy": 10.0,
         "subfedavg__distance": 0.0,
     },
+    "mtl": {"mtl__lambda": 0.1},
     "fedavg-ft": {},
     "ditto": {},
     "fedpac": {},

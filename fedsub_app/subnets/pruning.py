@@ -79,7 +79,8 @@ class Prunable:
 
         Hybrid: the linear layers' weights, and of the convolutions those that are left; biases go down only.
         """
-        parameters = sum(size for name, size in self.sizes.items() if name not in self.scales.values())
+        norms = {name.rpartition(".")[0] for name in self.scales.values()}
+        parameters = sum(size for name, size in self.sizes.items() if name.rpartition(".")[0] not in norms)
         positions = self.positions(masks)
         if not self.groups:
             return published_bytes(1, 1, parameters, self.pruned(masks))
