@@ -196,10 +196,9 @@ class SubFedAvg(SubnetStrategy):
         )
 
     def position_masks(self) -> list[Tensors] | None:
-        """Every client's kept positions."""
-        return [
-            {n: kept for n, kept in self.plan.positions(masks).items() if n in self.plan.sizes} for masks in self.masks
-        ]
+        """Every client's kept positions of convolutions and linear layers."""
+        every = (self.plan.positions(masks) for masks in self.masks)
+        return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]
 
     def summary(self) -> None:
         """Log the settings, and whether test data chose the networks."""

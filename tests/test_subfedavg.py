@@ -487,6 +487,17 @@ def test_a_client_without_gate_samples_says_so(run_local: Run) -> None:
     )
 
 
+@pytest.mark.parametrize("where", ["local", "average"])
+def test_running_statistics_stay_with_the_client_or_travel(where: str) -> None:
+    strategy, client = made(subfedavg__bn_statistics=where, local_epochs=0)
+    own = {f"own/{name}": torch.full_like(tensor, 7.0) for name, tensor in strategy.current.items()}
+    task = strategy.task(0)
+    assert ("bn1.running_mean" in task.tensors) == (where == "average")
+    answer = client(0, 2, own).train(dict(task.tensors), task.config)
+    assert answer["bn1.running_mean"].tolist() == [7.0 if where == "local" else 0.0] * 10
+    assert torch.equal(answer["conv1.weight"], strategy.current["conv1.weight"].flatten())
+
+
 # --- gates ------------------------------------------------------------------------------------------------------------
 
 
@@ -523,6 +534,16 @@ def test_the_gate_looks_at_the_samples_of_its_setting(
     _, folder = run_with(run_local, num_rounds=1, subfedavg__gate_data=data)
     assert set(seen) == {data}
     assert read_rounds(folder)[-1].get("gate") == ("on test data" if data == "test" else None)
+
+
+def test_the_experiments_of_the_authors_say_so() -> None:
+    for name in ("mnist", "cifar10"):
+        honest, authors = (resolve({"experiment": f"subfedavg/{name}{end}"}) for end in ("", "-authors"))
+        gates: list[Any] = [honest.options, authors.options]
+        assert [gate.gate_data for gate in gates] == ["validation", "test"]
+        assert (honest.validation_fraction, authors.validation_fraction) == (0.1, 0.0)
+        differ = {key for key, value in honest.flat().items() if authors.flat()[key] != value}
+        assert differ == {"experiment", "validation-fraction", "subfedavg.gate-data"}
 
 
 # --- what server and client agree on ----------------------------------------------------------------------------------
