@@ -172,8 +172,8 @@ def test_masks_only_shrink(data: st.DataObject) -> None:
 UN = KEYS | {"model": "mnist-cnn", "subfedavg.pruning": "unstructured", "subfedavg.target": 0.45}
 
 
-def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Tensors]:
-    """Algorithm 1, line by line, in float64: the clients' models theta_k, their masks m_k, and theta_g at the end.
+def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Tensors, list[float]]:
+    """Algorithm 1, line by line, in float64: theta_k, m_k and theta_g at the end, and each round's mean mask distance.
 
     Every gate's accuracy is taken to be passed.
     """
@@ -186,6 +186,7 @@ def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Ten
     weights = [n for n in theta_g if n.endswith("weight")]
     m = [{n: torch.ones_like(theta_g[n]) for n in weights} for _ in clients]
     theta = [dict(theta_g) for _ in clients]
+    distances = []
 
     def masks_of(now: Tensors, mask: Tensors, percent: float) -> Tensors:
         """0 for the lowest r_us percent of the remaining absolute values of each layer."""
@@ -197,6 +198,7 @@ def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Ten
         return found
 
     for t in range(1, s.num_rounds + 1):
+        distances.append(0.0)
         for k in clients:
             x, y = data.train_x[parts.train[k]].double(), data.train_y[parts.train[k]]
             draws = generator(s.seed, t, k, "batches")
@@ -218,6 +220,7 @@ def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Ten
                     first = masks_of(now, m[k], 100 * o.share)  # line 5
             last = masks_of(now, m[k], 100 * o.share)  # line 6
             distance = sum(float((first[n] != last[n]).double().mean()) for n in weights) / len(weights)  # line 13
+            distances[-1] += distance / len(clients)
             zeros = sum(int((m[k][n] == 0).sum()) for n in weights) / sum(p.numel() for p in now.values())
             if distance > o.distance and zeros < o.target:  # line 14
                 if o.target - zeros < o.share:
@@ -235,12 +238,12 @@ def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Ten
             else sum(theta[k][n] for k in clients) / len(clients)
             for n, old in theta_g.items()
         }
-    return theta, m, theta_g
+    return theta, m, theta_g, distances
 
 
 def test_it_follows_the_algorithm(run_local: Run) -> None:
     _, folder = run_with(run_local, **UN)
-    models, masks, mean = reference(UN)
+    models, masks, mean, distances = reference(UN)
     start = {n: t.detach() for n, t in tensors_of(build_model("mnist-cnn", IN_SHAPE, 10, 0)).items()}
     for k in range(3):
         state = client_state(folder, k, 3)
@@ -252,6 +255,9 @@ def test_it_follows_the_algorithm(run_local: Run) -> None:
         own |= {n: own[n] * ours[n] for n in ours}
         assert away(own, models[k], start) < SAME
     assert away(load_file(folder / "model.safetensors"), mean, start) < SAME
+    assert [line["mask-distance"] for line in read_rounds(folder) if line["round"]] == pytest.approx(
+        distances, rel=0.02
+    )
     # 0.3, then 0.3 + 0.7 * 0.05 of the weights, as 0.45 - 0.3 < 0.3, and again
     fractions = [line["pruned-fraction"] for line in read_rounds(folder) if line["round"]]
     assert fractions == pytest.approx([0.2988, 0.3337, 0.3669], abs=2e-3)
