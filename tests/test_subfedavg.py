@@ -1,5 +1,6 @@
 """Sub-FedAvg: pruning by hand, the algorithm written out a second time, what travels, its invariants, its costs."""
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from client_apps.mtl import MTLClient
 from client_apps.subfedavg import SubFedAvgClient
+from fedsub_app import cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
@@ -23,8 +25,9 @@ from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import build_model, narrowed, tensors_of
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
+from fedsub_app.runs.analysis import overlap
+from fedsub_app.runs.directory import read_checkpoint, read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.pruning import (
@@ -361,6 +364,30 @@ def test_a_client_whose_channels_are_gone_trains_and_sends_a_smaller_network() -
     assert {n: len(t.flatten()) for n, t in update.tensors.items() if n in expected} == expected
 
 
+@pytest.mark.parametrize("pruning", ["structured", "hybrid"])
+@pytest.mark.parametrize(
+    ("model", "shape"), [("lenet5-bn", (3, 32, 32)), ("feature-mlp", (20,)), ("resnet18", (3, 32, 32))]
+)
+def test_any_network_with_batch_norm_becomes_smaller(pruning: Any, model: str, shape: tuple[int, ...]) -> None:
+    """What is cut out is a network that runs, and back in place it is the whole one but for what is pruned."""
+    whole = build_model(model, shape, 10, 0).eval()
+    plan, tensors = prunable(whole, pruning), {name: t.detach() for name, t in tensors_of(whole).items()}
+    scales = {group: torch.rand(plan.shapes[name], generator=generator(0)) for group, name in plan.scales.items()}
+    masks = plan.everything()
+    masks |= prune_channels(scales, plan.units(masks), 0.45, 0.5)
+    masks |= prune_weights(tensors, {name: masks[name] for name in plan.weights}, 0.5, "remaining")
+    small = narrowed(whole, plan.groups, {name: int(mask.sum()) for name, mask in plan.units(masks).items()})
+    cut = plan.cut(tensors, masks)
+    load_tensors(small, cut)
+    assert small(torch.rand(2, *shape)).shape == (2, 10)
+    wide, positions = plan.widen(cut, masks), plan.positions(masks)
+    assert all(torch.equal(wide[n], t * positions[n] if n in positions else t) for n, t in tensors.items())
+    gone = 1 - sum(int((t != 0).sum()) for n, t in cut.items() if n in plan.sizes and n.endswith("weight")) / sum(
+        plan.sizes[n] for n in plan.sizes if n.endswith("weight")
+    )
+    assert gone == pytest.approx(plan.pruned(masks), abs=0.02)
+
+
 # --- the mean ---------------------------------------------------------------------------------------------------------
 
 
@@ -612,6 +639,28 @@ def test_masks_survive_the_checkpoint() -> None:
     assert units.sum(1).tolist() == [int(m["conv1"].sum() + m["conv2"].sum()) + 50 for m in again.masks]
     assert positions is not None
     assert int(positions[2]["fc1.weight"].sum()) == 50 * 320
+
+
+def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
+    """Six pairs of clients: two with the same labels, two pairs with one of three in common, three with none."""
+    lists: dict[str, Value] = {"partition": "lists", "class-lists": "0 1, 0 1, 1 2, 3 4", "num-clients": 4}
+    _, folder = run_with(run_local, num_rounds=1, **lists)
+    assert cli.main(["analyse", str(folder)]) == 0
+    rows = list(csv.reader((folder / "overlap-labels.csv").open()))[1:]
+    strategy = SubFedAvg(resolve(KEYS | lists), build_model("mnist-cnn-bn", IN_SHAPE, 10, 0))
+    strategy.load_state(read_checkpoint(max((folder / "checkpoints").glob("round-*"))).state)
+    masks = strategy.position_masks()
+    assert masks is not None
+    assert {row[0] for row in rows} == {"conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight"}
+    for name in masks[0]:
+        found = overlap([of_client[name] for of_client in masks])
+        expected = [
+            ["0.0000", "3", found[3, :3].mean()],
+            ["0.3333", "2", found[2, :2].mean()],
+            ["1.0000", "1", found[0, 1]],
+        ]
+        assert [row[1:] for row in rows if row[0] == name] == [[*key, f"{mean:.4f}"] for *key, mean in expected]
+    assert (folder / "overlap-labels.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
