@@ -20,8 +20,10 @@ from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.local import LocalClient
+from client_apps.mtl import MTLClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
 from client_apps.scaffold import ScaffoldClient
+from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
@@ -34,6 +36,7 @@ from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
 from strategies.ist import IST, ISTSettings
 from strategies.local import Local
+from strategies.mtl import MTL, MTLSettings
 from strategies.parts import (
     FedBABUSettings,
     FedRepSettings,
@@ -44,6 +47,7 @@ from strategies.parts import (
     TuningSettings,
 )
 from strategies.scaffold import Scaffold
+from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ METHODS = {
     "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
+    "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
+    "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "ist": Method("IST, Yuan et al. 2022: vertical decomposition", ISTSettings, IST, Client),
     "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}),

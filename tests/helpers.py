@@ -60,6 +60,13 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fedyogi": {},
     "fedadagrad": {"fedadagrad__first_v": "tau"},
     "fedselect": {"momentum": 0.0, "local_epochs": 2},
+    "subfedavg": {
+        "local_epochs": 2,
+        "validation_fraction": 0.2,
+        "subfedavg__accuracy": 10.0,
+        "subfedavg__distance": 0.0,
+    },
+    "mtl": {"mtl__lambda": 0.1},
     "fedavg-ft": {},
     "ditto": {},
     "fedpac": {},

@@ -150,6 +150,11 @@ _NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = 
         _conv_net,
         {"channels": (10, 20), "kernel": 5, "hidden": (50,)},
     ),
+    "mnist-cnn-bn": (
+        "Sub-FedAvg (Hy), MNIST: mnist-cnn with BatchNorm between convolution and ReLU",
+        _conv_net,
+        {"channels": (10, 20), "kernel": 5, "hidden": (50,), "batch_norm": True},
+    ),
     "fedpart-cnn": (
         "FedPart with momentum: conv 6 and 16 of 5x5, linear 180-160-140-120-84 (154,486 parameters)",
         _conv_net,

@@ -1,7 +1,8 @@
 """What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overlap of personal masks: Tamirisa et al.,
-FedSelect, 2024, Figure 4.
+FedSelect, 2024, Figure 4. Overlap of masks against that of labels: what Vahidian et al., Sub-FedAvg, 2021, claim of
+their sub-networks in Section 3.1 and do not show.
 """
 
 import csv
@@ -38,6 +39,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where clients have personal positions: intersection over union
     of the clients' masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
+    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, of pairs that have so many labels in common.
     ``personal.csv`` and ``.png``: personal fraction and bytes per round. ``clients.csv`` and ``.png``: each client's
     last measured accuracies.
 
@@ -230,7 +232,29 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path]) -> l
     over_rounds.colorbar(image, ax=axes, label="mean overlap")
     over_rounds.savefig(folder / "overlap-rounds.png", dpi=120)
     written = _write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows)
-    return [written, folder / "overlap.png", folder / "overlap-rounds.png"]
+    pictures = [folder / "overlap.png", folder / "overlap-rounds.png"]
+    return [written, *pictures, *_overlap_by_labels(folder, strategy.settings, last)]
+
+
+def _overlap_by_labels(folder: Path, settings: Settings, found: dict[str, Tensor]) -> list[Path]:
+    """``found``: layer -> overlap of every pair of clients."""
+    counts = make_partition(settings.data, settings.partitioning).class_counts(load_dataset(settings.data))
+    pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
+    labels = overlap(list(counts > 0))[pairs]
+    rows: list[list[Any]] = []
+    drawing = figure(6, 4)
+    axes = drawing.subplots()
+    for number, (name, of_pairs) in enumerate(found.items()):
+        alike = [(float(shared), of_pairs[pairs][labels == shared]) for shared in labels.unique()]
+        rows += [[name, f"{shared:.4f}", len(values), f"{values.mean():.4f}"] for shared, values in alike]
+        means = [float(values.mean()) for _, values in alike]
+        axes.plot([shared for shared, _ in alike], means, "o-", color=COLOURS[number % len(COLOURS)], label=name)
+    axes.set(xlabel="labels in common (intersection over union)", ylabel="mean overlap of masks", ylim=(0, 1.02))
+    if len(found) <= len(COLOURS):
+        axes.legend(fontsize="small")
+    drawing.savefig(folder / "overlap-labels.png", dpi=120)
+    header = ("layer", "labels in common", "pairs", "mean overlap")
+    return [_write_csv(folder / "overlap-labels.csv", header, rows), folder / "overlap-labels.png"]
 
 
 def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:

@@ -29,6 +29,7 @@ class Worker:
     id, round : client id from 0, round number from 1.
     network : the network, to be loaded before use: the whole one, or a narrower one after such tensors were loaded.
     state : the client's durable tensors as of the last round; what a method assigns here is saved after training.
+    previous : MOON's z_p, the model at the end of the last round, in the shapes of the network; {} in the first.
     metrics : finite numbers that the client reports, by name.
     flops : of the passes over the data so far, those of frozen tensors' gradients left out.
     """
@@ -41,7 +42,7 @@ class Worker:
         self.round = server_round
         self.network = place.network
         self.state = state
-        self._previous = unprefixed(PREVIOUS, state)  # as of the last round, also where this one trains twice
+        self.previous = unprefixed(PREVIOUS, state)
         self.metrics: dict[str, float] = {}
         self.flops = 0.0
         self._loaded: Mapping[str, Tensor] = {}
@@ -114,7 +115,7 @@ class Worker:
         if settings.objective == "prox":
             return Prox(self.network.like(self._loaded), settings.prox_mu)
         if settings.objective == "moon":
-            previous = self._previous or self._loaded
+            previous = self.previous or self._loaded
             like = self.network.like
             return Moon(like(self._loaded), like(previous), settings.moon_mu, settings.moon_temperature)
         return Objective()

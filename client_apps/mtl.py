@@ -1,0 +1,30 @@
+"""Federated multi-task learning, client side: one model, pulled to 0 and to the mean of the others' models."""
+
+from torch import Tensor
+
+from client_apps.base import Client
+from fedsub_app.common.tensors import Json, Tensors
+from strategies.mtl import MTLSettings
+
+
+class MTLClient(Client):
+    """Trains its own model round after round, and shows it to the server."""
+
+    options: MTLSettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Train on ``loss + c (||w||² + ||w - mean||²)`` from the client's own model; return that model."""
+        self.load(self.personal(sent, config))
+        mean = self.network.like(sent)
+
+        def pull(gradients: dict[str, Tensor]) -> None:
+            for name, gradient in gradients.items():
+                weight = self.network.tensors[name].detach()
+                gradient.add_(2 * weight - mean[name], alpha=2 * self.options.lambda_)
+
+        self.fit(correct=pull)
+        return self.keep_own()
+
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the client's own model, at first the initial one."""
+        return self.own or self.initial()

@@ -1,0 +1,146 @@
+"""Sub-FedAvg, client side (ClientUpdate of Algorithms 1 and 2); deviations from paper and code: the strategy's file."""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from torch import Tensor
+
+from client_apps.base import Client
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
+from fedsub_app.subnets.pruning import (
+    Prunable,
+    last_share,
+    mask_distance,
+    prunable,
+    prune_channels,
+    prune_weights,
+)
+from fedsub_app.subnets.slices import take
+from fedsub_app.training.local import Training
+from fedsub_app.training.worker import OWN
+from strategies.subfedavg import MASK, SubFedAvgSettings
+
+
+class SubFedAvgClient(Client):
+    """Trains its sub-network, then prunes it where its gates are open.
+
+    Its state is its model before this round's pruning, in the shapes of the whole network, and its masks as bits
+    (``mask/<round in which they shrank>/<name>``): those that the server named, and those of this round.
+    """
+
+    options: SubFedAvgSettings
+
+    @cached_property
+    def plan(self) -> Prunable:
+        """What of the network can be pruned."""
+        return prunable(self.place.network.module, self.options.pruning)
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """One round: train what is kept, prune, return the values at the positions that are still kept."""
+        if len(self.y) == 1 and self.place.network.normalisations:
+            raise UserError(f"client {self.id} has one training sample: BatchNorm needs at least 2")
+        plan, masks = self.plan, self.masks(config["pruned"])
+        self.load(plan.cut(self.received(sent, masks), masks))
+        if self.settings.objective == "moon" and self.own:  # as narrow as the network is now
+            self.previous = plan.cut(self.own, masks)
+        keep = take({name: masks[name] for name in plan.weights}, plan.groups, plan.units(masks))
+        early: list[Tensors] = []
+        Training(self, keep=keep).run(self.watched(early))
+        last = plan.widen(self.whole(), masks)
+        first = plan.widen(early[0], masks) if early else last
+        new = self.prune(masks, first, last)
+        self.remember(last, masks, new, config["pruned"])
+        positions = plan.positions(new)
+        changed = {name: mask for name, mask in new.items() if not mask.equal(masks[name])}
+        others = {name: tensor for name, tensor in last.items() if name not in positions}
+        return others | gather(last, positions) | prefixed(MASK, changed)
+
+    def masks(self, pruned: int) -> Tensors:
+        """Return the masks that shrank in this round; 0: those of the whole network."""
+        everything = self.plan.everything()
+        bits = unprefixed(f"{MASK}{pruned}/", self.state)
+        if pruned and not bits:
+            raise UserError(f"client {self.id} has lost its state: its masks are not there")
+        return unpack_bits(bits, {name: mask.shape for name, mask in everything.items()}) if pruned else everything
+
+    def received(self, sent: Tensors, masks: Tensors) -> Tensors:
+        """Return what was sent in the shapes of the whole network; statistics that were not sent are its own."""
+        cut = {n: kept for n, kept in self.plan.positions(masks).items() if n in sent and not kept.all()}
+        return (self.own or self.initial()) | sent | scatter(sent, cut)
+
+    def watched(self, early: list[Tensors]) -> Iterator[Tensor]:
+        """Yield all epochs' mini-batches; the model after the first epoch goes to ``early`` if others follow."""
+        for number, batches in enumerate(self.epochs()):
+            if number == 1:
+                early.append(self.whole())
+            yield from batches
+
+    def whole(self) -> Tensors:
+        """Return a copy of the network's tensors on the CPU."""
+        return {name: tensor.cpu() for name, tensor in self.trained().items()}
+
+    def prune(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
+        """Return the masks that the gates let pass: weights, then channels, each by itself."""
+        if not self.options.target:
+            return masks
+        for event in (self.fewer_weights, self.fewer_channels):
+            new = masks | event(masks, first, last)
+            if any(not mask.equal(masks[name]) for name, mask in new.items()) and self.good(last, new):
+                masks = new
+        return masks
+
+    def fewer_weights(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
+        """Return the weights' masks without the smallest ones; none where epochs agree or the target is reached."""
+        options, plan = self.options, self.plan
+        if not plan.weights:
+            return {}
+        old = {name: masks[name] for name in plan.weights}
+        pruned = plan.pruned(masks)
+        early, late = (prune_weights(model, old, options.share, options.share_of) for model in (first, last))
+        self.metrics["mask-distance"] = mask_distance(early, late)
+        if self.metrics["mask-distance"] <= options.distance or pruned >= options.target:
+            return {}
+        share = last_share(pruned, options.target, options.share, options.pruning == "hybrid")
+        return prune_weights(last, old, share, options.share_of)
+
+    def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
+        """Return the channels' masks without those of the smallest scaling factors; none where epochs agree."""
+        options, plan = self.options, self.plan
+        if not plan.groups:
+            return {}
+        old = plan.units(masks)
+        early, late = (
+            prune_channels(
+                {group: model[name] for group, name in plan.scales.items()},
+                old,
+                options.channel_share,
+                options.channel_floor,
+                options.channel_scope == "model",
+            )
+            for model in (first, last)
+        )
+        differ = sum(int((early[name] != late[name]).sum()) for name in old)
+        return late if differ / sum(len(mask) for mask in old.values()) > options.channel_distance else {}
+
+    def good(self, model: Tensors, masks: Tensors) -> bool:
+        """Say whether the pruned network has something of every layer and passes the gate's accuracy."""
+        if not len(self.samples(self.options.gate_data)[1]):
+            raise UserError(f"client {self.id} has no {self.options.gate_data} samples for the gate")
+        if not all(kept.any() for kept in self.plan.positions(masks).values()):
+            return False
+        self.load(self.plan.cut(model, masks))
+        return self.accuracy(self.options.gate_data) > self.options.accuracy
+
+    def remember(self, model: Tensors, masks: Tensors, new: Tensors, pruned: int) -> None:
+        """Keep the model, the masks that the server named and, where they shrank, the new ones."""
+        known = {n: t for n, t in self.state.items() if n.startswith(f"{MASK}{pruned}/") or not n.startswith(MASK)}
+        self.state = known | prefixed(OWN, model)
+        if new is not masks:
+            self.state |= prefixed(f"{MASK}{self.round}/", pack_bits(new))
+
+    def personal(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the client's model as its last training left it, pruned; at first the initial one."""
+        newest = max((int(name.split("/")[1]) for name in self.state if name.startswith(MASK)), default=0)
+        return self.plan.cut(self.own, self.masks(newest)) if self.own else self.initial()

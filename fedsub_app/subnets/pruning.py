@@ -1,0 +1,209 @@
+"""Pruning: which weights and channels of a client's network go, and what the paper counts for the rest.
+
+Vahidian, Morafah, Lin: Personalized Federated Learning by Structured and Unstructured Pruning under Data Heterogeneity
+(Sub-FedAvg), ICDCS Workshops 2021, https://arxiv.org/abs/2105.00562. "As published": https://github.com/MMorafah/Sub-FedAvg.
+
+A sub-network is one dict of bool masks, 1: kept. The name of a unit group (``"conv1"``) is the mask of its channels,
+``[size]``; the name of a tensor (``"fc1.weight"``) that of its weights, of its shape. Masks only shrink.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.models import tensors_of, unit_groups
+from fedsub_app.models.units import UnitGroup
+from fedsub_app.subnets.masks import expand
+from fedsub_app.subnets.slices import put, take
+
+Pruning = Literal["unstructured", "structured", "hybrid"]
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """What of a network can be pruned.
+
+    Attributes
+    ----------
+    groups : the unit groups whose channels can go.
+    scales : group name -> name of the BatchNorm weight (gamma) that says how much each channel counts.
+    weights : names of the tensors whose single positions can go.
+    shapes : tensor name -> shape, of all tensors of the whole network.
+    sizes : tensor name -> number of elements, of its parameters.
+    """
+
+    groups: tuple[UnitGroup, ...]
+    scales: Mapping[str, str]
+    weights: tuple[str, ...]
+    shapes: Mapping[str, torch.Size]
+    sizes: Mapping[str, int]
+
+    def everything(self) -> Tensors:
+        """Return the masks of the whole network."""
+        shapes = {group.name: torch.Size([group.size]) for group in self.groups}
+        shapes |= {name: self.shapes[name] for name in self.weights}
+        return {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+
+    def units(self, masks: Mapping[str, Tensor]) -> Tensors:
+        """Return the channels' masks: group name -> bool ``[size]``."""
+        return {group.name: masks[group.name] for group in self.groups}
+
+    def positions(self, masks: Mapping[str, Tensor]) -> Tensors:
+        """Return the positions kept of every tensor that can be pruned: tensor name -> bool of its shape."""
+        indexed = {name for g in self.groups for name in (*g.rows, *(name for name, _ in g.cols))}
+        shapes = {name: shape for name, shape in self.shapes.items() if name in indexed}
+        kept = expand(self.groups, self.units(masks), shapes)
+        return kept | {name: kept[name] & masks[name] if name in kept else masks[name] for name in self.weights}
+
+    def cut(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
+        """Return the smaller network: channels that are gone are not there, weights that are gone are 0."""
+        zeroed = {name: tensors[name] * masks[name] for name in self.weights}
+        return take({**tensors, **zeroed}, self.groups, self.units(masks))
+
+    def widen(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
+        """Return a smaller network's tensors in the shapes of the whole one, 0 where it has nothing."""
+        return put(tensors, self.groups, self.units(masks), self.shapes)
+
+    def pruned(self, masks: Mapping[str, Tensor]) -> float:
+        """Return the fraction of all parameters, biases and BatchNorm's included, that is gone."""
+        gone = sum(int((~kept).sum()) for name, kept in self.positions(masks).items() if name in self.sizes)
+        return gone / sum(self.sizes.values())
+
+    def published_bytes(self, masks: Mapping[str, Tensor]) -> float:
+        """Return what Table 1 would count for a client in a round: see :func:`published_bytes`.
+
+        Hybrid: the linear layers' weights, and of the convolutions those that are left; biases go down only.
+        """
+        norms = {name.rpartition(".")[0] for name in self.scales.values()}
+        parameters = sum(size for name, size in self.sizes.items() if name.rpartition(".")[0] not in norms)
+        positions = self.positions(masks)
+        if not self.groups:
+            return published_bytes(1, 1, parameters, self.pruned(masks))
+        sent = sum(self.sizes[name] for name in self.weights)
+        gone = sum(int((~positions[name]).sum()) for name in self.weights)
+        left = [n for n in positions if len(self.shapes[n]) > 1 and n not in self.weights]
+        dense = sum(int(positions[name].sum()) for name in left)
+        return published_bytes(1, 1, parameters, gone / max(1, sent), sent, dense)
+
+
+def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
+    """Return what can be pruned of a network.
+
+    Unstructured: the weights of all convolutions and linear layers. Structured: the units of each layer that has a
+    BatchNorm with scaling factors behind it. Hybrid: these units, and the weights of the linear layers.
+
+    Raises
+    ------
+    ValueError
+        No layer has such a BatchNorm.
+    TypeError
+        The structure holds a layer whose units are not known.
+    """
+    kinds = {"unstructured": (nn.Conv2d, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
+    weights = tuple(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds))
+    scales = {
+        group.name: row
+        for group in (() if pruning == "unstructured" else unit_groups(model))
+        for row in group.rows
+        if row.endswith(".weight") and row != f"{group.name}.weight"
+    }
+    if pruning != "unstructured" and not scales:
+        raise ValueError("no layer has a BatchNorm behind it whose scaling factors could say which channels go")
+    groups = tuple(group for group in unit_groups(model) if group.name in scales) if scales else ()
+    shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
+    return Prunable(groups, scales, weights, shapes, {name: p.numel() for name, p in model.named_parameters()})
+
+
+def prune_weights(
+    tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, of: Literal["remaining", "layer"]
+) -> Tensors:
+    """Return masks without the smallest weights of each tensor (Algorithm 1, as published).
+
+    Of the absolute values that are not 0, those below their ``share`` quantile (between two values: linear) go.
+    At least the largest one stays.
+
+    Parameters
+    ----------
+    tensors : tensor name -> float, at least the names of ``masks``.
+    masks : tensor name -> bool of the same shape, 1: kept.
+    share : r_us in [0, 1].
+    of : ``share`` is a fraction of the weights that remain, or of all weights of the tensor.
+    """
+    found = {}
+    for name, mask in masks.items():
+        size = (tensors[name] * mask).abs().double()
+        alive = size[size > 0].numpy()
+        found[name] = mask
+        if len(alive):
+            part = min(1.0, share * (mask.numel() / len(alive) if of == "layer" else 1.0))
+            found[name] = mask & (size >= float(np.quantile(alive, part)))
+    return found
+
+
+def prune_channels(
+    scales: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, floor: float, whole: bool = False
+) -> Tensors:
+    """Return masks without the channels that have the smallest scaling factors (Liu et al. 2017, as published).
+
+    Of n sorted ``|gamma|`` the one at ``int(n * share)`` and all below it go: one more than the share. A layer that
+    would keep fewer than ``floor`` of its channels, or none, stays as it is.
+
+    Parameters
+    ----------
+    scales : group name -> gamma, float ``[size]``.
+    masks : group name -> bool ``[size]``, 1: kept.
+    share : r_s in [0, 1).
+    floor : in [0, 1], of the channels that the layer has in the whole network; rounded down, at least 1.
+    whole : one threshold for all layers (Section 3.5) instead of one for each.
+    """
+    sizes = {name: scales[name].abs() for name in masks}
+    left = {name: sizes[name][mask] for name, mask in masks.items()}
+    every = torch.cat(list(left.values()))
+    found = {}
+    for name, mask in masks.items():
+        ordered = (every if whole else left[name]).sort().values
+        kept = mask & (sizes[name] > ordered[int(len(ordered) * share)])
+        found[name] = kept if int(kept.sum()) >= max(1, int(floor * len(mask))) else mask
+    return found
+
+
+def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """Return the mean over the tensors of the fraction of positions at which two masks differ; 0 without any."""
+    parts = [float((mask != right[name]).double().mean()) for name, mask in left.items()]
+    return sum(parts) / max(1, len(parts))
+
+
+def last_share(pruned: float, target: float, share: float, hybrid: bool) -> float:
+    """Return the share of an event: ``share``, but less where ``target`` is nearer than that (as published).
+
+    ``(target - pruned) / (1 - pruned)``; unstructured at most 0.05, hybrid 0.05 less where it is above 0.16.
+    """
+    if target - pruned >= share:
+        return share
+    rest = (target - pruned) / (1 - pruned)
+    return (rest - 0.05 if rest > 0.16 else rest) if hybrid else min(0.05, rest)
+
+
+def published_bytes(
+    rounds: int, clients: int, parameters: int, pruned: float = 0.0, sent: int | None = None, dense: int = 0
+) -> float:
+    """Return the bytes that Table 1 counts: down the whole network, up 32 bit a kept and 1 bit a pruned number.
+
+    ``Cost = R x B x |W| x 2``, decoded from the numbers that it prints: all clients of a round together, no mask bits,
+    the target's pruning from the first round on.
+
+    Parameters
+    ----------
+    rounds, clients : R, and clients a round.
+    parameters : |W|, biases included, without BatchNorm's.
+    pruned : p in [0, 1].
+    sent : numbers of which ``pruned`` is a fraction, where these are not all; hybrid: the linear layers' weights.
+    dense : further numbers that are sent whole; hybrid: the weights of the convolutions that are left.
+    """
+    sent = parameters if sent is None else sent
+    return rounds * clients * (32 * parameters + 32 * (1 - pruned) * sent + pruned * sent + 32 * dense) / 8

@@ -1,0 +1,31 @@
+"""Federated multi-task learning with a mean regulariser, server side: FedAvg's mean of the clients' own models.
+
+Evgeniou, Pontil: Regularized multi-task learning, KDD 2004; as a federated baseline of Sub-FedAvg and LG-FedAvg (Liang
+et al., https://arxiv.org/abs/2001.01523), whose published code it follows as it was meant: client k minimises
+``loss + c (||W||² + tr(W Omega W^T))``, W the clients' models as columns, Omega = (I - 11^T / m)²; the second term is
+the sum of ``||w_k - mean||²``. Published code has ones in the place of I, and columns of other clients.
+
+Ditto also pulls personal models to a mean, but that of models which nobody uses; here it is that of the personal ones.
+Deviations: the mean is over the clients of the last round, the first one the common start, and stands still while a
+client trains; biases are regularised as well.
+"""
+
+from fedsub_app.common.section import NonNegative
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
+
+
+class MTLSettings(MethodSettings):
+    """Keys of federated multi-task learning."""
+
+    lambda_: NonNegative = 1e-6
+    """c, weight of a model's square and of its distance to the mean; published for 10^4 to 10^5 weights: 1e-6."""
+
+
+class MTL(SubnetStrategy):
+    """The global model is the mean of personal ones, which never come back."""
+
+    def personal_download(self, client: int) -> Tensors:
+        """Send nothing."""
+        return {}

@@ -1,0 +1,207 @@
+"""Sub-FedAvg, server side: unstructured, structured and hybrid pruning (Algorithms 1 and 2).
+
+Vahidian, Morafah, Lin: Personalized Federated Learning by Structured and Unstructured Pruning under Data Heterogeneity,
+ICDCS Workshops 2021, https://arxiv.org/abs/2105.00562.
+
+Every client has a sub-network, at first all of the network. It trains it and may prune it: its smallest weights, its
+channels with the smallest BatchNorm scaling factors, or both. Down and up travel the values at the positions that it
+keeps, and up the bits of the masks that shrank. The server takes at each position the mean over the clients that keep
+it. A client whose channels are gone builds, trains and sends a network that is really that much narrower.
+
+Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default is the code, but for the gate:
+- pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
+  ``gate-data = "test"``, which every round's line then says), after pruning and above the threshold (code; the paper:
+  before it, at least).
+- "average on the intersection": the mean over those who keep a position, the old value where nobody does (code;
+  ``average = "intersection"``: only positions that all clients of the round keep).
+- r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network": ``share-of = "layer"``);
+  an event that would pass the target prunes less (code). Both masks are cut from the one before the round.
+- channels: threshold in each layer (code; paper among all: ``channel-scope = "model"``), one more than the share, and
+  no layer below half of its channels, so at most one event each; independent of the target (code and Section 3.5;
+  Algorithm 2 stops at the target). Weights first, then channels.
+- distance above epsilon, pruned below target (code; paper at least epsilon). Pruned is the fraction of all parameters;
+  published hybrid pruning counts the linear layers' biases as pruned, a third of a percent.
+- BatchNorm's running statistics stay with the client; the server averages them for the global model alone (code;
+  ``bn-statistics = "average"`` sends them). Unstructured pruning is of a network without BatchNorm (code).
+- a client is evaluated on its model as its last training left it, at first the initial one (code).
+Initial weights are PyTorch's (code: Xavier with normal biases; He, gamma 0.5). A target of 0 prunes nothing, channels
+neither, and is FedAvg. Structured pruning alone and networks that the paper does not have are ours. A client whose
+reply is lost trains on from the mask that the server knows; what would leave a layer with nothing is undone.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Fraction, NonNegative
+from fedsub_app.common.tensors import Json, Tensors, unprefixed
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
+from fedsub_app.subnets.pruning import Pruning, prunable
+from strategies.base import SubnetStrategy
+
+MASK = "mask/"
+log = logging.getLogger("fedsub")
+
+
+class SubFedAvgSettings(MethodSettings):
+    """Keys of Sub-FedAvg."""
+
+    pruning: Pruning = "unstructured"
+    """Weights of all layers, channels by their BatchNorm, or channels and the linear layers' weights."""
+    target: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """p, fraction of the parameters at which weights are no longer pruned; 0: nothing is ever pruned."""
+    share: Fraction = 0.1
+    """r_us, fraction of a layer's weights that one event prunes."""
+    share_of: Literal["remaining", "layer"] = "remaining"
+    """What share is a fraction of: the weights that the layer has left, or all that it had."""
+    distance: NonNegative = 0.0001
+    """Masks of weights after the first and last epoch must differ by more; published with hybrid: 0.0005."""
+    channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
+    """r_s, fraction of a layer's channels that one event prunes (and one more)."""
+    channel_scope: Literal["layer", "model"] = "layer"
+    """Whether each layer has a threshold of its own, or all layers have one."""
+    channel_floor: Fraction = 0.5
+    """Fraction of its channels, rounded down and at least 1, below which no layer falls."""
+    channel_distance: NonNegative = 0.01
+    """Masks of channels after the first and last epoch must differ by more."""
+    accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
+    """Percent that the pruned network must exceed on gate-data, or the pruning is undone."""
+    gate_data: Literal["validation", "test"] = "validation"
+    """The client's samples that accuracy is of; test, as published, lets the test set choose the network."""
+    average: Literal["keepers", "intersection"] = "keepers"
+    """Mean of a position over the clients that keep it, or only where all of the round do."""
+    bn_statistics: Literal["local", "average"] = "local"
+    """BatchNorm's running statistics: the client's own, or averaged."""
+
+
+class SubFedAvg(SubnetStrategy):
+    """Knows every client's sub-network; merges each position over those who keep it.
+
+    Attributes
+    ----------
+    plan : what of the network can be pruned.
+    masks : client -> masks of :mod:`fedsub_app.subnets.pruning`, 1: kept.
+    pruned : rounds in which each client's masks shrank last, int64 [N]; 0: never. They name the masks in messages.
+        Pruning whose reply was lost is discarded.
+    fractions : of all parameters, gone from each client's network.
+    """
+
+    options: SubFedAvgSettings
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        try:
+            self.plan = prunable(model, self.options.pruning)
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"subfedavg.pruning = {self.options.pruning!r}: model {settings.model!r}: {error}"
+            ) from None
+        # Not in the settings' own check: experiments of other papers have one epoch and can be given another method.
+        if self.options.target and settings.local_epochs == 1:
+            raise UserError("local-epochs = 1: subfedavg compares the first with the last epoch, at least 2")
+        if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
+            raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
+        if settings.batch_size == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
+        local = self.options.bn_statistics == "local"
+        self.sent_names = [name for name in self.current if not local or name in self.plan.sizes]
+        self.cuttable = list(self.plan.positions(self.plan.everything()))
+        self.masks = [self.plan.everything()] * settings.num_clients
+        self.pruned = torch.zeros(settings.num_clients, dtype=torch.int64)
+        self.fractions = [0.0] * settings.num_clients
+
+    def task(self, client: int) -> Task:
+        """Send the values at the positions that the client keeps, whole tensors where these are all."""
+        cut = {n: kept for n, kept in self.plan.positions(self.masks[client]).items() if not kept.all()}
+        whole = {name: self.current[name] for name in self.sent_names if name not in cut}
+        values = gather(self.current, {name: kept for name, kept in cut.items() if name in self.sent_names})
+        return Task(client, whole | values, {"pruned": int(self.pruned[client])})
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """The values at the positions that it keeps after pruning, and its masks where they shrank."""
+        specs = self.specs | dict.fromkeys(self.cuttable, Spec((None,)))
+        return specs | {
+            f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
+        }
+
+    def contribution(self, update: Update) -> Contribution:
+        """The values at the positions that it keeps; a mask may only shrink, and not to nothing."""
+        masks = self.masks[update.client]
+        for name, new in unprefixed(MASK, update.tensors).items():
+            if bool((new & ~masks[name]).any()):
+                raise BadReply(f"tensor {MASK + name!r}: a pruned position came back")
+        positions = self.plan.positions(masks | unprefixed(MASK, update.tensors))
+        for name, kept in positions.items():
+            if not kept.any():
+                raise BadReply(f"tensor {name!r}: its masks keep nothing of it")
+            if len(update.tensors[name]) != int(kept.sum()):
+                raise BadReply(f"tensor {name!r}: {len(update.tensors[name])} values, its masks keep {int(kept.sum())}")
+        whole = {name: update.tensors[name] for name in self.current if name not in positions}
+        return Contribution(whole | scatter(update.tensors, positions), positions, self.weight(update))
+
+    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+        """Return the mean over the keepers, or over all where all keep."""
+        merged = super().merge(updates, contributions)
+        if self.options.average == "intersection":
+            for name in self.cuttable:
+                everybody = torch.stack([(c.masks or {})[name] for c in contributions]).all(0)
+                merged[name] = torch.where(everybody, merged[name], self.current[name])
+        return merged
+
+    def accepted(self, updates: Sequence[Update]) -> Json:
+        """Masks shrink where the reply that says so was merged."""
+        for update in updates:
+            new = unprefixed(MASK, update.tensors)
+            if new:
+                self.masks[update.client] = self.masks[update.client] | new
+                self.pruned[update.client] = self.round
+                self.fractions[update.client] = self.plan.pruned(self.masks[update.client])
+        said: Json = {"pruned-fraction": sum(self.fractions) / len(self.fractions)}
+        said["published-bytes"] = sum(self.plan.published_bytes(self.masks[update.client]) for update in updates)
+        return said | ({"gate": "on test data"} if self.options.gate_data == "test" else {})
+
+    def personal_download(self, client: int) -> Tensors:
+        """Send nothing: a client's model is as its last training left it."""
+        return {}
+
+    def state(self) -> Tensors:
+        """Every client's masks, as bits, and when they shrank."""
+        bits = {f"{c}/{name}": b for c, masks in enumerate(self.masks) for name, b in pack_bits(masks).items()}
+        return bits | {"pruned": self.pruned}
+
+    def load_state(self, state: Tensors) -> None:
+        """Restore them."""
+        self.pruned = state["pruned"].clone()
+        shapes = {name: mask.shape for name, mask in self.plan.everything().items()}
+        self.masks = [unpack_bits(unprefixed(f"{c}/", state), shapes) for c in range(self.settings.num_clients)]
+        self.fractions = [self.plan.pruned(masks) for masks in self.masks]
+
+    def unit_masks(self) -> torch.Tensor | None:
+        """Every client's channels; None where only single weights are pruned."""
+        if not self.plan.groups:
+            return None
+        return torch.stack(
+            [
+                torch.cat([masks.get(g.name, torch.ones(g.size, dtype=torch.bool)) for g in self.units])
+                for masks in self.masks
+            ]
+        )
+
+    def position_masks(self) -> list[Tensors] | None:
+        """Every client's kept positions of convolutions and linear layers."""
+        every = (self.plan.positions(masks) for masks in self.masks)
+        return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]
+
+    def summary(self) -> None:
+        """Log the settings, and whether test data chose the networks."""
+        super().summary()
+        if self.options.gate_data == "test":
+            log.warning("subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published")

@@ -1,0 +1,737 @@
+"""Sub-FedAvg: pruning by hand, the algorithm written out a second time, what travels, its invariants, its costs."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import SAME, away, merge_round
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from client_apps.mtl import MTLClient
+from client_apps.subfedavg import SubFedAvgClient
+from fedsub_app import cli
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors, unprefixed
+from fedsub_app.config import resolve
+from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
+from fedsub_app.runs.analysis import overlap
+from fedsub_app.runs.directory import read_checkpoint, read_rounds
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.masks import pack_bits, unpack_bits
+from fedsub_app.subnets.pruning import (
+    last_share,
+    mask_distance,
+    prunable,
+    prune_channels,
+    prune_weights,
+    published_bytes,
+)
+from fedsub_app.training.costs import forward_flops, training_flops
+from fedsub_app.training.local import Training
+from fedsub_app.training.workplace import workplace
+from strategies.mtl import MTL
+from strategies.subfedavg import SubFedAvg
+
+Run = Callable[..., tuple[Json, Path]]
+KEYS: dict[str, Value] = {
+    "method": "subfedavg",
+    "dataset": "digits",
+    "model": "mnist-cnn-bn",
+    "image-size": 28,
+    "partition": "iid",
+    "num-clients": 3,
+    "train-per-class": 30,
+    "test-per-class": 10,
+    "validation-fraction": 0.25,
+    "num-rounds": 3,
+    "batch-size": 10,
+    "local-epochs": 2,
+    "lr": 0.1,
+    "momentum": 0.5,
+    "evaluate": "personal",
+    "device": "cpu",
+    "subfedavg.pruning": "hybrid",
+    "subfedavg.share": 0.3,
+    "subfedavg.distance": 0.0,
+    "subfedavg.channel-distance": 0.0,
+    "subfedavg.accuracy": 0.0,
+}
+MODELS = {"unstructured": "mnist-cnn", "structured": "mnist-cnn-bn", "hybrid": "mnist-cnn-bn"}
+IN_SHAPE = (1, 28, 28)
+
+
+def keys_of(changes: dict[str, Value]) -> dict[str, Value]:
+    return KEYS | {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+
+
+def run_with(run_local: Run, name: str = "run", **changes: Value) -> tuple[Json, Path]:
+    return run_local(name, **{k.replace(".", "__").replace("-", "_"): v for k, v in keys_of(changes).items()})
+
+
+def bits(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+def client_state(folder: Path, client: int, number: int) -> Tensors:
+    return load_file(folder / f"clients/client-{client:06d}/round-{number:06d}.safetensors")
+
+
+# --- pruning by hand --------------------------------------------------------------------------------------------------
+
+
+def test_weights_by_hand() -> None:
+    weights = {"w": torch.tensor([0.0, -1.0, 2.0, -3.0, 4.0, 9.0])}
+    masks = {"w": bits(1, 1, 1, 1, 1, 0)}
+    # 1, 2, 3, 4 are kept and not 0; their median is 2.5
+    assert prune_weights(weights, masks, 0.5, "remaining")["w"].tolist() == [False, False, False, True, True, False]
+    # a sixth of all six is a quarter of these four: 1 + 0.75
+    assert prune_weights(weights, masks, 1 / 6, "layer")["w"].tolist() == [False, False, True, True, True, False]
+    assert prune_weights(weights, masks, 1.0, "remaining")["w"].tolist() == [False] * 4 + [True, False]
+    assert prune_weights({"w": torch.ones(2)}, {"w": bits(1, 1)}, 0.9, "remaining")["w"].all()  # none is below another
+    assert not prune_weights({"w": torch.ones(2)}, {"w": bits(0, 0)}, 0.9, "remaining")["w"].any()
+
+
+def test_channels_by_hand() -> None:
+    scales = {"a": torch.tensor([0.3, -0.1, 0.6, 0.5, 0.2, 0.4]), "b": torch.tensor([9.0, 8.0, 7.0, 6.0])}
+    full = {"a": torch.ones(6, dtype=torch.bool), "b": torch.ones(4, dtype=torch.bool)}
+    kept = prune_channels(scales, full, 0.45, 0.5)
+    assert kept["a"].tolist() == [False, False, True, True, False, True]  # int(6 * 0.45) = 2: the third and below go
+    assert kept["b"].tolist() == [True, True, False, False]
+    assert prune_channels(scales, kept, 0.45, 0.5)["a"].equal(kept["a"])  # one event a layer: the floor is reached
+    assert int(prune_channels(scales, kept, 0.45, 0.0)["a"].sum()) == 1
+    # int(10 * 0.45) = 4: of all ten 0.5 and below go
+    assert prune_channels(scales, full, 0.45, 0.0, whole=True)["a"].tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    one = prune_channels(scales, full, 0.45, 0.5, whole=True)  # one of six is too few
+    assert one["a"].all()
+    assert one["b"].all()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "left"), [("lenet5-bn", (3, 32, 32), [3, 8]), ("mnist-cnn-bn", IN_SHAPE, [5, 10])]
+)
+def test_the_published_shares_leave_half_of_the_channels(model: str, shape: tuple[int, ...], left: list[int]) -> None:
+    """cfg_prune = [3, 8] for LeNet-5."""
+    plan = prunable(build_model(model, shape, 10, 0), "hybrid")
+    scales = {name: torch.rand(len(mask)) for name, mask in plan.units(plan.everything()).items()}
+    kept = prune_channels(scales, plan.units(plan.everything()), 0.45, 0.5)
+    assert [int(mask.sum()) for mask in kept.values()] == left
+
+
+def test_distance_and_last_share_by_hand() -> None:
+    left, right = {"a": bits(1, 1, 0, 0), "b": bits(1, 1)}, {"a": bits(1, 0, 0, 0), "b": bits(0, 0)}
+    assert mask_distance(left, right) == (0.25 + 1.0) / 2
+    assert mask_distance({}, {}) == 0.0
+    assert last_share(0.3, 0.5, 0.1, False) == 0.1
+    assert last_share(0.45, 0.5, 0.1, False) == 0.05  # at most
+    assert last_share(0.48, 0.5, 0.1, False) == pytest.approx(0.02 / 0.52)
+    assert last_share(0.85, 0.9, 0.1, True) == pytest.approx(0.05 / 0.15 - 0.05)
+    assert last_share(0.45, 0.5, 0.1, True) == pytest.approx(0.05 / 0.55)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_masks_only_shrink(data: st.DataObject) -> None:
+    size, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 99))
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=torch.bool)
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    share = data.draw(st.floats(0, 0.99))
+    of: Any = data.draw(st.sampled_from(["remaining", "layer"]))
+    new = prune_weights({"w": values}, {"w": mask}, share, of)["w"]
+    assert not bool((new & ~mask).any())
+    alive = mask & (values != 0)
+    if bool(alive.any()):
+        assert bool(new.any())
+        if of == "remaining":  # a quantile has at most this part of the values below it
+            assert int((alive & ~new).sum()) <= share * int(alive.sum()) + 1
+    if bool(mask.any()):
+        floor = data.draw(st.floats(0, 1))
+        channels = prune_channels({"w": values}, {"w": mask}, share, floor)["w"]
+        assert not bool((channels & ~mask).any())
+        assert bool(channels.any())
+        assert channels.equal(mask) or int(channels.sum()) >= int(floor * size)
+
+
+# --- the algorithm, written out ---------------------------------------------------------------------------------------
+
+UN = KEYS | {"model": "mnist-cnn", "subfedavg.pruning": "unstructured", "subfedavg.target": 0.45}
+
+
+def reference(keys: dict[str, Value]) -> tuple[list[Tensors], list[Tensors], Tensors, list[float]]:
+    """Algorithm 1, line by line, in float64: theta_k, m_k and theta_g at the end, and each round's mean mask distance.
+
+    Every gate's accuracy is taken to be passed.
+    """
+    s = resolve(keys)
+    o: Any = s.options
+    data, parts = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    net = build_model(s.model, IN_SHAPE, 10, s.seed).double()
+    theta_g = {n: t.detach().clone() for n, t in tensors_of(net).items()}
+    clients = range(s.num_clients)
+    weights = [n for n in theta_g if n.endswith("weight")]
+    m = [{n: torch.ones_like(theta_g[n]) for n in weights} for _ in clients]
+    theta = [dict(theta_g) for _ in clients]
+    distances = []
+
+    def masks_of(now: Tensors, mask: Tensors, percent: float) -> Tensors:
+        """0 for the lowest r_us percent of the remaining absolute values of each layer."""
+        found = {}
+        for n in weights:
+            alive = (now[n] * mask[n]).abs()
+            threshold = np.percentile(alive[alive > 0].numpy(), percent)
+            found[n] = torch.where(now[n].abs() < threshold, 0.0, mask[n])
+        return found
+
+    for t in range(1, s.num_rounds + 1):
+        distances.append(0.0)
+        for k in clients:
+            x, y = data.train_x[parts.train[k]].double(), data.train_y[parts.train[k]]
+            draws = generator(s.seed, t, k, "batches")
+            now = {n: theta_g[n] * m[k][n] if n in weights else theta_g[n] for n in theta_g}  # line 4
+            speed = {n: torch.zeros_like(p) for n, p in now.items()}
+            for epoch in range(s.local_epochs):
+                for batch in torch.randperm(len(y), generator=draws).split(s.batch_size):
+                    with torch.no_grad():
+                        for n, p in net.named_parameters():
+                            p.copy_(now[n])
+                    net.zero_grad()
+                    F.cross_entropy(net(x[batch]), y[batch]).backward()
+                    for n, p in net.named_parameters():
+                        assert p.grad is not None
+                        gradient = p.grad * m[k][n] if n in weights else p.grad
+                        speed[n] = s.momentum * speed[n] + gradient
+                        now[n] = now[n] - s.lr * speed[n]
+                if epoch == 0:
+                    first = masks_of(now, m[k], 100 * o.share)  # line 5
+            last = masks_of(now, m[k], 100 * o.share)  # line 6
+            distance = sum(float((first[n] != last[n]).double().mean()) for n in weights) / len(weights)  # line 13
+            distances[-1] += distance / len(clients)
+            zeros = sum(int((m[k][n] == 0).sum()) for n in weights) / sum(p.numel() for p in now.values())
+            if distance > o.distance and zeros < o.target:  # line 14
+                if o.target - zeros < o.share:
+                    last = masks_of(now, m[k], 100 * min(0.05, (o.target - zeros) / (1 - zeros)))
+                m[k] = last
+                now |= {n: now[n] * last[n] for n in weights}  # line 15
+            theta[k] = now
+        theta_g = {  # line 9
+            n: torch.where(
+                sum(m[k][n] for k in clients) > 0,  # type: ignore[arg-type]
+                sum(theta[k][n] for k in clients) / sum(m[k][n] for k in clients).clamp(min=1),  # type: ignore[union-attr]
+                old,
+            )
+            if n in weights
+            else sum(theta[k][n] for k in clients) / len(clients)
+            for n, old in theta_g.items()
+        }
+    return theta, m, theta_g, distances
+
+
+def test_it_follows_the_algorithm(run_local: Run) -> None:
+    _, folder = run_with(run_local, **UN)
+    models, masks, mean, distances = reference(UN)
+    start = {n: t.detach() for n, t in tensors_of(build_model("mnist-cnn", IN_SHAPE, 10, 0)).items()}
+    for k in range(3):
+        state = client_state(folder, k, 3)
+        newest = max(int(name.split("/")[1]) for name in state if name.startswith("mask/"))
+        ours = unpack_bits(unprefixed(f"mask/{newest}/", state), {n: m.shape for n, m in masks[k].items()})
+        for n, mask in masks[k].items():  # rounding decides only between weights of one size
+            assert int((ours[n] != mask.bool()).sum()) <= 1 + 0.002 * mask.numel()
+        own = unprefixed("own/", state)
+        own |= {n: own[n] * ours[n] for n in ours}
+        assert away(own, models[k], start) < SAME
+    assert away(load_file(folder / "model.safetensors"), mean, start) < SAME
+    assert [line["mask-distance"] for line in read_rounds(folder) if line["round"]] == pytest.approx(
+        distances, rel=0.02
+    )
+    # 0.3, then 0.3 + 0.7 * 0.05 of the weights, as 0.45 - 0.3 < 0.3, and again
+    fractions = [line["pruned-fraction"] for line in read_rounds(folder) if line["round"]]
+    assert fractions == pytest.approx([0.2988, 0.3337, 0.3669], abs=2e-3)
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pruning", MODELS)
+def test_target_0_is_fedavg_bit_for_bit(pruning: str, run_local: Run) -> None:
+    shared: dict[str, Value] = {"model": MODELS[pruning], "augment": "crop-flip", "num_rounds": 2, "evaluate": "global"}
+    _, fedavg = run_with(run_local, "fedavg", method="fedavg", **shared)
+    keys: dict[str, Value] = {"subfedavg.target": 0.0, "subfedavg.bn-statistics": "average"}
+    _, ours = run_with(run_local, "ours", subfedavg__pruning=pruning, **shared, **keys)
+    left, right = load_file(fedavg / "model.safetensors"), load_file(ours / "model.safetensors")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    same = ("train-loss", "global-accuracy", "formula-bytes-down", "formula-bytes-up", "flops")
+    for one, other in zip(read_rounds(fedavg), read_rounds(ours), strict=True):
+        assert {key: one[key] for key in same if key in one} == {key: other[key] for key in same if key in other}
+
+
+def made(**changes: Value) -> tuple[SubFedAvg, Callable[[int, int, Tensors], SubFedAvgClient]]:
+    """The server side, and the client side of a number, round and state."""
+    place = workplace(resolve(keys_of(changes)))
+    strategy = SubFedAvg(place.settings, place.network.module)
+    strategy.round = 1
+    return strategy, lambda k, number, state: SubFedAvgClient(place, k, number, state)
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "adam", "momentum": 0.0, "lr": 0.005}, {"weight-decay": 0.1}])
+@pytest.mark.parametrize("pruning", MODELS)
+def test_what_is_pruned_stays_0_everywhere(
+    pruning: str, optimizer: dict[str, Value], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Download, every step, the answer, the state and the personal model; and masks only shrink."""
+    keys: dict[str, Value] = {"model": MODELS[pruning], "subfedavg.pruning": pruning, "subfedavg.target": 0.9}
+    strategy, client = made(**keys, **optimizer)
+    plan = strategy.plan
+    states: list[Tensors] = [{}, {}, {}]
+    descend, steps = Training.descend, 0
+
+    def watch(self: Training, x: Tensor, y: Tensor) -> Tensor:
+        nonlocal steps
+        loss = descend(self, x, y)
+        wide = plan.widen(worker.trained(), masks)
+        assert not any(bool(wide[n][~kept].any()) for n, kept in plan.positions(masks).items())
+        steps += 1
+        return loss
+
+    monkeypatch.setattr(Training, "descend", watch)
+    for number in (1, 2, 3):
+        strategy.round = number
+        updates, before = [], list(strategy.masks)
+        for k in range(3):
+            masks = strategy.masks[k]
+            task = strategy.task(k)
+            worker = client(k, number, states[k])
+            update = worker.run_training(dict(task.tensors), task.config)
+            states[k] = worker.state
+            added = strategy.contribution(update)
+            assert added.masks is not None
+            assert not any(bool(added.tensors[n][~kept].any()) for n, kept in added.masks.items())
+            updates.append(update)
+        merge_round(strategy, updates)
+        for k in range(3):
+            new, positions = strategy.masks[k], plan.positions(strategy.masks[k])
+            assert not any(bool((mask & ~before[k][n]).any()) for n, mask in new.items())
+            model = client(k, number + 1, dict(states[k])).personal({}, {})
+            wide = plan.widen(model, new)
+            assert not any(bool(wide[n][~kept].any()) for n, kept in positions.items())
+            assert all(torch.equal(wide[n][kept], added_to(updates[k], strategy, n)) for n, kept in positions.items())
+    assert steps > 50
+    assert min(strategy.fractions) > 0
+
+
+def added_to(update: Update, strategy: SubFedAvg, name: str) -> Tensor:
+    """What a client answered of a tensor, in row-major order."""
+    return update.tensors[name].flatten()
+
+
+def test_a_client_whose_channels_are_gone_trains_and_sends_a_smaller_network() -> None:
+    strategy, client = made(subfedavg__target=0.0001)  # channels only: weights are beyond the target at once
+    strategy.masks[0] = strategy.masks[0] | {"conv1": bits(*[1, 0] * 5), "conv2": bits(*[1] * 10 + [0] * 10)}
+    strategy.pruned[0] = 1
+    first = strategy.task(0)
+    state = {f"mask/1/{name}": packed for name, packed in pack_bits(strategy.masks[0]).items()}
+    worker = client(0, 2, state)
+    sizes = {name: tensor.numel() for name, tensor in first.tensors.items()}
+    whole = build_model("mnist-cnn-bn", IN_SHAPE, 10, 0)
+    small = narrowed(whole, strategy.plan.groups, {"conv1": 5, "conv2": 10})
+    expected = {name: p.numel() for name, p in small.named_parameters()}
+    assert sizes == expected  # nothing of the channels that are gone travels
+    update = worker.run_training(dict(first.tensors), first.config)
+    assert {n: tuple(t.shape) for n, t in worker.network.tensors.items()} == {
+        n: tuple(t.shape) for n, t in tensors_of(small).items()
+    }
+    batches = 2 * len(worker.y)
+    per_sample = training_flops(small, IN_SHAPE, 1)
+    assert update.metrics["flops"] == batches * per_sample
+    assert per_sample < 0.5 * training_flops(whole, IN_SHAPE, 1)
+    assert {n: len(t.flatten()) for n, t in update.tensors.items() if n in expected} == expected
+
+
+@pytest.mark.parametrize("pruning", ["structured", "hybrid"])
+@pytest.mark.parametrize(
+    ("model", "shape"), [("lenet5-bn", (3, 32, 32)), ("feature-mlp", (20,)), ("resnet18", (3, 32, 32))]
+)
+def test_any_network_with_batch_norm_becomes_smaller(pruning: Any, model: str, shape: tuple[int, ...]) -> None:
+    """What is cut out is a network that runs, and back in place it is the whole one but for what is pruned."""
+    whole = build_model(model, shape, 10, 0).eval()
+    plan, tensors = prunable(whole, pruning), {name: t.detach() for name, t in tensors_of(whole).items()}
+    scales = {group: torch.rand(plan.shapes[name], generator=generator(0)) for group, name in plan.scales.items()}
+    masks = plan.everything()
+    masks |= prune_channels(scales, plan.units(masks), 0.45, 0.5)
+    masks |= prune_weights(tensors, {name: masks[name] for name in plan.weights}, 0.5, "remaining")
+    small = narrowed(whole, plan.groups, {name: int(mask.sum()) for name, mask in plan.units(masks).items()})
+    cut = plan.cut(tensors, masks)
+    load_tensors(small, cut)
+    assert small(torch.rand(2, *shape)).shape == (2, 10)
+    wide, positions = plan.widen(cut, masks), plan.positions(masks)
+    assert all(torch.equal(wide[n], t * positions[n] if n in positions else t) for n, t in tensors.items())
+    gone = 1 - sum(int((t != 0).sum()) for n, t in cut.items() if n in plan.sizes and n.endswith("weight")) / sum(
+        plan.sizes[n] for n in plan.sizes if n.endswith("weight")
+    )
+    assert gone == pytest.approx(plan.pruned(masks), abs=0.02)
+
+
+# --- the mean ---------------------------------------------------------------------------------------------------------
+
+
+def tiny(average: str = "keepers") -> SubFedAvg:
+    """Two channels, three outputs; every value is 0."""
+    model = nn.Sequential()
+    for name, module in {
+        "conv1": nn.Conv2d(1, 2, 1), "bn1": nn.BatchNorm2d(2), "relu1": nn.ReLU(),
+        "flatten": nn.Flatten(), "fc1": nn.Linear(2, 3),
+    }.items():  # fmt: skip
+        model.add_module(name, module)
+    strategy = SubFedAvg(resolve(KEYS | {"subfedavg.average": average}), model)
+    strategy.current = {name: torch.zeros_like(tensor) for name, tensor in strategy.current.items()}
+    strategy.round = 1
+    return strategy
+
+
+def answer_of(strategy: SubFedAvg, client: int, value: float, **masks: Tensor) -> Update:
+    """A client that keeps this and says the same value everywhere."""
+    changed = {name.replace("__", "."): mask for name, mask in masks.items()}
+    kept = strategy.plan.positions(strategy.masks[client] | changed)
+    tensors = {name: torch.full((int(mask.sum()),), value) for name, mask in kept.items()}
+    tensors |= {n: torch.full_like(t, value) for n, t in strategy.current.items() if n not in kept}
+    return Update(client, tensors | {f"mask/{name}": mask for name, mask in changed.items()}, {}, 10)
+
+
+def three(strategy: SubFedAvg) -> list[Update]:
+    """Clients with both channels, the first one, and both without some weights of fc1."""
+    first = bits(1, 0)
+    return [
+        answer_of(strategy, 0, 1.0, fc1__weight=torch.tensor([[False, True], [True, True], [True, True]])),
+        answer_of(
+            strategy, 1, 4.0, conv1=first, fc1__weight=torch.tensor([[False, False], [True, True], [True, True]])
+        ),
+        answer_of(strategy, 2, 10.0, fc1__weight=torch.tensor([[False, False], [False, True], [True, True]])),
+    ]
+
+
+def test_networks_of_different_widths_are_averaged_over_the_keepers() -> None:
+    strategy = tiny()
+    said = merge_round(strategy, three(strategy))
+    mean = strategy.current
+    for name in ("conv1.weight", "conv1.bias", "bn1.weight", "bn1.running_var"):
+        assert mean[name].flatten().tolist() == [5.0, 5.5]
+    # columns: channel 0 of clients 0, 1, 2; channel 1 of clients 0 and 2
+    assert mean["fc1.weight"].tolist() == [[0.0, 1.0], [2.5, 5.5], [5.0, 5.5]]
+    assert mean["fc1.bias"].tolist() == [5.0] * 3
+    assert strategy.pruned.tolist() == [1, 1, 1]
+    assert said["pruned-fraction"] == pytest.approx((1 + 8 + 3) / 17 / 3)
+
+
+def test_strict_intersection_leaves_what_not_all_keep() -> None:
+    strategy = tiny("intersection")
+    merge_round(strategy, three(strategy))
+    assert strategy.current["conv1.weight"].flatten().tolist() == [5.0, 0.0]
+    assert strategy.current["fc1.weight"].tolist() == [[0.0, 0.0], [0.0, 0.0], [5.0, 0.0]]
+    assert strategy.current["fc1.bias"].tolist() == [5.0] * 3
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("masks", "said"),
+    [
+        ({"conv1": bits(0, 0)}, r"tensor 'conv1.weight': its masks keep nothing of it"),
+        ({"fc1__weight": torch.zeros(3, 2, dtype=torch.bool)}, r"tensor 'fc1.weight': its masks keep nothing of it"),
+        # each mask keeps something, but weights of the channel that is gone alone
+        (
+            {"conv1": bits(1, 0), "fc1__weight": torch.tensor([[False, True]] * 3)},
+            r"tensor 'fc1.weight': its masks keep nothing of it",
+        ),
+    ],
+)
+def test_an_emptied_layer_is_refused(masks: dict[str, Tensor], said: str) -> None:
+    strategy = tiny()
+    with pytest.raises(BadReply, match=said):
+        strategy.contribution(answer_of(strategy, 0, 1.0, **masks))
+
+
+def test_masks_that_grow_and_values_that_do_not_fit_are_refused() -> None:
+    strategy = tiny()
+    merge_round(strategy, three(strategy))
+    with pytest.raises(BadReply, match="tensor 'mask/conv1': a pruned position came back"):
+        strategy.contribution(answer_of(strategy, 1, 1.0, conv1=bits(1, 1)))
+    update = answer_of(strategy, 1, 1.0)
+    update.tensors["conv1.weight"] = torch.ones(2)
+    with pytest.raises(BadReply, match=r"tensor 'conv1.weight': 2 values, its masks keep 1"):
+        strategy.contribution(update)
+
+
+def test_a_client_does_not_empty_a_layer() -> None:
+    """Of fc1 all but the removed channel's weights are small: pruned both ways, nothing of it would be left."""
+    strategy, client = made(subfedavg__accuracy=0.0)
+    worker, plan = client(0, 1, {}), strategy.plan
+    masks = plan.everything()
+    gone = masks | {"conv1": bits(1, *[0] * 9), "fc1.weight": torch.zeros_like(masks["fc1.weight"])}
+    assert not worker.good(worker.initial(), gone)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"subfedavg.target": 1.0}, "subfedavg.target = 1.0: must be less than 1"),
+        ({"subfedavg.pruning": "both"}, "must be 'unstructured', 'structured' or 'hybrid'"),
+        ({"model": "mnist-cnn"}, "subfedavg.pruning = 'hybrid': model 'mnist-cnn': no layer has a BatchNorm behind it"),
+        ({"local-epochs": 1}, "local-epochs = 1: subfedavg compares the first with the last epoch, at least 2"),
+        ({"validation-fraction": 0.0}, "validation-fraction = 0.0: must be above 0 with subfedavg.gate-data"),
+        ({"batch-size": 1}, "batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch"),
+    ],
+)
+def test_wrong_settings_are_named(keys: dict[str, Value], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        made(**keys)
+
+
+def test_batch_norm_with_one_sample_is_refused(run_local: Run) -> None:
+    _, folder = run_with(run_local, train_per_class=1, num_clients=10, num_rounds=1, validation_fraction=0.5)
+    dropped = read_rounds(folder)[-1]["dropped"]
+    assert len(dropped) == 10
+    assert dropped[3]["reason"] == (
+        "client failed: UserError: client 3 has one training sample: BatchNorm needs at least 2"
+    )
+
+
+def test_a_client_without_gate_samples_says_so(run_local: Run) -> None:
+    _, folder = run_with(run_local, num_rounds=1, validation_fraction=0.005)
+    assert read_rounds(folder)[-1]["dropped"][0]["reason"] == (
+        "client failed: UserError: client 0 has no validation samples for the gate"
+    )
+
+
+@pytest.mark.parametrize("where", ["local", "average"])
+def test_running_statistics_stay_with_the_client_or_travel(where: str) -> None:
+    strategy, client = made(subfedavg__bn_statistics=where, local_epochs=0)
+    own = {f"own/{name}": torch.full_like(tensor, 7.0) for name, tensor in strategy.current.items()}
+    task = strategy.task(0)
+    assert ("bn1.running_mean" in task.tensors) == (where == "average")
+    answer = client(0, 2, own).train(dict(task.tensors), task.config)
+    assert answer["bn1.running_mean"].tolist() == [7.0 if where == "local" else 0.0] * 10
+    assert torch.equal(answer["conv1.weight"], strategy.current["conv1.weight"].flatten())
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shut", [{"subfedavg.accuracy": 100.0}, {"subfedavg.distance": 1.0, "subfedavg.channel-distance": 1.0}]
+)
+def test_a_shut_gate_prunes_nothing(shut: dict[str, Value], run_local: Run) -> None:
+    _, folder = run_with(run_local, num_rounds=1, **shut)
+    assert read_rounds(folder)[-1]["pruned-fraction"] == 0.0
+
+
+def test_weights_and_channels_are_gated_each_by_itself(run_local: Run) -> None:
+    fractions = []
+    for shut in ("subfedavg.distance", "subfedavg.channel-distance", ""):
+        _, folder = run_with(run_local, shut or "open", num_rounds=1, **({shut: 1.0} if shut else {}))
+        fractions.append(read_rounds(folder)[-1]["pruned-fraction"])
+    assert min(fractions) > 0
+    assert max(fractions[:2]) < fractions[2]
+
+
+@pytest.mark.parametrize("data", ["validation", "test"])
+def test_the_gate_looks_at_the_samples_of_its_setting(
+    data: str, run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authors' gate is on test data, and every line says so."""
+    seen = []
+    accuracy = SubFedAvgClient.accuracy
+
+    def watch(self: SubFedAvgClient, split: Any) -> float:
+        seen.append(split)
+        return accuracy(self, split)
+
+    monkeypatch.setattr(SubFedAvgClient, "accuracy", watch)
+    _, folder = run_with(run_local, num_rounds=1, subfedavg__gate_data=data)
+    assert set(seen) == {data}
+    assert read_rounds(folder)[-1].get("gate") == ("on test data" if data == "test" else None)
+
+
+def test_the_experiments_of_the_authors_say_so() -> None:
+    for name in ("mnist", "cifar10"):
+        honest, authors = (resolve({"experiment": f"subfedavg/{name}{end}"}) for end in ("", "-authors"))
+        gates: list[Any] = [honest.options, authors.options]
+        assert [gate.gate_data for gate in gates] == ["validation", "test"]
+        assert (honest.validation_fraction, authors.validation_fraction) == (0.1, 0.0)
+        differ = {key for key, value in honest.flat().items() if authors.flat()[key] != value}
+        assert differ == {"experiment", "validation-fraction", "subfedavg.gate-data"}
+
+
+# --- what server and client agree on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["none", "moon", "prox"])
+def test_a_lost_reply_takes_its_pruning_back(objective: str, run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    contribution = SubFedAvg.contribution
+
+    def lose(self: SubFedAvg, update: Update) -> Contribution:
+        if update.client == 1 and self.round == 1:
+            raise BadReply("lost on the way")
+        return contribution(self, update)
+
+    monkeypatch.setattr(SubFedAvg, "contribution", lose)
+    _, folder = run_with(run_local, num_rounds=3, objective=objective, subfedavg__target=0.9)
+    lines = [line for line in read_rounds(folder) if line["round"]]
+    assert [len(line["dropped"]) for line in lines] == [1, 0, 0]
+    rounds = [
+        {name.split("/")[1] for name in client_state(folder, 1, n) if name.startswith("mask/")} for n in (1, 2, 3)
+    ]
+    assert rounds == [{"1"}, {"2"}, {"2", "3"}]  # in round 2 it starts again from the whole network
+    assert lines[0]["pruned-fraction"] < lines[1]["pruned-fraction"]
+
+
+def test_an_abandoned_round_takes_all_pruning_back() -> None:
+    strategy, client = made()
+    task = strategy.task(0)
+    worker = client(0, 1, {})
+    update = worker.run_training(dict(task.tensors), task.config)
+    assert any(name.startswith("mask/") for name in update.tensors)
+    merge_round(strategy, [], asked=[0])
+    strategy.round = 2
+    again = strategy.task(0)
+    assert again.config == {"pruned": 0}
+    second = client(0, 2, dict(worker.state)).run_training(dict(again.tensors), again.config)
+    strategy.contribution(second)
+
+
+def test_a_client_that_lost_its_state_says_so() -> None:
+    _, client = made()
+    with pytest.raises(UserError, match="client 0 has lost its state"):
+        client(0, 2, {}).masks(1)
+
+
+def test_masks_survive_the_checkpoint() -> None:
+    (strategy, client), (again, _) = made(), made()
+    updates = []
+    for k in range(2):
+        task = strategy.task(k)
+        updates.append(client(k, 1, {}).run_training(dict(task.tensors), task.config))
+    merge_round(strategy, updates)
+    again.load_state(strategy.state())
+    assert strategy.pruned.tolist() == again.pruned.tolist() == [1, 1, 0]
+    assert strategy.fractions == again.fractions
+    for left, right in zip(strategy.masks, again.masks, strict=True):
+        assert all(torch.equal(mask, right[name]) for name, mask in left.items())
+    units, positions = again.unit_masks(), again.position_masks()
+    assert units is not None
+    assert units.sum(1).tolist() == [int(m["conv1"].sum() + m["conv2"].sum()) + 50 for m in again.masks]
+    assert positions is not None
+    assert int(positions[2]["fc1.weight"].sum()) == 50 * 320
+
+
+def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
+    """Six pairs of clients: two with the same labels, two pairs with one of three in common, three with none."""
+    lists: dict[str, Value] = {"partition": "lists", "class-lists": "0 1, 0 1, 1 2, 3 4", "num-clients": 4}
+    _, folder = run_with(run_local, num_rounds=1, **lists)
+    assert cli.main(["analyse", str(folder)]) == 0
+    rows = list(csv.reader((folder / "overlap-labels.csv").open()))[1:]
+    strategy = SubFedAvg(resolve(KEYS | lists), build_model("mnist-cnn-bn", IN_SHAPE, 10, 0))
+    strategy.load_state(read_checkpoint(max((folder / "checkpoints").glob("round-*"))).state)
+    masks = strategy.position_masks()
+    assert masks is not None
+    assert {row[0] for row in rows} == {"conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight"}
+    for name in masks[0]:
+        found = overlap([of_client[name] for of_client in masks])
+        expected = [
+            ["0.0000", "3", found[3, :3].mean()],
+            ["0.3333", "2", found[2, :2].mean()],
+            ["1.0000", "1", found[0, 1]],
+        ]
+        assert [row[1:] for row in rows if row[0] == name] == [[*key, f"{mean:.4f}"] for *key, mean in expected]
+    assert (folder / "overlap-labels.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_cost_column() -> None:
+    """Table 1, ten clients a round, 500 rounds for CIFAR-10 and 300 for MNIST; to the digits that it prints.
+
+    It rounds some numbers and cuts others: an error below one unit of its last digit.
+    """
+    cifar, mnist = 62_006, 21_840
+    printed = {2.48: 0.0, 2.12: 0.3, 1.88: 0.5, 1.64: 0.7}
+    for gigabytes, pruned in printed.items():
+        assert round(published_bytes(500, 10, cifar, pruned) / 1e9, 2) == gigabytes
+    for megabytes, pruned in {524.16: 0.0, 448.0: 0.3, 397.21: 0.5, 346.43: 0.7}.items():
+        assert published_bytes(300, 10, mnist, pruned) / 1e6 == pytest.approx(megabytes, abs=0.0099)
+    # LG-FedAvg: FedAvg first, then the upper linear layers alone
+    lg_cifar = published_bytes(450, 10, cifar) + published_bytes(50, 10, 120 * 84 + 84 + 84 * 10 + 10)
+    assert lg_cifar / 1e9 == pytest.approx(2.27, abs=0.0099)
+    lg_mnist = published_bytes(275, 10, mnist) + published_bytes(25, 10, 320 * 50 + 50 + 50 * 10 + 10)
+    assert round(lg_mnist / 1e6, 2) == 513.6
+    # hybrid, 70 %: half of the channels, the linear layers' weights at 70 %
+    hybrid = published_bytes(300, 10, mnist, 0.7, sent=320 * 50 + 50 * 10, dense=5 * 25 + 10 * 5 * 25)
+    assert round(hybrid / 1e6, 2) == 342.31
+
+
+def test_a_clients_cost_as_the_paper_counts_it() -> None:
+    plan = prunable(build_model("mnist-cnn-bn", IN_SHAPE, 10, 0), "hybrid")
+    masks = plan.everything() | {"conv1": bits(*[1, 0] * 5), "conv2": bits(*[1, 0] * 10)}
+    masks["fc1.weight"] = torch.zeros(50, 320, dtype=torch.bool)
+    masks["fc1.weight"][0] = True  # 320 weights, of which half are of channels that are gone
+    expected = published_bytes(1, 1, 21_840, 1 - 660 / 16_500, sent=16_500, dense=5 * 25 + 10 * 5 * 25)
+    assert plan.published_bytes(masks) == pytest.approx(expected)
+    plain = prunable(build_model("mnist-cnn", IN_SHAPE, 10, 0), "unstructured")
+    half = {name: torch.arange(mask.numel()).view(mask.shape) % 2 == 0 for name, mask in plain.everything().items()}
+    assert plain.published_bytes(half) == pytest.approx(published_bytes(1, 1, 21_840, 10_875 / 21_840))
+
+
+def test_the_papers_flops() -> None:
+    """2.4 x: LeNet-5 with 3 and 8 channels, convolutions and linear layers; not convolutions alone (2.51)."""
+    model = build_model("lenet5-bn", (3, 32, 32), 10, 0)
+    small = narrowed(model, prunable(model, "hybrid").groups, {"conv1": 3, "conv2": 8})
+    flops = [forward_flops(network, (3, 32, 32), 1) for network in (model, small)]
+    assert flops == [2 * 651_720, 2 * 271_320]
+    assert round(flops[0] / flops[1], 1) == 2.4
+
+
+def test_bytes_really_sent_fall_below_the_papers_formula(run_local: Run) -> None:
+    """The paper sends the whole network down; we send what a client keeps, and the bits of the masks that shrank."""
+    _, folder = run_with(run_local, num_rounds=4, subfedavg__target=0.9)
+    last = read_rounds(folder)[-1]
+    assert last["formula-bytes-down"] + last["formula-bytes-up"] < 0.8 * last["published-bytes"]
+
+
+# --- mean-regularised multi-task learning -----------------------------------------------------------------------------
+
+
+def test_mtl_by_hand() -> None:
+    """One step of SGD: ``w - lr (gradient + 2 c (w + w - mean))``, and the mean is that of the personal models."""
+    keys = {k: v for k, v in KEYS.items() if not k.startswith("subfedavg.")}
+    keys |= {"method": "mtl", "model": "mnist-cnn", "local-epochs": 1, "batch-size": 1000, "momentum": 0.0, "lr": 0.1}
+    models = []
+    for c in (0.0, 0.25):
+        place = workplace(resolve(keys | {"mtl.lambda": c}))
+        worker = MTLClient(place, 0, 2, {f"own/{n}": t + 1 for n, t in place.initial().items()})
+        mean = {n: torch.full_like(t, 3.0) for n, t in place.initial().items()}
+        models.append(worker.train(mean, {}))
+        assert all(torch.equal(models[-1][n], t) for n, t in worker.personal({}, {}).items())
+    for name, start in place.initial().items():
+        pulled = models[0][name] - 0.1 * 2 * 0.25 * (2 * (start + 1) - 3)
+        torch.testing.assert_close(models[1][name], pulled, atol=1e-5, rtol=1e-5)
+    strategy = MTL(place.settings, place.network.module)
+    merge_round(strategy, [Update(k, model, {}, 10) for k, model in enumerate(models)])
+    torch.testing.assert_close(strategy.current["fc2.bias"], (models[0]["fc2.bias"] + models[1]["fc2.bias"]) / 2)
