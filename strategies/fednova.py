@@ -1,7 +1,7 @@
 """FedNova, server side: clients' changes are normalised by their local steps before they are averaged.
 
 Wang, Liu, Liang, Joshi, Poor: Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization,
-NeurIPS 2020, https://arxiv.org/abs/2007.07481 (Equations 3, 8 and 9, Section 5)::
+NeurIPS 2020, https://arxiv.org/abs/2007.07481::
 
     w <- w + tau_eff * sum_i p_i (w_i - w) / a_i,   tau_eff = sum_i p_i a_i
 

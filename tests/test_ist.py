@@ -94,7 +94,7 @@ def test_bytes_and_flops_are_those_of_the_slices(model: str, run_local: Run) -> 
     keys = {"num_clients": 6, "clients_per_round": s, "partition": "iid", "num_rounds": 2, "train_per_class": 12}
     _, folder = run_local("ist", method="ist", model=model, ist__width=h, **keys)
     wide = build_model(model, (1, 8, 8), classes, 0, s * h)
-    # Paper, section 4.3: 2 (n1 n2 + n2 n3) numbers a round, both ways; biases, BatchNorm and further layers beside it.
+    # The paper: 2 (n1 n2 + n2 n3) numbers a round, both ways; biases, BatchNorm and further layers beside it.
     numbers = h * 64 + 3 * h + h * classes + classes
     if model == "feature-mlp2":
         numbers += h * h + 3 * h

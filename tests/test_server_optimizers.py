@@ -70,7 +70,7 @@ def test_fednova_with_the_authors_normalisation_by_hand() -> None:
     [(7, 0.0, 0.0, 7.0), (3, 0.5, 0.0, 1 + 1.5 + 1.75), (3, 0.0, 0.5, 1 + 0.5 + 0.25)],
 )
 def test_the_normaliser_is_the_papers(steps: int, momentum: float, pull: float, expected: float) -> None:
-    """Equations of its Section 4: sum of (1 - rho^k) / (1 - rho), and of (1 - eta mu)^k."""
+    """The sums over k of (1 - rho^k) / (1 - rho), and of (1 - eta mu)^k."""
     assert normaliser(steps, momentum, pull) == pytest.approx(expected)
 
 
