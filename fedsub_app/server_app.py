@@ -141,7 +141,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
         line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
-        strategy.over = over = used_up([*run.lines, line], settings)
+        over = used_up([*run.lines, line], settings)
+        config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
@@ -171,7 +172,7 @@ def _evaluate(
     global_test: GlobalTest | None,
 ) -> Json:
     """Measure what is due after a round; returns it for the round's line."""
-    if not strategy.evaluation_due(number):
+    if not strategy.evaluation_due(number, config):
         return {}
     start = time.perf_counter()
     found: Json = dict(global_test(arrays)) if global_test else {}

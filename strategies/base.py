@@ -50,7 +50,6 @@ class SubnetStrategy(Strategy):
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
     phase : the running or last phase: who was asked, who was dropped, what the round's line says of it.
-    over : the budget that the running round has used up, which makes it the last one.
     """
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -60,7 +59,6 @@ class SubnetStrategy(Strategy):
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
         self.phase = Phase("", 0)
-        self.over: str | None = None
 
     def connect(self, federation: Federation) -> None:
         """Take the nodes that the verbs talk to."""
@@ -204,9 +202,12 @@ class SubnetStrategy(Strategy):
         self.phase.dropped += [Dropped(u.client, f"the mean of {broken[0]!r} is not finite") for u in updates]
         return None
 
-    def evaluation_due(self, server_round: int) -> bool:
-        """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one."""
-        last = self.over is not None or server_round == self.settings.num_rounds
+    def evaluation_due(self, server_round: int, config: ConfigRecord) -> bool:
+        """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
+
+        ``config["last"]`` says that a budget has made it the last one.
+        """
+        last = bool(config.get("last")) or server_round == self.settings.num_rounds
         return last or server_round % self.settings.eval_every == 0
 
     def configure_evaluate(
@@ -214,7 +215,7 @@ class SubnetStrategy(Strategy):
     ) -> list[Message]:
         """Ask all clients for the accuracies on their own test sets, where the settings name any."""
         wanted = [name for name in self.settings.evaluations if name != "global"]
-        if not wanted or not self.evaluation_due(server_round):
+        if not wanted or not self.evaluation_due(server_round, config):
             return []
         self.federation.meet(grid)
         self.round, self.current = server_round, to_tensors(arrays)
