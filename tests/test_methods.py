@@ -174,17 +174,23 @@ def test_tuning_flops_are_in_the_line(run_local: Run) -> None:
     assert ["evaluate-flops" in line for line in read_rounds(folder)] == [False, True, True]
 
 
-def test_dittos_moon_compares_with_the_global_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B6: z_p is the model that the client trained from the global one last, not its personal model."""
-    strategy, client = made("ditto", objective="moon")
-    others: list[Tensors] = []
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> list[Tensors]:
+    """The previous models that MOON is given, in the order of the trainings."""
+    found: list[Tensors] = []
     start = Moon.__init__
 
     def watch(self: Moon, received: Tensors, previous: Tensors, mu: float, temperature: float) -> None:
-        others.append(previous)
+        found.append(previous)
         start(self, received, previous, mu, temperature)
 
     monkeypatch.setattr(Moon, "__init__", watch)
+    return found
+
+
+def test_dittos_moon_compares_with_the_global_side(others: list[Tensors]) -> None:
+    """B6: z_p is the model that the client trained from the global one last, not its personal model."""
+    strategy, client = made("ditto", objective="moon")
     state: Tensors = {}
     for number in (1, 2):
         strategy.round = number
@@ -198,17 +204,9 @@ def test_dittos_moon_compares_with_the_global_side(monkeypatch: pytest.MonkeyPat
     assert not same(worker.own, answered)
 
 
-def test_moons_previous_model_is_the_last_rounds_where_a_round_trains_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moons_previous_model_is_the_last_rounds_where_a_round_trains_twice(others: list[Tensors]) -> None:
     """FedRep's second training must not compare with what its first one has just made."""
     strategy, client = made("fedrep", objective="moon")
-    others: list[Tensors] = []
-    start = Moon.__init__
-
-    def watch(self: Moon, received: Tensors, previous: Tensors, mu: float, temperature: float) -> None:
-        others.append(previous)
-        start(self, received, previous, mu, temperature)
-
-    monkeypatch.setattr(Moon, "__init__", watch)
     task = strategy.task(0)
     worker = client(0, 1, {})
     worker.run_training(dict(task.tensors), task.config)
