@@ -39,6 +39,7 @@ VARIANTS: dict[str, list[dict[str, Value]]] = {
         {"optimizer": "adam", "fedpart.momentum": momentum, "fedpart.full-rounds": 1, "fedpart.rounds-per-group": 1}
         for momentum in ("none", "mean")
     ],
+    "subfedavg": [{"local-epochs": 2, "validation-fraction": 0.1}],
 }
 
 
