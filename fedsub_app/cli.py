@@ -39,6 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="local: in this process (default); local-simulation: Flower on Ray; or another Flower connection",
     )
+    run.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes of the local engine (default: the cores that this process may use; 1 where a GPU trains)",
+    )
     run.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
     run.set_defaults(command=_run)
 
@@ -95,22 +101,35 @@ def _run(options: argparse.Namespace) -> int:
     if options.resume:
         overrides |= {"run-dir": str(options.resume.resolve()), "resume": True}
     if options.engine == "local":
-        return _run_local(overrides)
+        return _run_local(overrides, options.workers)
+    if options.workers is not None:
+        raise UserError(
+            f"--workers {options.workers}: of the local engine; --engine {options.engine} has its own nodes"
+        )
     return flower.run(options.engine, overrides, waking)
 
 
-def _run_local(overrides: dict[str, str | int | float | bool]) -> int:
-    from fedsub_app.client_app import app
-    from fedsub_app.federation.local_grid import LocalGrid
+def _run_local(overrides: dict[str, str | int | float | bool], workers: int | None) -> int:
+    from fedsub_app.common.machine import cores
+    from fedsub_app.federation.workers import local_grid
     from fedsub_app.runs.directory import RunFailed, settings_of
     from fedsub_app.server_app import log_to_stdout, run_and_report
+    from fedsub_app.training.workplace import pick_device
 
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers}: must be at least 1")
     log_to_stdout()
+    settings = settings_of(overrides)
+    on_gpu = pick_device(settings.device).type == "cuda"
+    workers = min(workers or (1 if on_gpu else cores()), settings.num_clients)
+    grid = local_grid("fedsub_app.client_app", overrides, workers, fork=not on_gpu)
     try:
-        run_and_report(LocalGrid(app, overrides), settings_of(overrides))
+        run_and_report(grid, settings)
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
+    finally:
+        grid.close()
     return 0
 
 

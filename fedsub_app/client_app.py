@@ -62,14 +62,25 @@ def evaluate(message: Message, context: Context) -> Message:
     return _answer(message, context)
 
 
+def prepare(message: Message) -> None:
+    """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
+    header, _ = unpack(message.content)
+    place = _place(header, "")
+    place.training_flops(place.network)
+
+
+def _place(header: Json, data_dir: str) -> Workplace:
+    if header["code"] != code_digest():
+        raise UserError(_other_code(header["code"]))
+    return workplace(_settings(json.dumps(header["settings"]), data_dir))
+
+
 def _answer(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
     header, parts = unpack(message.content)
     stamp = {key: header[key] for key in ("run", "round", "phase")}
     try:
-        if header["code"] != code_digest():
-            raise UserError(_other_code(header["code"]))
-        place = workplace(_settings(json.dumps(header["settings"]), str(context.node_config.get("data-dir", ""))))
+        place = _place(header, str(context.node_config.get("data-dir", "")))
     except UserError as error:
         return Message(pack(stamp | {"error": str(error)}, []), reply_to=message)
     folder = _state_folder(header, context)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.machine import cores
 
 if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
     from fedsub_app.common.section import Value
@@ -65,16 +66,16 @@ def setup() -> list[str]:
 def _connection() -> str:
     import torch  # on demand: only this needs it
 
-    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    workers, gpus = cores(), torch.cuda.device_count()
     lines = [
         f"[superlink.{CONNECTION}]",
         'address = ":local:"',
-        f"options.num-supernodes = {cores}",
+        f"options.num-supernodes = {workers}",
         "options.backend.client-resources.num-cpus = 1",
-        f"options.backend.init-args.num-cpus = {cores}",
+        f"options.backend.init-args.num-cpus = {workers}",
     ]
     if gpus:  # the workers share them; without a share Ray hides them
-        lines.append(f"options.backend.client-resources.num-gpus = {gpus / cores}")
+        lines.append(f"options.backend.client-resources.num-gpus = {gpus / workers}")
     return "\n".join(lines) + "\n"
 
 

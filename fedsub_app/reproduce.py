@@ -28,6 +28,7 @@ from threading import Thread
 import torch
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
@@ -98,8 +99,8 @@ def reproduce(
     jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
         _ = job.settings  # bad input is reported before the first run starts
-    failures = _run_all([job for job in jobs if job.summary() is None], workers or os.cpu_count() or 1)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
+    failures = _run_all([job for job in jobs if job.summary() is None], workers or cores())
+    machine = f"{platform.machine()}, {cores()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
         "command": " ".join(["fedsub reproduce", name, *(f"-s {key}={value}" for key, value in overrides.items())])
         + "".join(f" --only {shlex.quote(word)}" for word in only),

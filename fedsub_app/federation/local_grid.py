@@ -19,6 +19,20 @@ RUN_ID = SERVER_ID = 1
 CLIENT_FAILED = 9  # Flower's code for a ClientApp that raised
 
 
+def named(message: Message) -> str:
+    """Give a message an id, as a SuperLink would; returns it."""
+    message.metadata.__dict__["_message_id"] = message_id = str(uuid4())
+    return message_id
+
+
+def answer(app: ClientApp, message: Message, context: Context) -> Message:
+    """Return the app's answer; where it raises, an error, as a node would."""
+    try:
+        return app(message=message, context=context)
+    except Exception:
+        return Message(Error(CLIENT_FAILED, traceback.format_exc()), reply_to=message)
+
+
 class LocalGrid(Grid):
     """A grid of ``num_nodes`` nodes that answer a message as soon as it is pushed.
 
@@ -64,14 +78,8 @@ class LocalGrid(Grid):
         """Answer every message; returns their ids."""
         ids = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = message_id = str(uuid4())
-            ids.append(message_id)
-            context = self.contexts[message.metadata.dst_node_id]
-            try:
-                reply = self.app(message=message, context=context)
-            except Exception:  # as a node would: the server gets an error reply
-                reply = Message(Error(CLIENT_FAILED, traceback.format_exc()), reply_to=message)
-            self._replies[message_id] = reply
+            ids.append(named(message))
+            self._replies[ids[-1]] = answer(self.app, message, self.contexts[message.metadata.dst_node_id])
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -81,3 +89,6 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Push and pull."""
         return self.pull_messages(self.push_messages(messages))
+
+    def close(self) -> None:
+        """End what the grid has started: nothing here."""

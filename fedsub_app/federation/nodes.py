@@ -273,6 +273,7 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Me
     waiting = [message_id for message_id in grid.push_messages(messages) if message_id]
     replies: list[Message] = []
     start = time.monotonic()
+    wait = getattr(grid, "wait", time.sleep)  # a grid that knows when an answer comes
     while waiting:
         found = list(grid.pull_messages(waiting))
         replies += found
@@ -281,5 +282,5 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Me
         elapsed = time.monotonic() - start
         if not waiting or elapsed > timeout:
             break
-        time.sleep(min(0.5, max(0.005, elapsed / 50)))
+        wait(min(0.5, max(0.005, elapsed / 50)))
     return replies

@@ -1,0 +1,233 @@
+"""The grid of this machine's cores: every node is a process of its own, forked once data and model are there.
+
+A message between processes is one file in memory, whose descriptor travels through a socket: nothing is pickled, and of
+a process that is killed no file is left. A node has its messages in a queue; where it dies, the message that it was
+working on is answered by an error, the others go to its replacement.
+"""
+
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.process import BaseProcess
+from pkgutil import resolve_name
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+
+from fedsub_app.common.section import Value
+from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
+from fedsub_app.federation.protocol import HEADER, TENSORS
+
+LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
+PARENT_LOOK_S = 0.5
+
+
+def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork: bool = True) -> LocalGrid:
+    """Return the grid of the local engine: in this process for one worker, else one process a worker.
+
+    Parameters
+    ----------
+    app : module of the ClientApp ``app`` and of ``prepare(message)``, which loads what the clients need.
+    overrides : the run config as single keys.
+    workers : at least 1.
+    fork : whether processes may be forked where the system can (not with CUDA): data and model are there once then.
+    """
+    if workers == 1:
+        return LocalGrid(resolve_name(f"{app}:app"), overrides)
+    return WorkerGrid(app, overrides, workers, "fork" if fork and sys.platform == "linux" else "spawn")
+
+
+class WorkerGrid(LocalGrid):
+    """A grid of ``workers`` nodes, each a process; :meth:`close` ends them. See :func:`local_grid`."""
+
+    def __init__(self, app: str, overrides: Mapping[str, Value], workers: int, start: str) -> None:
+        super().__init__(resolve_name(f"{app}:app"), overrides, workers)
+        self._module = app
+        self._start = start
+        self._workers: dict[int, Worker] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Hand every message to its node's process; the roll call is answered here."""
+        ids: list[str] = []
+        for message in messages:
+            if message.metadata.message_type == "query":
+                ids += super().push_messages([message])
+                continue
+            ids.append(named(message))
+            if not self._workers:
+                if self._start == "fork":
+                    with suppress(Exception):  # each node will say what is wrong
+                        resolve_name(f"{self._module}:prepare")(message)
+                for node in self.contexts:
+                    self._begin(node)
+            self._workers[message.metadata.dst_node_id].send(message)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Hand out the answers that are there."""
+        self._collect(0)
+        return super().pull_messages(message_ids)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until an answer is there, at most so long."""
+        self._collect(seconds)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers.values():
+            worker.end()
+        self._workers.clear()
+
+    def _begin(self, node: int) -> None:
+        others = [worker.socket for worker in self._workers.values()]
+        self._workers[node] = Worker(self._module, node, len(self.contexts), self._start, others)
+
+    def _collect(self, seconds: float) -> None:
+        """Take the answers that are there, or come within ``seconds``."""
+        node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
+        for ready in wait_for(list(node_of), seconds) if node_of else ():
+            worker = self._workers[node_of[ready]]
+            reply: Message | None
+            try:
+                reply = worker.receive()
+            except (EOFError, OSError):
+                reply = self._replace(node_of[ready])
+            if reply:
+                self._replies[reply.metadata.reply_to_message_id] = reply
+
+    def _replace(self, node: int) -> Message | None:
+        """Start another process for a node whose process has died; answers the message that it was working on."""
+        dead = self._workers.pop(node)
+        said = dead.end()
+        self._begin(node)
+        if not dead.waiting:
+            return None
+        lost = dead.waiting.popleft()
+        for message in dead.waiting:
+            self._workers[node].send(message)
+        return Message(Error(CLIENT_FAILED, said), reply_to=lost)
+
+
+class Worker:
+    """One process and the messages that it has not answered yet, in order.
+
+    ``others`` are the sockets that a forked process inherits, and closes.
+    """
+
+    def __init__(self, app: str, node: int, nodes: int, start: str, others: list[socket.socket]) -> None:
+        self.waiting: deque[Message] = deque()
+        self.socket, theirs = socket.socketpair()
+        inherited = [self.socket, *others] if start == "fork" else []
+        self.process: BaseProcess = get_context(start).Process(  # type: ignore[attr-defined]
+            target=_serve, args=(app, node, nodes, theirs, inherited, os.getpid()), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; where the process is dead, :meth:`receive` will say so."""
+        self.waiting.append(message)
+        about = message.metadata
+        with suppress(OSError):
+            _send(
+                self.socket,
+                {"type": about.message_type, "id": about.message_id, "group": about.group_id},
+                message.content,
+            )
+
+    def receive(self) -> Message:
+        """Return the next answer. Raises EOFError or OSError where the process is dead."""
+        about, content = _receive(self.socket)
+        message = self.waiting.popleft()
+        if about["error"]:
+            return Message(Error(CLIENT_FAILED, about["error"]), reply_to=message)
+        return Message(content, reply_to=message)
+
+    def end(self) -> str:
+        """Kill the process; returns how it has ended."""
+        self.process.join(0.2)  # one that was killed may not have been waited for yet
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        self.socket.close()
+        if code is None:
+            return f"worker process {self.process.pid} was ended"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"worker process {self.process.pid} {how}"
+
+
+def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list[socket.socket], parent: int) -> None:
+    """Answer messages until the parent closes the socket or ends."""
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    run = resolve_name(f"{app}:app")
+    context = LocalGrid(run, {}, nodes).contexts[node]
+    while True:
+        try:
+            about, content = _receive(mine)
+        except (EOFError, OSError):
+            return
+        message = Message(content, node, about["type"], group_id=about["group"])
+        message.metadata.__dict__["_message_id"] = about["id"]
+        reply = answer(run, message, context)
+        error = reply.error.reason if reply.has_error() else ""
+        _send(mine, {"error": error}, RecordDict() if error else reply.content)
+        del content, message, reply  # else they stay until the next message
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it has ended, also if that was killed."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_S)
+    os._exit(1)
+
+
+def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None:
+    """Write what a message holds to a file in memory and send its descriptor."""
+    records = content.array_records.get(TENSORS, ArrayRecord())
+    sizes = [(key, array.dtype, array.shape, array.stype, len(array.data)) for key, array in records.items()]
+    text = content.config_records[HEADER]["json"] if HEADER in content.config_records else ""
+    head = json.dumps({**about, "header": text, "arrays": sizes}).encode()
+    with _file_in_memory() as file:
+        file.write(len(head).to_bytes(LENGTH, "little") + head)
+        for array in records.values():
+            file.write(array.data)
+        file.flush()
+        socket.send_fds(to, [b"m"], [file.fileno()])
+
+
+def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
+    """Return what :func:`_send` sent; the arrays are views of the file. EOFError: the other end is closed."""
+    said, descriptors, *_ = socket.recv_fds(source, 1, 1)
+    if not said or not descriptors:
+        raise EOFError
+    with os.fdopen(descriptors[0], "rb") as file:
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    start = LENGTH + int.from_bytes(view[:LENGTH], "little")
+    about = json.loads(bytes(view[LENGTH:start]))
+    arrays = ArrayRecord(
+        {key: Array(dtype, tuple(shape), stype, b"") for key, dtype, shape, stype, _ in about["arrays"]}
+    )
+    for key, *_, size in about["arrays"]:
+        arrays[key].data = view[start : start + size]  # type: ignore[assignment]  # Flower's constructor takes bytes only
+        start += size
+    return about, RecordDict({HEADER: ConfigRecord({"json": about["header"]}), TENSORS: arrays})
+
+
+def _file_in_memory() -> Any:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("fedsub"), "w+b")
+    return tempfile.TemporaryFile()
