@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedsub_app.common.seeds import generator
 from fedsub_app.subnets import averaging
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.subnets.averaging import MaskedMean, masked_mean
 
 
 def slow_mean(old, updates, server_lr):
@@ -82,6 +82,32 @@ def test_is_exact_arithmetic_up_to_rounding(federation, server_lr, block):
     assert list(new) == list(old)
     for name in old:
         assert torch.allclose(new[name], expected[name], rtol=1e-5, atol=1e-5), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(federation=federations(max_clients=6), cuts=st.sets(st.integers(0, 6)), server_lr=st.sampled_from([0.3, 1.0]))
+def test_updates_one_after_the_other_give_the_same_bits(federation, cuts, server_lr):
+    old, updates = federation
+    mean = MaskedMean(old)
+    ends = [0, *sorted(cuts), len(updates)]
+    for start, end in itertools.pairwise(ends):
+        mean.add(updates[start:end])
+    everybody = {name: mean.everybody(name).expand(tensor.shape) for name, tensor in old.items()}
+    whole = masked_mean(old, updates, server_lr)
+    for name, tensor in mean.result(server_lr).items():
+        assert torch.equal(tensor, whole[name])
+        covering = torch.ones(tensor.shape, dtype=torch.bool)
+        for values, masks, _ in updates:
+            covering &= (masks or {}).get(name, torch.tensor(True)) if name in values else torch.tensor(False)
+        assert torch.equal(everybody[name], covering)
+
+
+def test_more_updates_than_a_byte_counts():
+    old, mask = {"w": torch.zeros(2)}, {"w": torch.tensor([True, False])}
+    mean = MaskedMean(old)
+    for k in range(300):
+        mean.add([({"w": torch.tensor([float(k), 1.0])}, mask if k else None, 5.0)])
+    assert mean.result()["w"].tolist() == [149.5, 1.0]
 
 
 @settings(max_examples=40, deadline=None)
