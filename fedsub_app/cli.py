@@ -83,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     names.set_defaults(command=_list)
 
     setup = commands.add_parser("setup", help="register the Flower connection local-simulation; once per machine")
+    setup.add_argument(
+        "--cluster",
+        type=int,
+        metavar="N",
+        help="also ray-cluster: N simulated nodes on a Ray cluster that runs already",
+    )
     setup.set_defaults(command=_setup)
     env = commands.add_parser("env", help='print what a shell needs where setup did not run: eval "$(fedsub env)"')
     env.set_defaults(command=_env)
@@ -227,7 +233,9 @@ def _list(options: argparse.Namespace) -> int:
 def _setup(options: argparse.Namespace) -> int:
     from fedsub_app import flower
 
-    for line in flower.setup():
+    if options.cluster is not None and options.cluster < 1:
+        raise UserError(f"--cluster {options.cluster}: must be at least 1")
+    for line in flower.setup(options.cluster):
         print(line)
     return 0
 

@@ -21,7 +21,7 @@ from fedsub_app.common.machine import cores
 if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
     from fedsub_app.common.section import Value
 
-CONNECTION = "local-simulation"
+CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -40,8 +40,13 @@ def _home() -> Path:
     return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
 
 
-def setup() -> list[str]:
-    """Register the connection ``local-simulation`` and the environment's defaults; says what it did."""
+def setup(cluster: int | None = None) -> list[str]:
+    """Register the connection ``local-simulation`` and the environment's defaults; says what it did.
+
+    Parameters
+    ----------
+    cluster : also register ``ray-cluster``, with so many simulated nodes, for a Ray cluster that runs already.
+    """
     said = []
     config = _home() / "config.toml"
     text = config.read_text() if config.exists() else '[superlink]\ndefault = "local-simulation"\n'
@@ -49,10 +54,13 @@ def setup() -> list[str]:
         known = tomllib.loads(text).get("superlink", {})
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{config}: not valid TOML: {error}") from None
-    if CONNECTION not in known:
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(f"{text.rstrip()}\n\n{_connection()}")
-        said.append(f"{config}: connection {CONNECTION} added")
+    wanted = {CONNECTION: _here} | ({CLUSTER: lambda: _cluster(cluster)} if cluster else {})
+    for name, lines in wanted.items():
+        if name not in known:
+            text = f"{text.rstrip()}\n\n" + "\n".join([f"[superlink.{name}]", 'address = ":local:"', *lines()]) + "\n"
+            config.parent.mkdir(parents=True, exist_ok=True)
+            config.write_text(text)
+            said.append(f"{config}: connection {name} added")
     # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
     hook = Path(sysconfig.get_path("purelib")) / "fedsub_environment.pth"
@@ -63,20 +71,22 @@ def setup() -> list[str]:
     return said or ["nothing to do"]
 
 
-def _connection() -> str:
+def _here() -> list[str]:
+    """Return the options of a simulation on this machine's cores and GPUs."""
     import torch  # on demand: only this needs it
 
     workers, gpus = cores(), torch.cuda.device_count()
-    lines = [
-        f"[superlink.{CONNECTION}]",
-        'address = ":local:"',
-        f"options.num-supernodes = {workers}",
-        "options.backend.client-resources.num-cpus = 1",
-        f"options.backend.init-args.num-cpus = {workers}",
-    ]
+    lines = [f"options.num-supernodes = {workers}", "options.backend.client-resources.num-cpus = 1"]
+    if workers < (os.cpu_count() or 1):  # Ray counts all; given a number, it refuses a cluster that runs already
+        lines.append(f"options.backend.init-args.num-cpus = {workers}")
     if gpus:  # the workers share them; without a share Ray hides them
         lines.append(f"options.backend.client-resources.num-gpus = {gpus / workers}")
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _cluster(nodes: int | None) -> list[str]:
+    """Return the options of a simulation on a Ray cluster; it brings its own cores."""
+    return [f"options.num-supernodes = {nodes}", "options.backend.client-resources.num-cpus = 1"]
 
 
 def _toml(value: "Value") -> str:
@@ -105,7 +115,10 @@ def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.P
 
     settings_of(overrides)  # fail early
     overrides = dict(overrides)
-    if connection == CONNECTION:  # the SuperLink has its own working directory and the environment of its first start
+    if connection in (
+        CONNECTION,
+        CLUSTER,
+    ):  # the SuperLink has its own working directory and the environment of its first start
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         if overrides.get("run-dir"):
