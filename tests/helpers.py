@@ -102,7 +102,7 @@ def fedsub(scratch: Path, *arguments: str, die: tuple[str, int] | None = None) -
     scratch.mkdir(parents=True, exist_ok=True)
     files = scratch / "stdout.txt", scratch / "stderr.txt"
     target_arguments = (arguments, die, files, dict(os.environ))
-    process = _processes.Process(target=_main, args=target_arguments, daemon=True)
+    process = _processes.Process(target=_main, args=target_arguments)  # no daemon: it starts workers
     process.start()
     process.join(PATIENCE)
     if process.exitcode is None:
@@ -127,6 +127,7 @@ def _main(
     if die:
         moment, server_round = die
         MOMENTS[moment](server_round)
+        arguments += ("--workers", "1")  # the process that dies is the run
     raise SystemExit(main(list(arguments)))
 
 

@@ -109,7 +109,8 @@ class WorkerGrid(LocalGrid):
     def _replace(self, node: int) -> Message | None:
         """Start another process for a node whose process has died; answers the message that it was working on."""
         dead = self._workers.pop(node)
-        said = dead.end()
+        said = dead.ended()
+        dead.end()
         self._begin(node)
         if not dead.waiting:
             return None
@@ -154,15 +155,16 @@ class Worker:
             return Message(Error(CLIENT_FAILED, about["error"]), reply_to=message)
         return Message(content, reply_to=message)
 
-    def end(self) -> str:
-        """Kill the process; returns how it has ended."""
-        self.process.join(0.2)  # one that was killed may not have been waited for yet
-        code = self.process.exitcode
+    def end(self) -> None:
+        """Kill the process, if it still runs, and wait for its end."""
         self.process.kill()
         self.process.join()
         self.socket.close()
-        if code is None:
-            return f"worker process {self.process.pid} was ended"
+
+    def ended(self) -> str:
+        """Say how the process has ended, which has closed its socket."""
+        self.process.join(1)
+        code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"worker process {self.process.pid} {how}"
 

@@ -1,0 +1,172 @@
+"""The local engine's processes: the same numbers as in one, and what is left when one of them, or all, are killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import METHOD_KEYS, PATIENCE, fedsub, result, rounds
+
+import fedsub_app.client_app
+from fedsub_app.federation import workers
+from fedsub_app.federation.workers import WorkerGrid
+from fedsub_app.training.client_state import ClientState
+
+APP = "fedsub_app.client_app"
+
+
+@pytest.fixture
+def grids() -> Iterator[Callable[..., Any]]:
+    """Makes what ``run_local`` takes as its grid: one with so many workers, which is closed at the end."""
+    made: list[WorkerGrid] = []
+
+    def grid(count: int, start: str = "fork") -> Callable[..., WorkerGrid]:
+        def make(_: Any, overrides: Any) -> WorkerGrid:
+            made.append(WorkerGrid(APP, overrides, count, start))
+            return made[-1]
+
+        return make
+
+    yield grid
+    for one in made:
+        one.close()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started and that still run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_any_number_of_workers_gives_the_same_bits(method, run_local, grids):
+    keys = {"num_clients": 5, "participation": 0.6, "method": method, "evaluate": "global,personal"} | METHOD_KEYS[
+        method
+    ]
+    _, alone = run_local("alone", method=method, **keys)
+    for count in (2, 3):
+        _, folder = run_local(f"workers-{count}", grid=grids(count), method=method, **keys)
+        assert result(folder) == result(alone)
+
+
+def test_spawned_workers_give_the_same_bits(run_local, grids):
+    """Where forking is not safe, each process imports the app and loads its own data."""
+    _, alone = run_local("alone", num_clients=4)
+    _, folder = run_local("spawned", grid=grids(2, "spawn"), num_clients=4)
+    assert result(folder) == result(alone)
+
+
+def once(marker: Path) -> bool:
+    """Say yes to the first process that asks."""
+    with contextlib.suppress(FileExistsError):
+        marker.touch(exist_ok=False)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("moment", ["mid-client", "mid-answer"])
+def test_a_killed_worker_costs_its_clients_round_and_is_replaced(moment, run_local, grids, tmp_path, monkeypatch):
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    if moment == "mid-client":
+        save = ClientState.save
+
+        def saved(self: ClientState, round_: int, *more: Any) -> None:
+            if round_ == 2 and once(tmp_path / "killed"):
+                die()
+            save(self, round_, *more)
+
+        monkeypatch.setattr(ClientState, "save", saved)
+    else:
+        answer, started = workers.answer, []
+
+        def answered(run: Any, message: Any, context: Any) -> Any:
+            reply = answer(run, message, context)
+            started.append(message)
+            if len(started) == 2 and once(tmp_path / "killed"):
+                monkeypatch.setattr(workers.socket, "send_fds", lambda *_: die())  # the file is written, not sent
+            return reply
+
+        monkeypatch.setattr(workers, "answer", answered)
+    summary, folder = run_local(grid=grids(2), method="fedper", num_clients=4)
+    lines = rounds(folder)
+    assert [line["status"] for line in lines[1:]] == ["ok"] * 3
+    lost = [entry for line in lines[1:] for entry in line["dropped"]]
+    assert 1 <= len(lost) < 4
+    assert all("worker process" in entry["reason"] and "SIGKILL" in entry["reason"] for entry in lost)
+    assert lines[-1]["dropped"] == []
+    assert summary["status"] == "completed"
+
+
+def test_an_exception_in_a_worker_is_one_line(run_local, grids, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(fedsub_app.client_app, "update_part", broken)
+    with pytest.raises(Exception, match="node failed: RuntimeError: no memory left"):
+        run_local(grid=grids(2), num_clients=4)
+
+
+SLOW = ("-s", "model=feature-mlp", "-s", "method=ditto", "-s", "num-clients=4", "-s", "num-rounds=30", "-s", "lr=0.05")
+
+
+def begin(folder: Path) -> "subprocess.Popen[bytes]":
+    """Start a run with two workers and wait for its third round."""
+    command = [sys.executable, "-m", "fedsub_app.cli", "run", *SLOW, "--workers", "2", "-s", f"run-dir={folder}"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lines = folder / "rounds.jsonl"
+    wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 3, "no third round")
+    return process
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_run_that_goes_on_where_it_was(how, tmp_path):
+    process = begin(tmp_path / "killed")
+    ours = children(process.pid)
+    assert len(ours) == 2
+    if how == signal.SIGINT:  # Ctrl-C reaches the workers, too
+        os.killpg(process.pid, how)
+    else:
+        process.send_signal(how)
+    code = process.wait(PATIENCE)
+    assert code == (130 if how == signal.SIGINT else -how)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ours), f"still there: {ours}")
+    assert len(rounds(tmp_path / "killed")) < 31
+    if how == signal.SIGKILL:
+        for folder, more in (("killed", ("--resume", str(tmp_path / "killed"))), ("whole", SLOW)):
+            run_dir = () if folder == "killed" else ("-s", f"run-dir={tmp_path / folder}")
+            assert fedsub(tmp_path / "scratch", "run", *more, *run_dir, "--workers", "2").code == 0
+        assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--workers", "0"), "--workers 0: must be at least 1"),
+        (("--engine", "local-simulation", "--workers", "2"), "--workers 2: of the local engine"),
+    ],
+)
+def test_workers_that_cannot_be(arguments, said, tmp_path):
+    finished = fedsub(tmp_path, "run", *arguments)
+    assert finished.code == 2
+    assert said in finished.err
+    assert json.dumps(finished.err).count("\\n") == 1
