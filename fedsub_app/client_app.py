@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -11,10 +12,10 @@ from flwr.app import Context, Message, MessageType
 from flwr.clientapp import ClientApp
 
 from fedsub_app.common.code import code_digest
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.federation.protocol import Update, pack, unpack, update_part
+from fedsub_app.federation.protocol import STAMP, Update, pack, unpack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState
@@ -65,23 +66,25 @@ def evaluate(message: Message, context: Context) -> Message:
 def _answer(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
     header, parts = unpack(message.content)
-    stamp = {key: header[key] for key in ("run", "round", "phase")}
+    stamp = {key: header[key] for key in STAMP}
     try:
         if header["code"] != code_digest():
             raise UserError(_other_code(header["code"]))
+        folder = _state_folder(header, context)
         place = workplace(_settings(json.dumps(header["settings"]), str(context.node_config.get("data-dir", ""))))
     except UserError as error:
         return Message(pack(stamp | {"error": str(error)}, []), reply_to=message)
-    folder = _state_folder(header, context)
     updates = [_run(place, folder, header, config, tensors) for config, tensors in parts]
     return Message(pack(stamp, [update_part(update) for update in updates]), reply_to=message)
 
 
 def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tensors) -> Update:
     """Run one client's task; where it fails, only this client's update says so."""
-    client = config["client"]
-    store = ClientState(folder, client)
+    client, count = config["client"], place.settings.num_clients
     try:
+        if type(client) is not int or not 0 <= client < count:
+            raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
+        store = ClientState(folder, client)
         before = header["round"] + (header["phase"] == MessageType.EVALUATE)
         worker = METHODS[place.settings.method].client(place, client, header["round"], store.load(before))
         if header["phase"] == MessageType.EVALUATE:
@@ -91,7 +94,7 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
             store.save(header["round"], worker.state, header["committed"])
         return update
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
-        return Update(client, error=f"{type(error).__name__}: {error}"[:300])
+        return Update(client, error=printable(f"{type(error).__name__}: {error}"))
 
 
 @lru_cache(maxsize=4)
@@ -102,11 +105,13 @@ def _settings(text: str, data_dir: str) -> Settings:
 
 def _state_folder(header: Json, context: Context) -> Path:
     """Where client state lies: in the run directory on one machine, else in a folder of the node's own."""
-    own = str(context.node_config.get("state-dir", ""))
+    own, run = str(context.node_config.get("state-dir", "")), str(header["run"])
+    if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
+        raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
     if simulated() and not own:
         return Path(header["state-dir"])
     root = own or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub"
-    return Path(root) / str(header["run"])
+    return Path(root) / run
 
 
 def _other_code(theirs: str) -> str:

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, exchange, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
@@ -19,11 +19,13 @@ from fedsub_app.models import build_model, load_tensors
 from fedsub_app.runs import report
 from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of, used_up
 from fedsub_app.settings import Settings
+from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.workplace import pick_device
-from strategies.base import SubnetStrategy
+from strategies.base import Facts, SubnetStrategy
 
 log = logging.getLogger("fedsub")
+QUICK_SAMPLES = 32
 app = ServerApp()
 
 
@@ -69,6 +71,11 @@ class GlobalTest:
         accuracy, loss = evaluate(self.model, self.x, self.y)
         return {"global-accuracy": accuracy, "global-loss": loss}
 
+    def quick_loss(self, tensors: Tensors) -> float:
+        """Return the loss on a few test samples: a model that has diverged is not merged, evaluated or not."""
+        load_tensors(self.model, tensors)
+        return evaluate(self.model, self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES])[1]
+
 
 def run_and_report(grid: Grid, settings: Settings) -> Json:
     """Run all rounds as :func:`run_experiment` does, draw what came out, also of a run that failed, log the summary."""
@@ -107,13 +114,16 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
         header = {"settings": told, "run": run.run_id, "state-dir": str(run.state_folder)}
-        strategy.connect(Federation(settings, header))
+        global_test = GlobalTest(settings)
+        sample_flops = training_flops(model, tuple(dataset.train_x.shape[1:]), 1)
+        facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
+        strategy.connect(Federation(settings, header), facts)
         if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
             run.write_json("partition.json", partition_summary(dataset, partition))
         for note in dataset.notes:
             log.info("note: %s", note)
         strategy.summary()
-        return run_rounds(grid, strategy, run, GlobalTest(settings) if "global" in settings.evaluations else None)
+        return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
     finally:
         run.close()
 
@@ -151,10 +161,10 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:
             run.finish("failed", to_tensors(arrays))
-            reason = line["dropped"][0]["reason"] if line["dropped"] else "no replies"
+            reason = f"{line['abandoned']}; {line['dropped'][0]['reason']}" if line["dropped"] else line["abandoned"]
             raise RunFailed(
-                f"{abandoned} rounds in a row had fewer than min-replies = {settings.min_replies} valid replies "
-                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}",
+                f"{abandoned} rounds in a row were abandoned (max-abandoned = {settings.max_abandoned}); "
+                f"last reason: {reason}; checkpoint in {run.folder}",
                 run.folder,
             )
         if over:

@@ -8,8 +8,10 @@ overridden is FedAvg.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -20,7 +22,10 @@ from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.federation.nodes import Dropped, Federation, Phase
 from fedsub_app.federation.protocol import (
     GLOBAL,
+    MAX_EXAMPLES,
     BadReply,
+    Diverged,
+    Range,
     Spec,
     Task,
     Update,
@@ -35,9 +40,29 @@ from fedsub_app.models import tensors_of, unit_groups
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.norms import Distances, norm, too_large
 from fedsub_app.training.costs import formula_bytes
 
 log = logging.getLogger("fedsub")
+MOST_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
+MOST_PASSES = 4  # forward and backward passes of the whole network that a method makes on a sample at most, an epoch
+COSTS = ("flops", "subnet-flops", "compute-seconds")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows by itself, and holds against what clients say.
+
+    Attributes
+    ----------
+    examples : training samples of each client, by the partition.
+    sample_flops : of a forward and backward pass of the whole network on one sample.
+    loss : returns the loss of a global model on some test samples.
+    """
+
+    examples: Sequence[int]
+    sample_flops: float
+    loss: Callable[[Tensors], float]
 
 
 class SubnetStrategy(Strategy):
@@ -59,10 +84,12 @@ class SubnetStrategy(Strategy):
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
         self.phase = Phase("", 0)
+        self.facts: Facts | None = None
 
-    def connect(self, federation: Federation) -> None:
-        """Take the nodes that the verbs talk to."""
+    def connect(self, federation: Federation, facts: Facts | None = None) -> None:
+        """Take the nodes that the verbs talk to, and what the server knows; without that, less can be checked."""
         self.federation = federation
+        self.facts = facts
 
     # --- what a method overrides: these ask only, and change nothing -------------------------------------------------
 
@@ -81,6 +108,28 @@ class SubnetStrategy(Strategy):
         """
         tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
         return Contribution(tensors, None, self.weight(update))
+
+    def metrics(self, client: int) -> Mapping[str, Range]:
+        """Return the numbers that ``client`` may say of its training; any other is refused.
+
+        The round's line has the sum of the costs and the mean of the others, under the names given here.
+        """
+        flops = Range(0, self.most_flops(client))
+        seconds = Range(0, 1e7)
+        return {
+            "train-loss": Range(0, MOST_LOSS, loss=True),
+            "flops": flops,
+            "subnet-flops": flops,
+            "compute-seconds": seconds,
+        }
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Return what of an update must not be far larger than in the round's others: a name for it -> Euclidean norm.
+
+        ``update``: how far it moves the model, at the positions that it contributes. A method whose server remembers
+        other tensors of an update adds their norms.
+        """
+        return {"update": self.distances(contribution.tensors, contribution.masks)}
 
     def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
         """Return the next global model from the valid updates of a round, by client id, and what each of them adds.
@@ -137,6 +186,32 @@ class SubnetStrategy(Strategy):
         """What a whole model must be."""
         return specs(self.current)
 
+    @cached_property
+    def _distances(self) -> Distances:
+        return Distances(self.current)
+
+    @property
+    def distances(self) -> Distances:
+        """How far tensors are from the running round's model."""
+        if self._distances.old is not self.current:
+            del self._distances
+        return self._distances
+
+    def most_examples(self, client: int) -> int:
+        """Return how many training samples a client can have."""
+        return self.facts.examples[client] if self.facts else MAX_EXAMPLES
+
+    def most_samples(self, client: int) -> int:
+        """Return how many samples a client computes on in a round at most, one after the other."""
+        settings, count = self.settings, self.most_examples(client)
+        epochs = sum(int(value) for key, value in self.options if key.endswith("_epochs"))
+        steps = settings.local_steps
+        return count * (1 + epochs) + (steps * settings.batch_size if steps else count * settings.local_epochs)
+
+    def most_flops(self, client: int) -> float:
+        """Return the FLOPs that a client can have spent in a round."""
+        return MOST_PASSES * self.facts.sample_flops * self.most_samples(client) if self.facts else 1e24
+
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""
         return float(update.num_examples) if self.settings.weighting == "examples" else 1.0
@@ -164,43 +239,57 @@ class SubnetStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies and merge the valid updates; ``(None, metrics)`` where they are fewer than the quorum."""
+        """Check the replies and merge the valid updates; ``(None, metrics)`` where the round is abandoned."""
         phase = self.phase
-        parts, bytes_up = self.federation.answers(phase, replies)
-        updates, contributions, formula_up = [], [], 0
-        stacks: dict[int, bool] = {}
-        for client, config, tensors in parts:
+        parts, bytes_up = self.federation.answers(phase, replies, self.expected)
+        updates, contributions, norms, diverged = [], [], [], 0
+        for client, part, expected in parts:
             try:
-                update = read_update(config, tensors, self.expected(client), stacks)
-                contributions.append(self.contribution(update))
+                update = read_update(part, expected, self.metrics(client), self.most_examples(client))
+                contribution = self.contribution(update)
+                norms.append(self.norms(update, contribution))
                 updates.append(update)
-                formula_up += formula_bytes(tensors)
+                contributions.append(contribution)
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
+                diverged += isinstance(error, Diverged)
+        refused = too_large(norms, self.settings.max_update_norm, norm(self.current.values()))
+        phase.dropped += [Dropped(updates[k].client, reason) for k, reason in refused.items()]
+        updates = [update for k, update in enumerate(updates) if k not in refused]
+        contributions = [contribution for k, contribution in enumerate(contributions) if k not in refused]
         # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
-        metrics = _means(updates, ("train-loss",)) | _sums(updates, ("flops", "subnet-flops", "compute-seconds"))
-        extra = sorted({key for u in updates for key in u.metrics} - set(metrics))
-        phase.report |= metrics | _means(updates, extra)
+        names = {name: None for update in updates for name in update.metrics if name not in COSTS}
+        metrics = _means(updates, names) | _sums(updates, COSTS)
+        phase.report |= metrics | _middle(norms, refused)
+        formula_up = sum(formula_bytes(update.tensors) for update in updates)
         phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up}
-        merged = self._merged(updates, contributions) if len(updates) >= self.settings.min_replies else None
+        merged, reason = self._merged(updates, contributions, diverged)
         phase.report |= self.accepted(updates if merged is not None else [])
         phase.report["dropped"] = _reasons(phase.dropped)
         if merged is None:
+            phase.report["abandoned"] = reason
             return None, MetricRecord(dict(metrics))
         self.current = merged
         return to_arrays(merged), MetricRecord(dict(metrics))
 
-    def _merged(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors | None:
-        """Return the next global model; ``None`` where it is not finite, for which all updates are dropped."""
+    def _merged(
+        self, updates: Sequence[Update], contributions: Sequence[Contribution], diverged: int
+    ) -> tuple[Tensors | None, str]:
+        """Return the next global model; ``None`` and the reason where the round is abandoned: the old one stays."""
+        if len(updates) < self.settings.min_replies:
+            return None, f"fewer than min-replies = {self.settings.min_replies} valid replies"
+        if diverged > len(updates):  # the few that are left may be those that have brought it about
+            return None, f"training diverged on {diverged} of {diverged + len(updates)} clients"
         start = time.perf_counter()
         merged = self.merge(updates, contributions)
         self.phase.report["merge-seconds"] = time.perf_counter() - start
         broken = [name for name, tensor in merged.items() if not finite(tensor)]
-        if not broken:
-            return merged
-        # Finite values of clients may add up to infinity.
-        self.phase.dropped += [Dropped(u.client, f"the mean of {broken[0]!r} is not finite") for u in updates]
-        return None
+        if broken:  # finite values of clients may add up to infinity
+            return None, f"the mean of {broken[0]!r} is not finite"
+        loss = self.facts.loss(merged) if self.facts else 0.0
+        if not loss <= MOST_LOSS:
+            return None, f"diverged: the merged model's loss is {loss:g}"
+        return merged, ""
 
     def evaluation_due(self, server_round: int, config: ConfigRecord) -> bool:
         """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
@@ -230,14 +319,23 @@ class SubnetStrategy(Strategy):
         whole = {n: t for n, t in self.current.items() if personal.get(n) is not t} if "global-local" in wanted else {}
         return Task(client, personal | prefixed(GLOBAL, whole))
 
+    def _evaluation_metrics(self, client: int) -> dict[str, Range]:
+        """Return the numbers that a client may answer an evaluation with: those that were asked for, and its costs."""
+        found = {"flops": Range(0, self.most_flops(client))}
+        for name in self.settings.evaluations:
+            if name != "global":
+                found |= {f"{name}-accuracy": Range(0, 100, needed=True), f"{name}-loss": Range(0, 1e9, needed=True)}
+                found[f"{name}-validation-accuracy"] = Range(0, 100)
+        return found
+
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the unweighted client means; the clients' own values go into the round's line."""
         phase = self.phase
-        parts, _ = self.federation.answers(phase, replies)
+        parts, _ = self.federation.answers(phase, replies, lambda _: {})
         updates = []
-        for client, config, tensors in parts:
+        for client, part, expected in parts:
             try:
-                updates.append(read_update(config, tensors, {}, {}))
+                updates.append(read_update(part, expected, self._evaluation_metrics(client)))
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
         means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
@@ -267,3 +365,11 @@ def _means(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
 
 def _sums(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
     return {key: sum(u.metrics.get(key, 0.0) for u in updates) for key in keys}
+
+
+def _middle(norms: Sequence[Mapping[str, float]], refused: Mapping[int, str]) -> dict[str, float]:
+    """Return the median and the largest norm of the updates that count."""
+    found = [said["update"] for k, said in enumerate(norms) if k not in refused]
+    if not any(found):
+        return {}
+    return {"update-norm": float(f"{median(found):.3g}"), "largest-update-norm": float(f"{max(found):.3g}")}

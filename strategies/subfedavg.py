@@ -40,7 +40,7 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Fraction, NonNegative
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
@@ -127,10 +127,14 @@ class SubFedAvg(SubnetStrategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The values at the positions that it keeps after pruning, and its masks where they shrank."""
-        specs = self.specs | dict.fromkeys(self.cuttable, Spec((None,)))
+        specs = self.specs | {name: self.specs[name].gathered() for name in self.cuttable}
         return specs | {
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
+
+    def metrics(self, client: int) -> Mapping[str, Range]:
+        """Also how far the masks of the first and last epoch are apart."""
+        return {**super().metrics(client), "mask-distance": Range(0, 1)}
 
     def contribution(self, update: Update) -> Contribution:
         """The values at the positions that it keeps; a mask may only shrink, and not to nothing."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import Phase
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import Update, pack, read_update, unpack_reply, update_part
 from fedsub_app.flower import PROJECT
 from strategies.base import SubnetStrategy
 
@@ -251,6 +251,13 @@ def result(folder: Path) -> Json:
         "rounds": rounds(folder),
         "summary": {key: value for key, value in summary.items() if key not in without},
     }
+
+
+def read(strategy: SubnetStrategy, update: Update) -> Update:
+    """An update as the server reads it off the wire."""
+    expected = strategy.expected(update.client)
+    _, (part,) = unpack_reply(pack({}, [update_part(update)]), {update.client: expected})
+    return read_update(part, expected, strategy.metrics(update.client), strategy.most_examples(update.client))
 
 
 def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence[int] = ()) -> Json:

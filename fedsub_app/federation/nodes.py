@@ -6,8 +6,9 @@ data and client state, and the sampled clients are spread evenly over them inste
 """
 
 import logging
+import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,14 +16,17 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.protocol import BadReply, Task, pack, unpack, wire_bytes
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation.protocol import STAMP, BadReply, Part, Spec, Task, pack, unpack_reply, wire_bytes
 from fedsub_app.federation.settings import FederationSettings
 
 log = logging.getLogger("fedsub")
 LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up
+MOST_ROLL_CALLS = 3  # a node that is silent so often is not waited for again
+MOST_NODES = 100_000
+Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A client whose answer does not count in this round, and why."""
+    """A client whose answer does not count in this round, and why: one printable line."""
 
     client: int
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
 
 
 @dataclass
@@ -58,6 +65,7 @@ class Phase:
     sent : each message with the clients whose tasks it holds.
     dropped : clients whose answer does not count, and why.
     report : what the round's line says of this phase (JSON-able).
+    nonce : in its messages, and repeated in their replies, so that none of an earlier phase can be sent again.
     """
 
     kind: str
@@ -65,6 +73,7 @@ class Phase:
     sent: list[tuple[Message, list[int]]] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     report: Json = field(default_factory=dict)
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def messages(self) -> list[Message]:
@@ -92,7 +101,9 @@ class Federation:
         self.header = header
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.refused: set[int] = set()  # ids of misconfigured or replaced nodes, which are not asked again
+        self.refused: set[int] = set()  # ids of misconfigured nodes, which are not asked again
+        self.waiting: dict[int, Node] = {}  # those whose partition another node has
+        self.silent: dict[int, int] = {}  # how many roll calls in a row a node has not answered
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
@@ -104,6 +115,9 @@ class Federation:
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
         answered, and rejects a misconfigured node with an error. Later ones ignore it with a warning.
 
+        A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
+        that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
+
         Raises
         ------
         UserError
@@ -114,9 +128,16 @@ class Federation:
         while True:
             present = set(grid.get_node_ids())
             self.nodes = {node_id: node for node_id, node in self.nodes.items() if node_id in present}
-            new = sorted(present - set(self.nodes) - self.refused)
+            self.waiting = {node_id: node for node_id, node in self.waiting.items() if node_id in present}
+            new = sorted(present - set(self.nodes) - set(self.waiting) - self.refused)
             if new:
                 self._call_roll(grid, new, not self.met, deadline)
+            for node_id, node in sorted(self.waiting.items()):
+                if not self._twin(node):
+                    log.info(
+                        "node %s takes the place of the one that had partition-id = %s", node_id, node.partition_id
+                    )
+                    self.nodes[node_id] = self.waiting.pop(node_id)
             missing = self._missing()
             if not wait or not missing or (self.met and time.monotonic() > deadline):
                 self.met = True
@@ -134,7 +155,12 @@ class Federation:
         if self.settings.min_nodes:
             short = self.settings.min_nodes - len(self.nodes)
             return f"{short} of min-nodes = {self.settings.min_nodes}" if short > 0 else ""
-        return f"nodes with partition-id {', '.join(map(str, absent))} of {announced}" if absent else ""
+        more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
+        return f"nodes with partition-id {', '.join(map(str, absent[:10]))}{more} of {announced}" if absent else ""
+
+    def _twin(self, node: Node) -> Node | None:
+        """Return the node that has this one's partition."""
+        return next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
 
     def _call_roll(self, grid: Grid, node_ids: Sequence[int], first: bool, deadline: float) -> None:
         timeout = deadline - time.monotonic() if first else LATE_ROLL_CALL_S
@@ -142,10 +168,15 @@ class Federation:
         replies = exchange(grid, asked, max(1.0, timeout))
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
         for reply in replies:
-            node_id = node_of[reply.metadata.reply_to_message_id]
+            node_id = node_of.pop(reply.metadata.reply_to_message_id, None)
+            if node_id is None:  # a second answer
+                continue
             try:
                 node = _read_roll_call(node_id, reply)
-                twin = next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
+                count = next(iter(self.nodes.values()), node).num_partitions
+                if node.num_partitions != count:
+                    raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
+                twin = self._twin(node)
                 if twin and first:
                     raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
             except BadReply as error:
@@ -154,10 +185,15 @@ class Federation:
                 log.warning("node %s stays out: %s", node_id, error)
                 self.refused.add(node_id)
                 continue
-            if twin:  # restarted under a new id while Flower still lists the old one
-                del self.nodes[twin.node_id]
-                self.refused.add(twin.node_id)
-            self.nodes[node_id] = node
+            if twin:
+                said = "node %s waits: partition-id = %s is that of node %s, which Flower still lists"
+                log.warning(said, node_id, node.partition_id, twin.node_id)
+                self.waiting[node_id] = node
+            else:
+                self.nodes[node_id] = node
+        self.silent = {node_id: self.silent.get(node_id, 0) + 1 for node_id in node_of.values()}
+        if not first:
+            self.refused |= {node_id for node_id, times in self.silent.items() if times >= MOST_ROLL_CALLS}
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, list[int]], list[Dropped]]:
         """Assign sorted clients to node ids; clients whose node is away are dropped."""
@@ -188,21 +224,26 @@ class Federation:
         ``extra`` goes into every message's header. Clients that no node hosts now are dropped.
         """
         assigned, dropped = self.hosts(sorted(tasks))
-        header = self.header | extra | {"phase": kind, "round": server_round, "code": code_digest()}
-        sent = []
+        phase = Phase(kind, server_round, dropped=dropped)
+        stamp = {"phase": kind, "round": server_round, "nonce": phase.nonce}
+        header = self.header | extra | stamp | {"code": code_digest()}
         for node_id, clients in assigned.items():
             parts = [({"client": c} | tasks[c].config, tasks[c].tensors) for c in clients]
-            sent.append((Message(pack(header, parts), node_id, kind, group_id=str(server_round)), clients))
-        return Phase(kind, server_round, sent, dropped)
+            phase.sent.append((Message(pack(header, parts), node_id, kind, group_id=str(server_round)), clients))
+        return phase
 
-    def answers(self, phase: Phase, replies: Iterable[Message]) -> tuple[list[tuple[int, Json, Tensors]], int]:
+    def answers(
+        self, phase: Phase, replies: Iterable[Message], expected: Callable[[int], Mapping[str, Spec]]
+    ) -> tuple[list[Answer], int]:
         """Return the parts that answer a phase's tasks, by client, and the bytes received; drops the others.
 
-        A reply is matched by the message it answers (the error reply for a dead node has another source id). One of
-        another run, round or phase drops its node's clients; a second one, one that was not asked for, and parts of
+        ``expected`` says which tensors a client was asked for; none is decoded here. A reply is matched by the message
+        it answers (the error reply for a dead node has another source id). One of another run, round or phase, or
+        without the phase's nonce, drops its node's clients; a second one, one that was not asked for, and parts of
         clients that were not asked are ignored and logged.
         """
-        parts: dict[int, tuple[Json, Tensors]] = {}
+        parts: dict[int, Answer] = {}
+        stamp = (self.header.get("run"), phase.round, phase.kind, phase.nonce)
         waiting = {message.metadata.message_id: clients for message, clients in phase.sent}
         reasons = dict.fromkeys(phase.asked, "no reply within round-timeout")
         received = 0
@@ -216,24 +257,29 @@ class Federation:
                 continue
             received += wire_bytes(reply.content)
             try:
-                header, answered_parts = unpack(reply.content)
-                stamp = (header.get("run"), header.get("round"), header.get("phase"))
-                if stamp != (self.header.get("run"), phase.round, phase.kind):
-                    raise BadReply(f"stale reply: run, round, phase = {stamp}")
+                asked = {client: expected(client) for client in clients}
+                header, answered_parts = unpack_reply(reply.content, asked)
+                if (theirs := tuple(header.get(key) for key in STAMP)) != stamp:
+                    replayed = ", of another message" if theirs[:-1] == stamp[:-1] else ""
+                    raise BadReply(f"stale reply: {', '.join(STAMP[:-1])} = {theirs[:-1]}{replayed}")
                 if header.get("error"):
                     raise BadReply(f"node failed: {_brief(str(header['error']))}")
             except BadReply as error:
                 reasons |= {client: str(error) for client in clients}
                 continue
             reasons |= dict.fromkeys(clients, "its node's reply does not hold it")
-            for config, tensors in answered_parts:
-                client = config.get("client")
-                if type(client) is not int or client not in clients or client in parts:
-                    log.warning("ignored a part for client %r: not asked of this node, or twice", client)
-                    continue
-                parts[client] = (config, tensors)
+            ignored = 0
+            for part in answered_parts:
+                client = part.config.get("client")
+                if type(client) is int and client in asked and client not in parts:
+                    parts[client] = (client, part, asked[client])
+                else:
+                    ignored += 1
+            if ignored:
+                said = "ignored %d parts of a reply of node %s: of clients that were not asked of it, or twice"
+                log.warning(said, ignored, reply.metadata.src_node_id)
         phase.dropped += [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
-        return [(client, *parts[client]) for client in sorted(parts)], received
+        return [parts[client] for client in sorted(parts)], received
 
 
 def wake(grid: Grid) -> None:
@@ -249,19 +295,21 @@ def _roll_call(node_ids: Iterable[int]) -> list[Message]:
 def _read_roll_call(node_id: int, reply: Message) -> Node:
     if reply.has_error():
         raise BadReply(f"did not answer the roll call: {_brief(reply.error.reason)}")
-    answer, _ = unpack(reply.content)
+    answer, _ = unpack_reply(reply.content, {})
     if "error" in answer:
         raise BadReply(str(answer["error"]))
     number, count = answer.get("partition-id"), answer.get("num-partitions")
-    if type(number) is not int or type(count) is not int or not 0 <= number < count:
-        raise BadReply(f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num")
+    if type(number) is not int or type(count) is not int or not 0 <= number < count <= MOST_NODES:
+        raise BadReply(
+            f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MOST_NODES}"
+        )
     return Node(node_id, number, count, answer.get("simulated") is True)
 
 
 def _brief(reason: str | None) -> str:
     """Return the last line of a traceback, which names the exception."""
-    lines = [line.strip() for line in (reason or "").strip().splitlines() if line.strip()] or ["no reason given"]
-    return lines[-1][:300]
+    lines = [line.strip() for line in (reason or "")[-10_000:].splitlines() if line.strip()] or ["no reason given"]
+    return lines[-1]
 
 
 def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
