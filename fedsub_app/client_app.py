@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,17 +12,19 @@ import torch
 from flwr.app import Context, Message, MessageType
 from flwr.clientapp import ClientApp
 
-from fedsub_app.common.code import code_digest
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.code import code_digest, text_digest
+from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.files import write_atomic
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.federation.protocol import Update, pack, unpack, update_part
+from fedsub_app.federation.protocol import STAMP, UNKNOWN_SETTINGS, Update, pack, unpack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState
 from fedsub_app.training.workplace import Workplace, workplace
 
 app = ClientApp()
+_texts: dict[Path, str] = {}  # settings, as JSON, by the file that they are kept in
 
 if Path(sys.argv[0]).name == "flwr-simulation":
     # Ray's workers import from the working directory of the process that starts them, which is where the SuperLink was
@@ -35,7 +39,7 @@ def simulated() -> bool:
 
 @app.query()
 def roll_call(message: Message, context: Context) -> Message:
-    """Answer which partition this node is."""
+    """Answer which partition this node is, and keep the settings of the run that asks."""
     header, _ = unpack(message.content)
     node = context.node_config
     answer: Json = {"simulated": simulated()}
@@ -47,52 +51,87 @@ def roll_call(message: Message, context: Context) -> Message:
         answer["error"] = f"partition-id = {node['partition-id']}: must be 0 to num-partitions - 1"
     else:
         answer |= {key: node[key] for key in ("partition-id", "num-partitions")}
+        if "settings" in header:
+            _keep_settings(header, _state_folder(header, context))
     return Message(pack(answer, []), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train the clients of a message."""
+    """Train the clients in the message."""
     return _answer(message, context)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate on the clients of a message."""
+    """Evaluate the clients in the message."""
     return _answer(message, context)
 
 
-def prepare(message: Message) -> None:
+def prepare(message: Message, context: Context) -> None:
     """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
     header, _ = unpack(message.content)
-    place = _place(header, "")
-    place.training_flops(place.network)
+    if place := _place(header, context):
+        place.training_flops(place.network)
 
 
-def _place(header: Json, data_dir: str) -> Workplace:
+def _place(header: Json, context: Context) -> Workplace | None:
+    """Return the workplace of a message; ``None`` where its settings are not known here."""
     if header["code"] != code_digest():
         raise UserError(_other_code(header["code"]))
-    return workplace(_settings(json.dumps(header["settings"]), data_dir))
+    folder = _state_folder(header, context)
+    if "settings" in header:
+        _keep_settings(header, folder)
+    text = _kept_settings(folder, header["digest"])
+    return workplace(_settings(text, str(context.node_config.get("data-dir", "")))) if text else None
 
 
 def _answer(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
     header, parts = unpack(message.content)
-    stamp = {key: header[key] for key in ("run", "round", "phase")}
+    stamp = {key: header[key] for key in STAMP}
     try:
-        place = _place(header, str(context.node_config.get("data-dir", "")))
+        place = _place(header, context)
+        if place is None:
+            return Message(pack(UNKNOWN_SETTINGS | stamp, []), reply_to=message)
+        folder = _state_folder(header, context)
     except UserError as error:
         return Message(pack(stamp | {"error": str(error)}, []), reply_to=message)
-    folder = _state_folder(header, context)
     updates = [_run(place, folder, header, config, tensors) for config, tensors in parts]
     return Message(pack(stamp, [update_part(update) for update in updates]), reply_to=message)
 
 
+def _keep_settings(header: Json, folder: Path) -> None:
+    """Keep a run's settings beside its clients' state; later messages, maybe to other processes, have their digest."""
+    path, text = _settings_file(folder, header["digest"]), header["settings"]
+    if _texts.get(path) != text:
+        _texts[path] = text
+        with suppress(OSError):  # a process that finds no file asks for them
+            write_atomic(path, text.encode())
+
+
+def _kept_settings(folder: Path, digest: str) -> str:
+    """Return a run's settings, JSON; "" where this node has not got them, or not whole."""
+    path = _settings_file(folder, digest)
+    if path not in _texts:
+        with suppress(OSError, UnicodeDecodeError):
+            text = path.read_text()
+            if text_digest(text) == digest:
+                _texts[path] = text
+    return _texts.get(path, "")
+
+
+def _settings_file(folder: Path, digest: str) -> Path:
+    return folder / f".settings-{digest}.json"
+
+
 def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tensors) -> Update:
     """Run one client's task; where it fails, only this client's update says so."""
-    client = config["client"]
-    store = ClientState(folder, client)
+    client, count = config["client"], place.settings.num_clients
     try:
+        if type(client) is not int or not 0 <= client < count:
+            raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
+        store = ClientState(folder, client)
         before = header["round"] + (header["phase"] == MessageType.EVALUATE)
         worker = METHODS[place.settings.method].client(place, client, header["round"], store.load(before))
         if header["phase"] == MessageType.EVALUATE:
@@ -102,7 +141,7 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
             store.save(header["round"], worker.state, header["committed"])
         return update
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
-        return Update(client, error=f"{type(error).__name__}: {error}"[:300])
+        return Update(client, error=printable(f"{type(error).__name__}: {error}"))
 
 
 @lru_cache(maxsize=4)
@@ -113,11 +152,13 @@ def _settings(text: str, data_dir: str) -> Settings:
 
 def _state_folder(header: Json, context: Context) -> Path:
     """Where client state lies: in the run directory on one machine, else in a folder of the node's own."""
-    own = str(context.node_config.get("state-dir", ""))
+    own, run = str(context.node_config.get("state-dir", "")), str(header["run"])
+    if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
+        raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
     if simulated() and not own:
         return Path(header["state-dir"])
     root = own or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub"
-    return Path(root) / str(header["run"])
+    return Path(root) / run
 
 
 def _other_code(theirs: str) -> str:

@@ -10,20 +10,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition, partition_summary
-from fedsub_app.federation.nodes import Federation, exchange, wake
+from fedsub_app.federation.nodes import Federation, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.runs import report
 from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of, used_up
 from fedsub_app.settings import Settings
+from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.workplace import pick_device
-from strategies.base import SubnetStrategy
+from strategies.base import Facts, SubnetStrategy
 
 log = logging.getLogger("fedsub")
+QUICK_SAMPLES = 32
 app = ServerApp()
 
 
@@ -69,6 +71,11 @@ class GlobalTest:
         accuracy, loss = evaluate(self.model, self.x, self.y)
         return {"global-accuracy": accuracy, "global-loss": loss}
 
+    def quick_loss(self, tensors: Tensors) -> float:
+        """Return the loss on a few test samples: a model that has diverged is not merged, evaluated or not."""
+        load_tensors(self.model, tensors)
+        return evaluate(self.model, self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES])[1]
+
 
 def run_and_report(grid: Grid, settings: Settings) -> Json:
     """Run all rounds as :func:`run_experiment` does, draw what came out, also of a run that failed, log the summary."""
@@ -106,14 +113,17 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     run = open_run(settings)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
-        header = {"settings": told, "run": run.run_id, "state-dir": str(run.state_folder)}
-        strategy.connect(Federation(settings, header))
+        header = {"run": run.run_id, "state-dir": str(run.state_folder)}
+        global_test = GlobalTest(settings)
+        sample_flops = training_flops(model, tuple(dataset.train_x.shape[1:]), 1)
+        facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
+        strategy.connect(Federation(settings, header, told), facts)
         if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
             run.write_json("partition.json", partition_summary(dataset, partition))
         for note in dataset.notes:
             log.info("note: %s", note)
         strategy.summary()
-        return run_rounds(grid, strategy, run, GlobalTest(settings) if "global" in settings.evaluations else None)
+        return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
     finally:
         run.close()
 
@@ -136,8 +146,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
         config = ConfigRecord({"committed": run.oldest_round})
-        replies = exchange(grid, strategy.configure_train(number, arrays, config, grid), settings.round_timeout)
-        merged, _ = strategy.aggregate_train(number, replies)
+        phase = strategy.configure_train(number, arrays, config, grid)
+        merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
         line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
@@ -151,10 +161,10 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         log.info("%s", report.round_line(line, settings, left))
         if abandoned >= settings.max_abandoned:
             run.finish("failed", to_tensors(arrays))
-            reason = line["dropped"][0]["reason"] if line["dropped"] else "no replies"
+            reason = f"{line['abandoned']}; {line['dropped'][0]['reason']}" if line["dropped"] else line["abandoned"]
             raise RunFailed(
-                f"{abandoned} rounds in a row had fewer than min-replies = {settings.min_replies} valid replies "
-                f"(max-abandoned = {settings.max_abandoned}); last reason: {reason}; checkpoint in {run.folder}",
+                f"{abandoned} rounds in a row were abandoned (max-abandoned = {settings.max_abandoned}); "
+                f"last reason: {reason}; checkpoint in {run.folder}",
                 run.folder,
             )
         if over:
@@ -176,7 +186,7 @@ def _evaluate(
         return {}
     start = time.perf_counter()
     found: Json = dict(global_test(arrays)) if global_test else {}
-    if messages := strategy.configure_evaluate(number, arrays, config, grid):
-        strategy.aggregate_evaluate(number, exchange(grid, messages, strategy.settings.round_timeout))
+    if phase := strategy.configure_evaluate(number, arrays, config, grid):
+        strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
         found |= strategy.phase.report
     return found | {"evaluate-seconds": time.perf_counter() - start}

@@ -8,8 +8,10 @@ overridden is FedAvg.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import median
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -20,7 +22,10 @@ from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.federation.nodes import Dropped, Federation, Phase
 from fedsub_app.federation.protocol import (
     GLOBAL,
+    MAX_EXAMPLES,
     BadReply,
+    Diverged,
+    Range,
     Spec,
     Task,
     Update,
@@ -29,15 +34,37 @@ from fedsub_app.federation.protocol import (
     specs,
     to_arrays,
     to_tensors,
-    wire_bytes,
 )
 from fedsub_app.models import tensors_of, unit_groups
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.norms import Distances, NormGuard, norm
 from fedsub_app.training.costs import formula_bytes
 
 log = logging.getLogger("fedsub")
+WAITING_BYTES = (
+    1 << 26
+)  # of contributions that are summed at a time: one after the other costs three times the memory traffic
+MOST_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
+MOST_PASSES = 4  # forward and backward passes of the whole network that a method makes on a sample at most, an epoch
+COSTS = ("flops", "subnet-flops", "compute-seconds")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows by itself, and holds against what clients say.
+
+    Attributes
+    ----------
+    examples : training samples of each client, by the partition.
+    sample_flops : of a forward and backward pass of the whole network on one sample.
+    loss : returns the loss of a global model on some test samples.
+    """
+
+    examples: Sequence[int]
+    sample_flops: float
+    loss: Callable[[Tensors], float]
 
 
 class SubnetStrategy(Strategy):
@@ -50,7 +77,11 @@ class SubnetStrategy(Strategy):
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
     phase : the running or last phase: who was asked, who was dropped, what the round's line says of it.
+    needs_all : the method merges a round's updates only when it has all of them, by :meth:`merge_all`: its server holds
+        as many models as clients answer.
     """
+
+    needs_all = False
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         self.settings = settings
@@ -59,10 +90,12 @@ class SubnetStrategy(Strategy):
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
         self.phase = Phase("", 0)
+        self.facts: Facts | None = None
 
-    def connect(self, federation: Federation) -> None:
-        """Take the nodes that the verbs talk to."""
+    def connect(self, federation: Federation, facts: Facts | None = None) -> None:
+        """Take the nodes that the verbs talk to, and what the server knows; without that, less can be checked."""
         self.federation = federation
+        self.facts = facts
 
     # --- what a method overrides: these ask only, and change nothing -------------------------------------------------
 
@@ -82,13 +115,47 @@ class SubnetStrategy(Strategy):
         tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
         return Contribution(tensors, None, self.weight(update))
 
-    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
-        """Return the next global model from the valid updates of a round, by client id, and what each of them adds.
+    def metrics(self, client: int) -> Mapping[str, Range]:
+        """Return the numbers that ``client`` may say of its training; any other is refused.
+
+        The round's line has the sum of the costs and the mean of the others, under the names given here.
+        """
+        flops = Range(0, self.most_flops(client))
+        seconds = Range(0, 1e7)
+        return {
+            "train-loss": Range(0, MOST_LOSS, loss=True),
+            "flops": flops,
+            "subnet-flops": flops,
+            "compute-seconds": seconds,
+        }
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Return what of an update must not be far larger than in the round's others: a name for it -> Euclidean norm.
+
+        ``update``: how far it moves the model, at the positions that it contributes. A method whose server remembers
+        other tensors of an update adds their norms.
+        """
+        return {"update": self.distances(contribution.tensors, contribution.masks)}
+
+    def remembered(self, update: Update, contribution: Contribution) -> Tensors:
+        """Return which tensors :meth:`merge` and :meth:`accepted` need of an update whose contribution is in the mean.
+
+        By default those that the contribution does not hold. The others are forgotten, so that a round need not hold
+        all answers.
+        """
+        return {name: tensor for name, tensor in update.tensors.items() if name not in contribution.tensors}
+
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
+        """Return the next global model from the mean of what the valid updates of a round contribute.
 
         ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021), position by
-        position over those who contribute to it. To be overridden only by a method that must see all updates at once.
+        position over those who contribute to it. ``updates``, by client id, have the tensors of :meth:`remembered`.
         """
-        return masked_mean(self.current, contributions, server_lr=self.settings.server_lr)
+        return mean.result(self.settings.server_lr)
+
+    def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+        """Return the next global model of a method that :attr:`needs_all` updates of a round at once."""
+        raise NotImplementedError(f"{type(self).__name__} has needs_all, but not merge_all")
 
     def personal_download(self, client: int) -> Tensors:
         """Return what ``client`` is sent for the evaluation of its own model: the global one."""
@@ -137,70 +204,108 @@ class SubnetStrategy(Strategy):
         """What a whole model must be."""
         return specs(self.current)
 
+    @cached_property
+    def _distances(self) -> Distances:
+        return Distances(self.current)
+
+    @property
+    def distances(self) -> Distances:
+        """How far tensors are from the running round's model."""
+        if self._distances.old is not self.current:
+            del self._distances
+        return self._distances
+
+    def most_examples(self, client: int) -> int:
+        """Return how many training samples a client can have."""
+        return self.facts.examples[client] if self.facts else MAX_EXAMPLES
+
+    def most_samples(self, client: int) -> int:
+        """Return how many samples a client computes on in a round at most, one after the other."""
+        settings, count = self.settings, self.most_examples(client)
+        epochs = sum(int(value) for key, value in self.options if key.endswith("_epochs"))
+        steps = settings.local_steps
+        return count * (1 + epochs) + (steps * settings.batch_size if steps else count * settings.local_epochs)
+
+    def most_flops(self, client: int) -> float:
+        """Return the FLOPs that a client can have spent in a round."""
+        return MOST_PASSES * self.facts.sample_flops * self.most_samples(client) if self.facts else 1e24
+
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""
         return float(update.num_examples) if self.settings.weighting == "examples" else 1.0
 
     # --- Flower's verbs ---------------------------------------------------------------------------------------------
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Sample the round's clients and return one message a node with their tasks.
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
+        """Sample the round's clients; returns the messages with their tasks, which are made when they are asked for.
 
         ``config["committed"]`` is the oldest round that a resume may start from.
         """
         self.federation.meet(grid)
         self.round, self.current = server_round, to_tensors(arrays)
-        tasks = {client: self.task(client) for client in self.federation.sample(server_round)}
-        self.phase = self.federation.ask(MessageType.TRAIN, server_round, tasks, _committed(config))
-        self.phase.report = {
-            "clients": sorted(tasks),
-            "bytes-down": sum(wire_bytes(message.content) for message in self.phase.messages),
-            "formula-bytes-down": sum(formula_bytes(task.tensors) for task in tasks.values()),
-        }
-        return self.phase.messages
+        clients = self.federation.sample(server_round)
+        self.phase = self.federation.ask(
+            MessageType.TRAIN, server_round, clients, self.task, _committed(config), self.expected
+        )
+        self.phase.report["clients"] = clients
+        return self.phase
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies and merge the valid updates; ``(None, metrics)`` where they are fewer than the quorum."""
+        """Check the replies and merge the valid updates as they come; ``(None, metrics)``: the round is abandoned."""
         phase = self.phase
-        parts, bytes_up = self.federation.answers(phase, replies)
-        updates, contributions, formula_up = [], [], 0
-        stacks: dict[int, bool] = {}
-        for client, config, tensors in parts:
+        guard = NormGuard[tuple[Update, Contribution]](self.settings.max_update_norm, norm(self.current.values()))
+        merging = Merging(self)
+        diverged = 0
+
+        def take(decided: Iterable[tuple[tuple[Update, Contribution], str]]) -> None:
+            for (update, contribution), reason in decided:
+                if reason:
+                    phase.dropped.append(Dropped(update.client, reason))
+                else:
+                    merging.add(update, contribution)
+
+        for client, part, expected in self.federation.answers(phase, replies, self.expected):
             try:
-                update = read_update(config, tensors, self.expected(client), stacks)
-                contributions.append(self.contribution(update))
-                updates.append(update)
-                formula_up += formula_bytes(tensors)
+                update = read_update(part, expected, self.metrics(client), self.most_examples(client))
+                contribution = self.contribution(update)
+                take(guard.add((update, contribution), self.norms(update, contribution)))
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
+                diverged += isinstance(error, Diverged)
+        take(guard.rest())
         # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
-        metrics = _means(updates, ("train-loss",)) | _sums(updates, ("flops", "subnet-flops", "compute-seconds"))
-        extra = sorted({key for u in updates for key in u.metrics} - set(metrics))
-        phase.report |= metrics | _means(updates, extra)
-        phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up}
-        merged = self._merged(updates, contributions) if len(updates) >= self.settings.min_replies else None
-        phase.report |= self.accepted(updates if merged is not None else [])
+        updates = merging.updates
+        names = {name: None for update in updates for name in update.metrics if name not in COSTS}
+        metrics = _means(updates, names) | _sums(updates, COSTS)
+        phase.report |= metrics | _middle(guard.norms("update"))
+        phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
+        phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
+        merged, reason = self._merged(merging, diverged)
+        phase.report |= {"merge-seconds": merging.seconds} | self.accepted(updates if merged is not None else [])
         phase.report["dropped"] = _reasons(phase.dropped)
         if merged is None:
+            phase.report["abandoned"] = reason
             return None, MetricRecord(dict(metrics))
         self.current = merged
         return to_arrays(merged), MetricRecord(dict(metrics))
 
-    def _merged(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors | None:
-        """Return the next global model; ``None`` where it is not finite, for which all updates are dropped."""
-        start = time.perf_counter()
-        merged = self.merge(updates, contributions)
-        self.phase.report["merge-seconds"] = time.perf_counter() - start
+    def _merged(self, merging: "Merging", diverged: int) -> tuple[Tensors | None, str]:
+        """Return the next global model; ``None`` and the reason where the round is abandoned: the old one stays."""
+        count = len(merging.updates)
+        if count < self.settings.min_replies:
+            return None, f"fewer than min-replies = {self.settings.min_replies} valid replies"
+        if diverged > count:  # the few that are left may be those that have brought it about
+            return None, f"training diverged on {diverged} of {diverged + count} clients"
+        merged = merging.result()
         broken = [name for name, tensor in merged.items() if not finite(tensor)]
-        if not broken:
-            return merged
-        # Finite values of clients may add up to infinity.
-        self.phase.dropped += [Dropped(u.client, f"the mean of {broken[0]!r} is not finite") for u in updates]
-        return None
+        if broken:  # finite values of clients may add up to infinity
+            return None, f"the mean of {broken[0]!r} is not finite"
+        loss = self.facts.loss(merged) if self.facts else 0.0
+        if not loss <= MOST_LOSS:
+            return None, f"diverged: the merged model's loss is {loss:g}"
+        return merged, ""
 
     def evaluation_due(self, server_round: int, config: ConfigRecord) -> bool:
         """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
@@ -210,34 +315,41 @@ class SubnetStrategy(Strategy):
         last = bool(config.get("last")) or server_round == self.settings.num_rounds
         return last or server_round % self.settings.eval_every == 0
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Ask all clients for the accuracies on their own test sets, where the settings name any."""
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
+        """Ask all clients for the accuracies on their own test sets; nobody where the settings name none."""
         wanted = [name for name in self.settings.evaluations if name != "global"]
-        if not wanted or not self.evaluation_due(server_round, config):
-            return []
-        self.federation.meet(grid)
-        self.round, self.current = server_round, to_tensors(arrays)
-        tasks = {client: self._evaluation_task(client, wanted) for client in range(self.settings.num_clients)}
-        extra = {"evaluate": wanted} | _committed(config)
-        self.phase = self.federation.ask(MessageType.EVALUATE, server_round, tasks, extra)
-        return self.phase.messages
+        self.phase = Phase(MessageType.EVALUATE, server_round)
+        if wanted and self.evaluation_due(server_round, config):
+            self.federation.meet(grid)
+            self.round, self.current = server_round, to_tensors(arrays)
+            clients, extra = range(self.settings.num_clients), {"evaluate": wanted} | _committed(config)
+            self.phase = self.federation.ask(
+                MessageType.EVALUATE, server_round, clients, partial(self._evaluation_task, wanted), extra
+            )
+        return self.phase
 
-    def _evaluation_task(self, client: int, wanted: Sequence[str]) -> Task:
+    def _evaluation_task(self, wanted: Sequence[str], client: int) -> Task:
         """Return what a client needs for its own model and, for the global one, the tensors that are not the same."""
         personal = self.personal_download(client) if "personal" in wanted else {}
         whole = {n: t for n, t in self.current.items() if personal.get(n) is not t} if "global-local" in wanted else {}
         return Task(client, personal | prefixed(GLOBAL, whole))
 
+    def _evaluation_metrics(self, client: int) -> dict[str, Range]:
+        """Return the numbers that a client may answer an evaluation with: those that were asked for, and its costs."""
+        found = {"flops": Range(0, self.most_flops(client))}
+        for name in self.settings.evaluations:
+            if name != "global":
+                found |= {f"{name}-accuracy": Range(0, 100, needed=True), f"{name}-loss": Range(0, 1e9, needed=True)}
+                found[f"{name}-validation-accuracy"] = Range(0, 100)
+        return found
+
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the unweighted client means; the clients' own values go into the round's line."""
         phase = self.phase
-        parts, _ = self.federation.answers(phase, replies)
         updates = []
-        for client, config, tensors in parts:
+        for client, part, expected in self.federation.answers(phase, replies, lambda _: {}):
             try:
-                updates.append(read_update(config, tensors, {}, {}))
+                updates.append(read_update(part, expected, self._evaluation_metrics(client)))
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
         means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
@@ -250,6 +362,56 @@ class SubnetStrategy(Strategy):
     def summary(self) -> None:
         """Log the strategy's settings, one line."""
         log.info("%s %s", self.settings.method, self.options.model_dump(by_alias=True))
+
+
+class Merging:
+    """The answers of a round that count: their sum, and of each what its method still needs.
+
+    Attributes
+    ----------
+    updates : in the order of the sum, with the tensors that the method keeps.
+    formula_bytes : of all tensors that were answered, by the papers' formula.
+    seconds : spent on adding and merging.
+    """
+
+    def __init__(self, strategy: SubnetStrategy) -> None:
+        self.updates: list[Update] = []
+        self.formula_bytes, self.seconds = 0, 0.0
+        self._strategy = strategy
+        self._mean = MaskedMean(strategy.current)
+        self._waiting: list[Contribution] = []
+        self._bytes = 0
+
+    def add(self, update: Update, contribution: Contribution) -> None:
+        """Add the next answer."""
+        self.formula_bytes += formula_bytes(update.tensors)
+        self._waiting.append(contribution)
+        if self._strategy.needs_all:
+            self.updates.append(update)
+            return
+        # A copy: what is received is a view of a whole message.
+        kept = {name: tensor.clone() for name, tensor in self._strategy.remembered(update, contribution).items()}
+        self.updates.append(replace(update, tensors=kept))
+        self._bytes += sum(tensor.nbytes for tensor in contribution.tensors.values())
+        if self._bytes > WAITING_BYTES:
+            self._sum()
+
+    def result(self) -> Tensors:
+        """Return the next global model; to be called once."""
+        start = time.perf_counter()
+        if self._strategy.needs_all:
+            merged = self._strategy.merge_all(self.updates, self._waiting)
+        else:
+            self._sum()
+            merged = self._strategy.merge(self._mean, self.updates)
+        self.seconds += time.perf_counter() - start
+        return merged
+
+    def _sum(self) -> None:
+        start = time.perf_counter()
+        self._mean.add(self._waiting)
+        self._waiting, self._bytes = [], 0
+        self.seconds += time.perf_counter() - start
 
 
 def _committed(config: ConfigRecord) -> Json:
@@ -267,3 +429,10 @@ def _means(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
 
 def _sums(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
     return {key: sum(u.metrics.get(key, 0.0) for u in updates) for key in keys}
+
+
+def _middle(norms: Sequence[float]) -> dict[str, float]:
+    """Return the median and the largest norm of the updates that count."""
+    if not norms:
+        return {}
+    return {"update-norm": float(f"{median(norms):.3g}"), "largest-update-norm": float(f"{max(norms):.3g}")}

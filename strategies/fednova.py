@@ -18,13 +18,13 @@ Deviations:
 - BatchNorm's running statistics are averaged without normalisation, as tau_eff may leave the range of the clients'.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import nn
 
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.federation.protocol import Range, Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 from strategies.base import SubnetStrategy
@@ -76,12 +76,15 @@ class FedNova(SubnetStrategy):
         super().__init__(settings, model)
         self.parameters = [name for name, _ in model.named_parameters()]
 
-    def contribution(self, update: Update) -> Contribution:
-        """The model; its client must say how many steps it made."""
-        steps = update.metrics.get("steps", -1)
-        if not (0 <= steps <= MOST_STEPS and steps == int(steps)):
-            raise BadReply(f"metric 'steps' = {steps:g}: must be an integer from 0 to {MOST_STEPS}")
-        return super().contribution(update)
+    def metrics(self, client: int) -> Mapping[str, Range]:
+        """A client must say how many steps it made."""
+        most = min(MOST_STEPS, self.settings.local_steps or self.most_samples(client))
+        return {**super().metrics(client), "steps": Range(0, most, integer=True, needed=True)}
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """What is averaged is the change a step."""
+        said = super().norms(update, contribution)
+        return {**said, "update a step": said["update"] / self.way(update)}
 
     def way(self, update: Update) -> float:
         """Return a_i; of a client without a step, whose change is 0, that of one."""
@@ -92,7 +95,9 @@ class FedNova(SubnetStrategy):
         count = normaliser if self.options.normalisation == "paper" else authors_normaliser
         return count(steps, settings.momentum, pull)
 
-    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+    needs_all = True
+
+    def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
         """Mean with the weights p_i / a_i, and a step to it that makes up for their sum.
 
         ``w + tau_eff * sum_i p_i (w_i - w) / a_i = w + s * (mean - w)`` with ``s = tau_eff * sum_i p_i / a_i``. All a

@@ -30,7 +30,7 @@ from fedsub_app.common.section import Positive
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import Update
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.averaging import MaskedMean
 from strategies.base import SubnetStrategy
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -78,10 +78,10 @@ class FedAdagrad(SubnetStrategy):
         """Return the next v from the last one and D²."""
         return v + square
 
-    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+    def merge(self, mean_of_round: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Return the optimizer's next model."""
         options, rate = self.options, self.settings.server_lr
-        mean = masked_mean(self.current, contributions)
+        mean = mean_of_round.result()
         first, second = {}, {}
         for name, m in self.first.items():
             change = mean[name] - self.current[name]

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from fedsub_app.common.section import CountOrZero, NonNegative, Positive
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.collaboration import combination
+from fedsub_app.subnets.norms import norm
 from strategies.base import SubnetStrategy
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))
@@ -64,15 +65,24 @@ class FedPAC(SubnetStrategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The model and its features' statistics."""
-        matrix, counts = Spec(tuple(self.centroids.shape)), Spec((len(self.centroids),))
-        return {**self.specs, MEANS: matrix, COUNTS: counts, H: matrix, V: Spec((1,))}
+        matrix, counts = Spec(tuple(self.centroids.shape)), Spec((len(self.centroids),), low=0)
+        return {**self.specs, MEANS: matrix, COUNTS: counts, H: matrix, V: Spec((1,), low=0)}
 
     def contribution(self, update: Update) -> Contribution:
-        """The model; counts and variances must not be negative."""
-        for name in (COUNTS, V):
-            if bool((update.tensors[name] < 0).any()):
-                raise BadReply(f"tensor {name!r}: negative values")
+        """The model; the classes' counts must add up to the client's samples."""
+        total = float(update.tensors[COUNTS].double().sum())
+        if total != update.num_examples:
+            raise BadReply(f"tensor {COUNTS!r}: counts of {total:g} samples, num-examples = {update.num_examples}")
         return super().contribution(update)
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Also those of the features' statistics."""
+        statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
+        return {**super().norms(update, contribution), **statistics}
+
+    def remembered(self, update: Update, contribution: Contribution) -> Tensors:
+        """Also the head, of which every client gets its own combination."""
+        return super().remembered(update, contribution) | chosen(update.tensors, self.head)
 
     def accepted(self, updates: Sequence[Update]) -> Json:
         """Merge the centroids by counts; combine a head for each client that answered."""

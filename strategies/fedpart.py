@@ -22,6 +22,7 @@ Where this leaves paper or published code:
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -30,10 +31,11 @@ from torch.nn import functional as F
 
 from fedsub_app.common.section import Count, CountOrZero
 from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
 
@@ -77,6 +79,7 @@ class FedPart(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
+        self.needs_all = self.options.momentum == "similarity"
         self.groups = layer_groups(model)
         self.parameters = {name for name, _ in model.named_parameters()}
         self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
@@ -132,28 +135,27 @@ class FedPart(SubnetStrategy):
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The trained group's tensors and moments."""
         names = self.names(self.group(self.round))
-        specs = {name: Spec(tuple(self.current[name].shape)) for name in names}
+        specs = {name: self.specs[name] for name in names}
         if self.options.momentum != "none":
             trained = self.trained_parameters()
-            specs |= {f"{kind}{name}": specs[name] for kind in (FIRST, SECOND) for name in trained}
-            specs[STEPS] = Spec((len(trained),), torch.int64)
+            specs |= {f"{FIRST}{name}": specs[name] for name in trained}
+            specs |= {f"{SECOND}{name}": replace(specs[name], low=0.0) for name in trained}
+            before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
+            most = before + (self.settings.local_steps or self.most_samples(client))
+            specs[STEPS] = Spec((len(trained),), torch.int64, low=1, high=most)
         return specs
 
-    def contribution(self, update: Update) -> Contribution:
-        """The trained group; its moments must be such as Adam's are."""
-        for name, tensor in update.tensors.items():
-            if name.startswith(SECOND) and bool((tensor < 0).any()):
-                raise BadReply(f"tensor {name!r}: a second moment is negative")
-            if name == STEPS and bool((tensor < 1).any()):
-                raise BadReply(f"tensor {name!r}: fewer than one step")
-        return super().contribution(update)
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Also those of the moments; of the second ones' roots, which are as large as gradients."""
+        first, second = unprefixed(FIRST, update.tensors), unprefixed(SECOND, update.tensors)
+        moments = {"first moments": norm(first.values()), "second moments": norm(t.sqrt() for t in second.values())}
+        return {**super().norms(update, contribution), **(moments if first else {})}
 
-    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
-        """Mean of the trained group over clients, or weighted by the similarity of their moments (Algorithm 2)."""
-        if self.options.momentum == "similarity":
-            weights = _positive(self.similarities(updates))
-            contributions = [c._replace(weight=w) for c, w in zip(contributions, weights, strict=True)]
-        return super().merge(updates, contributions)
+    def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+        """Mean of the trained group, weighted by the similarity of the clients' moments (Algorithm 2)."""
+        weights = _positive(self.similarities(updates))
+        weighted = [c._replace(weight=w) for c, w in zip(contributions, weights, strict=True)]
+        return masked_mean(self.current, weighted, self.settings.server_lr)
 
     def similarities(self, updates: Sequence[Update]) -> list[float]:
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""

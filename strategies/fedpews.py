@@ -29,7 +29,7 @@ from torch import nn
 from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
@@ -128,12 +128,17 @@ class FedPeWS(SubnetStrategy):
         """The covered values of every tensor and, where masks are learned, the neuron mask and its probabilities."""
         if not self.warming_up:
             return super().expected(client)
-        specs = {name: Spec((None,)) for name in self.shapes}
+        specs = {name: spec.gathered() for name, spec in self.specs.items()}
         if self.options.masks == "learned":
             specs["mask"] = Spec((self.hidden,), torch.bool)
             if self.options.others != "masks":
-                specs["theta"] = Spec((self.hidden,))
+                specs["theta"] = Spec((self.hidden,), low=0, high=1)
         return specs
+
+    def metrics(self, client: int) -> Mapping[str, Range]:
+        """In the warm-up also the fraction of the hidden units that is on."""
+        said = super().metrics(client)
+        return {**said, "mask-density": Range(0, 1)} if self.warming_up else said
 
     def mask_of(self, update: Update) -> torch.Tensor:
         """Return the neuron mask [h] under which a client trained in the warm-up."""
@@ -148,9 +153,6 @@ class FedPeWS(SubnetStrategy):
             count, covered = update.tensors[name].numel(), int(mask.sum())
             if count != covered:
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
-        theta = update.tensors.get("theta", torch.zeros(1))
-        if not bool(((theta >= 0) & (theta <= 1)).all()):
-            raise BadReply("tensor 'theta': probabilities outside [0, 1]")
         return Contribution(scatter(update.tensors, positions), positions, self.weight(update))
 
     def accepted(self, updates: Sequence[Update]) -> Json:

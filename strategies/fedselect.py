@@ -111,7 +111,7 @@ class FedSelect(SubnetStrategy):
         """The values at its global positions and, where it grew, its mask."""
         masks = self.masks[client]
         specs = {name: self.specs[name] for name in self.global_names}
-        specs |= {name: Spec((int(mask.sum()),)) for name, mask in shared_positions(masks).items()}
+        specs |= {name: self.specs[name].of_shape([int(mask.sum())]) for name, mask in shared_positions(masks).items()}
         return specs | {
             f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool, optional=True) for name, mask in masks.items()
         }

@@ -28,6 +28,7 @@ Where this leaves the papers or the authors' code (IST_FL):
 - ``objective = "moon"`` is refused: a client has other units in every round, so that its last model is no z_p.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
@@ -42,8 +43,9 @@ from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import narrow_shapes
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.masks import deal
+from fedsub_app.subnets.norms import Distances
 from fedsub_app.subnets.slices import insert, take
 from strategies.base import SubnetStrategy
 
@@ -110,19 +112,25 @@ class IST(SubnetStrategy):
         """Expect it back."""
         widths = {name: int(mask.sum()) for name, mask in self.units_of(client).items()}
         shapes = narrow_shapes(self.units, widths, {name: tensor.shape for name, tensor in self.current.items()})
-        return {name: Spec(tuple(shape)) for name, shape in shapes.items()}
+        return {name: self.specs[name].of_shape(shape) for name, shape in shapes.items()}
 
     def contribution(self, update: Update) -> Contribution:
         """What all clients have: the rest is in no mean."""
         shared = [name for name in update.tensors if name not in self.dealt | self.kept]
         return Contribution(chosen(update.tensors, shared), None, self.weight(update))
 
-    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Of the slices as well."""
+        slices = chosen(update.tensors, self.dealt - self.kept)
+        old = take(chosen(self.current, slices), self.units, self.units_of(update.client))
+        return {"update": math.hypot(super().norms(update, contribution)["update"], Distances(old)(slices))}
+
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Average what all have, and write each client's slices where they were taken.
 
         Not as masked contributions: they would take as many whole models as there are clients.
         """
-        merged = super().merge(updates, contributions)
+        merged = super().merge(mean, updates)
         names = self.dealt - self.kept
         for update in updates:
             units = self.units_of(update.client)

@@ -25,6 +25,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.norms import norm
 from strategies.base import SubnetStrategy
 
 VARIATE = "variate/"  # before the names of c down, of c_i's change up
@@ -59,6 +61,10 @@ class Scaffold(SubnetStrategy):
     def expected(self, client: int) -> Mapping[str, Spec]:
         """y_i and the change of c_i."""
         return self.specs | {f"{VARIATE}{name}": self.specs[name] for name in self.variate}
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Also that of the change of c_i."""
+        return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
 
     def accepted(self, updates: Sequence[Update]) -> Json:
         """c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""

@@ -40,9 +40,9 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Fraction, NonNegative
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.pruning import Pruning, prunable
 from strategies.base import SubnetStrategy
@@ -127,10 +127,14 @@ class SubFedAvg(SubnetStrategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The values at the positions that it keeps after pruning, and its masks where they shrank."""
-        specs = self.specs | dict.fromkeys(self.cuttable, Spec((None,)))
+        specs = self.specs | {name: self.specs[name].gathered() for name in self.cuttable}
         return specs | {
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
+
+    def metrics(self, client: int) -> Mapping[str, Range]:
+        """Also how far the masks of the first and last epoch are apart."""
+        return {**super().metrics(client), "mask-distance": Range(0, 1)}
 
     def contribution(self, update: Update) -> Contribution:
         """The values at the positions that it keeps; a mask may only shrink, and not to nothing."""
@@ -147,14 +151,13 @@ class SubFedAvg(SubnetStrategy):
         whole = {name: update.tensors[name] for name in self.current if name not in positions}
         return Contribution(whole | scatter(update.tensors, positions), positions, self.weight(update))
 
-    def merge(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Return the mean over the keepers, or over all where all keep."""
-        merged = super().merge(updates, contributions)
-        if self.options.average == "intersection":
-            for name in self.cuttable:
-                everybody = torch.stack([(c.masks or {})[name] for c in contributions]).all(0)
-                merged[name] = torch.where(everybody, merged[name], self.current[name])
-        return merged
+        if self.options.average != "intersection":
+            return super().merge(mean, updates)
+        everybody = {name: mean.everybody(name) for name in self.cuttable}
+        merged = super().merge(mean, updates)
+        return merged | {name: torch.where(all_, merged[name], self.current[name]) for name, all_ in everybody.items()}
 
     def accepted(self, updates: Sequence[Update]) -> Json:
         """Masks shrink where the reply that says so was merged."""

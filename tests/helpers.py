@@ -24,9 +24,9 @@ from torch import Tensor
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import Phase
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import Update, pack, read_update, unpack_reply, update_part
 from fedsub_app.flower import PROJECT
-from strategies.base import SubnetStrategy
+from strategies.base import Merging, SubnetStrategy
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
@@ -254,15 +254,25 @@ def result(folder: Path) -> Json:
     }
 
 
+def read(strategy: SubnetStrategy, update: Update) -> Update:
+    """An update as the server reads it off the wire."""
+    expected = strategy.expected(update.client)
+    _, (part,) = unpack_reply(pack({}, [update_part(update)]), {update.client: expected})
+    return read_update(part, expected, strategy.metrics(update.client), strategy.most_examples(update.client))
+
+
 def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence[int] = ()) -> Json:
     """Merge valid updates as the base does it, and make the result current; returns what the method reports.
 
     ``asked``: the clients that a message was sent for; by default those that answered.
     """
-    message: Any = None
-    strategy.phase = Phase("train", strategy.round, [(message, list(asked) or [update.client for update in updates])])
-    merged = strategy.merge(updates, [strategy.contribution(update) for update in updates]) if updates else None
-    said = strategy.accepted(updates)
+    strategy.phase = Phase("train", strategy.round)
+    strategy.phase.sent = [(None, list(asked) or [update.client for update in updates])]  # type: ignore[list-item]
+    merging = Merging(strategy)
+    for update in updates:
+        merging.add(update, strategy.contribution(update))
+    merged = merging.result() if updates else None
+    said = strategy.accepted(merging.updates)
     strategy.current = merged or strategy.current
     return said
 

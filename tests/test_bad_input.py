@@ -116,22 +116,22 @@ BAD_ANSWERS: list[tuple[str, Spoil, str]] = [
     (
         "fedavg",
         lambda update: replace(update, num_examples=0),
-        "num-examples = 0: must be an integer from 1 to 1000000000",
+        "num-examples = 0: must be an integer from 1 to {want}",
     ),
     (
         "fedavg",
         lambda update: replace(update, num_examples=-1),
-        "num-examples = -1: must be an integer from 1 to 1000000000",
+        "num-examples = -1: must be an integer from 1 to {want}",
     ),
     (
         "fedavg",
         lambda update: replace(update, num_examples=10**12),
-        "num-examples = 1000000000000: must be an integer from 1 to 1000000000",
+        "num-examples = 1000000000000: must be an integer from 1 to {want}",
     ),
     (
         "fedavg",
         lambda update: replace(update, metrics=update.metrics | {"train-loss": math.nan}),
-        "metric 'train-loss' = nan: must be a finite number",
+        "metric 'train-loss' = nan: must be a number from 0 to 10000",
     ),
     ("fedavg", boom, "client failed: ValueError: boom"),
     ("fedavg", lambda update: Update(1, error="out of memory"), "client failed: out of memory"),
@@ -140,8 +140,8 @@ BAD_ANSWERS: list[tuple[str, Spoil, str]] = [
     ("fedpews", tensor("mask", lambda old: old[:-1]), "tensor 'mask': shape (999,), expected (1000,)"),
     ("fedpews", tensor("fc1.bias", lambda old: old[:-1]), "tensor 'fc1.bias': {have} values, its mask covers {want}"),
     ("fedpews", tensor("fc1.weight", lambda old: old[:1]), "tensor 'fc1.weight': 1 values, its mask covers {want}"),
-    ("fedpews", fill("theta", 1.5), "tensor 'theta': probabilities outside [0, 1]"),
-    ("fedpews", fill("theta", -0.1), "tensor 'theta': probabilities outside [0, 1]"),
+    ("fedpews", fill("theta", 1.5), "tensor 'theta': values {have} to 1.5, expected 0 to 1"),
+    ("fedpews", fill("theta", -0.5), "tensor 'theta': values -0.5 to {have}, expected 0 to 1"),
     ("fedpews", fill("theta", math.nan), "tensor 'theta': NaN or infinite values"),
     ("fedpews", without("mask"), "tensor 'mask' is missing"),
     (
@@ -209,7 +209,7 @@ def matches(said: str, expected: str) -> bool:
         if word in expected:
             at = expected.index(word)
             number = ""
-            while said[at + len(number) : at + len(number) + 1].isdigit():
+            while said[at + len(number) : at + len(number) + 1] in set("0123456789."):
                 number += said[at + len(number)]
             expected = expected.replace(word, number or word)
     return said == expected
@@ -256,7 +256,7 @@ def test_a_bad_evaluation_is_named(run_local: RunLocal, monkeypatch: pytest.Monk
     monkeypatch.setitem(METHODS, "fedavg", replace(METHODS["fedavg"], client=Spoiled))
     _, folder = run_local(num_rounds=1, evaluate="global-local")
     line = rounds(folder)[-1]
-    reason = "metric 'global-local-accuracy' = nan: must be a finite number"
+    reason = "metric 'global-local-accuracy' = nan: must be a number from 0 to 100"
     assert line["not-evaluated"] == [{"client": 1, "reason": reason}]
     assert line["global-local-accuracy"] == line["evaluated"]["0"]["global-local-accuracy"]
 
@@ -296,8 +296,8 @@ def test_all_bad_stops_the_run_with_a_checkpoint(
     spoil_client_1(monkeypatch, "fedavg", boom, clients=(0, 1))
     assert cli.main(command(folder, max_abandoned=2)) == 1
     assert capfd.readouterr().err == (
-        "failed: 2 rounds in a row had fewer than min-replies = 1 valid replies (max-abandoned = 2); "
-        f"last reason: client failed: ValueError: boom; checkpoint in {folder}\n"
+        "failed: 2 rounds in a row were abandoned (max-abandoned = 2); last reason: "
+        f"fewer than min-replies = 1 valid replies; client failed: ValueError: boom; checkpoint in {folder}\n"
     )
     dropped = [{"client": client, "reason": "client failed: ValueError: boom"} for client in (0, 1)]
     start, *lines = rounds(folder)
@@ -339,7 +339,7 @@ def test_nobody_there(run_local: RunLocal) -> None:
                 self.contexts.clear()
             return pushed
 
-    with pytest.raises(RunFailed, match=r"^3 rounds in a row .*; last reason: its node is away; checkpoint in "):
+    with pytest.raises(RunFailed, match=r"^3 rounds in a row .*; last reason: .*; its node is away; checkpoint in "):
         run_local(grid=Leaving, num_rounds=9, node_timeout=0.1)
 
 

@@ -21,7 +21,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Dropped, Federation, Node, exchange
-from fedsub_app.federation.protocol import Task, pack, to_arrays, to_tensors, unpack
+from fedsub_app.federation.protocol import STAMP, Spec, Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
 
@@ -235,7 +235,7 @@ def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytes
     fed.meet(grid)
     phase = fed.ask("train", 1, {0: Task(0)}, {})
     monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
-    fed.answers(phase, grid.send_and_receive(phase.messages))
+    fed.answers(phase, grid.send_and_receive(phase.messages), nothing)
     assert phase.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
 
 
@@ -258,7 +258,12 @@ def test_a_node_that_fails_the_roll_call() -> None:
 # --- what comes back ------------------------------------------------------------------------------------------------
 
 
-Parts = list[tuple[int, Json, Tensors]]
+Parts = list[tuple[int, Json, dict[str, float]]]
+
+
+def nothing(client: int) -> dict[str, Spec]:
+    """No tensors are asked for."""
+    return {}
 
 
 def exchanged(
@@ -271,7 +276,7 @@ def exchanged(
 
     def run(message: Message, context: Context) -> Message:
         header, parts = unpack(message.content)
-        stamp = {key: header[key] for key in ("run", "round", "phase")}
+        stamp = {key: header[key] for key in STAMP}
         answer = reply if context.node_id == 2 else honest
         return Message(answer(stamp, parts), reply_to=message)
 
@@ -280,7 +285,11 @@ def exchanged(
     phase = fed.ask("train", 5, {client: Task(client) for client in range(3)}, {})
     assert not phase.dropped
     replies = exchange(LocalGrid(run, {}, 2), phase.messages, 10)  # type: ignore[arg-type]
-    parts, _ = fed.answers(phase, replies * 2 if again else replies)
+    answers, _ = fed.answers(phase, replies * 2 if again else replies, nothing)
+    parts = [
+        (client, part.config, {name: stack.row(row).item() for name, (stack, row) in part.rows.items()})
+        for client, part, _ in answers
+    ]
     return parts, phase.dropped
 
 
@@ -303,6 +312,10 @@ def both(header: Json, *clients: Any) -> RecordDict:
         (
             lambda header, parts: both(header | {"phase": "evaluate"}, 0, 2),
             dict.fromkeys((0, 2), "stale reply: run, round, phase = ('this', 5, 'evaluate')"),
+        ),
+        (
+            lambda header, parts: both(header | {"nonce": "0" * 16}, 0, 2),
+            dict.fromkeys((0, 2), "stale reply: run, round, phase = ('this', 5, 'train'), of another message"),
         ),
         (
             lambda header, parts: both({}, 0, 2),
@@ -337,7 +350,7 @@ def test_the_first_of_two_parts_counts() -> None:
         return pack(header, [({"client": 0}, {"w": torch.ones(1)}), ({"client": 0}, {"w": torch.zeros(1)})])
 
     (client, _, tensors), _ = exchanged(twice)[0]
-    assert (client, tensors["w"].item()) == (0, 1)
+    assert (client, tensors["w"]) == (0, 1)
 
 
 def test_a_second_reply_is_ignored() -> None:
@@ -353,7 +366,7 @@ def test_replies_to_an_earlier_round_are_ignored() -> None:
     fed.nodes = nodes(1)
     late = exchange(grid, fed.ask("train", 1, {0: Task(0)}, {}).messages, 10)
     phase = fed.ask("train", 2, {0: Task(0)}, {})
-    assert fed.answers(phase, late)[0] == []
+    assert fed.answers(phase, late, nothing)[0] == []
     assert phase.dropped == [Dropped(0, "no reply within round-timeout")]
 
 

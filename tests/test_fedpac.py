@@ -1,11 +1,12 @@
 """FedPAC: its quadratic program and statistics by hand and by search, and its rounds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, merge_round, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -90,11 +91,11 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
                            "partition": "iid"}), build_model("fedpews-mlp", (5,), 4, 0))  # fmt: skip
 
     def update(client: int, value: float) -> Update:
-        tensors = {n: torch.full(tuple(k or 0 for k in s.shape), value) for n, s in made.expected(client).items()}
+        tensors = {n: torch.full(s.shape, value) for n, s in made.expected(client).items()}
         tensors[COUNTS] = torch.tensor([1.0, 3.0, 0.0, 0.0]) if client else torch.tensor([1.0, 1.0, 0.0, 0.0])
         tensors[H] = torch.full((4, 32), 1000.0 * client)
         tensors[V] = torch.tensor([0.1])
-        return Update(client, tensors, {}, 10)
+        return Update(client, tensors, {}, int(tensors[COUNTS].sum()))
 
     merge_round(made, [update(0, 1.0), update(1, 2.0)])
     for client, value in ((0, 1.0), (1, 2.0)):  # far apart: each keeps its own head
@@ -108,6 +109,8 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
     assert torch.equal(again.task(1).tensors["fc5.weight"], made.task(1).tensors["fc5.weight"])
     bad = update(0, 1.0)
     bad.tensors[V] = torch.tensor([-1.0])
-    with pytest.raises(BadReply, match="'fedpac/v': negative values"):
-        made.contribution(bad)
+    with pytest.raises(BadReply, match="'fedpac/v': values -1 to -1, expected 0 to inf"):
+        read(made, bad)
+    with pytest.raises(BadReply, match="'fedpac/counts': counts of 2 samples, num-examples = 9"):
+        made.contribution(replace(update(0, 1.0), num_examples=9))
     assert MEANS in made.expected(0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, merge_round, read
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -334,11 +334,15 @@ def test_a_client_against_the_others_does_not_count() -> None:
 
 def test_bad_moments_are_refused() -> None:
     made = strategy(fedpart__momentum="mean")
-    for name, value, said in (("second/fc1.bias", -1.0, "negative"), ("steps", 0, "fewer than one step")):
+    for name, value, said in (
+        ("second/fc1.bias", -1.0, "'second/fc1.bias': values -1 to -1, expected 0 to inf"),
+        ("steps", 0, "'steps': values 0 to 0, expected 1 to "),
+        ("steps", 2**62, "'steps': values 4.61169e.18 to 4.61169e.18, expected 1 to "),
+    ):
         update = answer(made, 0)
         update.tensors[name].fill_(value)
         with pytest.raises(BadReply, match=said):
-            made.contribution(update)
+            read(made, update)
 
 
 def test_moments_need_adam() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, merge_round, read
 from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
@@ -299,5 +299,5 @@ def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
     strategy.contribution(Update(0, good, {}, 1))
     with pytest.raises(BadReply, match=r"'fc1\.bias': 32 values, its mask covers 0"):
         strategy.contribution(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
-    with pytest.raises(BadReply, match=r"'theta': probabilities outside \[0, 1\]"):
-        strategy.contribution(Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))
+    with pytest.raises(BadReply, match=r"'theta': values 1.5 to 1.5, expected 0 to 1"):
+        read(strategy, Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, merge_round, read
 from safetensors.torch import load_file
 from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update, read_update, specs, update_part
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update, specs
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model, narrowed, tensors_of, unit_groups
 from fedsub_app.runs.directory import read_rounds
@@ -144,4 +144,4 @@ def test_a_slice_of_the_wrong_width_is_refused() -> None:
     strategy = Slices(settings, workplace(settings).network.module)
     update = Update(0, strategy.task(1).tensors, {"train-loss": 0.0}, 1)  # another client's slice: 333 units, not 334
     with pytest.raises(BadReply, match=r"tensor 'fc1.weight': shape \(333, 64\), expected \(334, 64\)"):
-        read_update(*update_part(update), strategy.expected(0), {})
+        read(strategy, update)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,18 +11,21 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import (
     DTYPES,
     HEADER,
     STYPE,
     TENSORS,
     BadReply,
+    Part,
+    Range,
     Spec,
     Update,
     pack,
     read_update,
     unpack,
+    unpack_reply,
     update_part,
     wire_bytes,
 )
@@ -111,7 +115,7 @@ def raw(array: Array, index: object = None) -> RecordDict:
         (raw(Array("complex64", (1, 1), STYPE, b"\0" * 8)), "dtype 'complex64'"),
         (raw(Array("float32", (1, 3), "numpy.ndarray", b"\0" * 12)), "numpy.ndarray"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [5], [0]]]), "not fedsub's wire format"),
-        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [0], [5]]]), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [0], [5]]]), "tensor 'w': no row 5 of 1"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["1:v", [0], [0]]]), "not fedsub's wire format"),
     ],
 )
@@ -120,19 +124,31 @@ def test_damaged_content_is_refused(content: RecordDict, reason: str) -> None:
         unpack(content)
 
 
-EXPECTED = {"w": Spec((2, 3)), "b": Spec((None,)), "m": Spec((4,), torch.bool), "extra": Spec((1,), optional=True)}
+EXPECTED = {
+    "w": Spec((2, 3)),
+    "b": Spec((6,), up_to=True),
+    "m": Spec((4,), torch.bool),
+    "extra": Spec((1,), optional=True),
+    "theta": Spec((2,), optional=True, low=0, high=1),
+}
+METRICS = {"loss": Range(0, 100, loss=True), "steps": Range(1, 9, integer=True, needed=True)}
+
+
+def received(parts: list[tuple[Json, Tensors]], expected: Mapping[str, Spec] = EXPECTED) -> list[Part]:
+    """Parts as they come off the wire, nothing decoded."""
+    return unpack_reply(pack({}, parts), dict.fromkeys(range(len(parts)), expected))[1]
 
 
 def reply(tensors: Tensors | None = None, without: str = "", **config: object) -> Update:
     good = {"w": torch.ones(2, 3), "b": torch.ones(5), "m": torch.tensor([True, False, True, True])}
     sent = {k: v for k, v in (good | (tensors or {})).items() if k != without}
-    part: dict[str, Any] = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5}, "error": ""}
-    return read_update(part | config, sent, EXPECTED, {})
+    said: Json = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5, "steps": 2}, "error": ""}
+    return read_update(received([(said | config, sent)])[0], EXPECTED, METRICS, 1000)
 
 
 def test_a_good_update_passes() -> None:
     update = reply()
-    assert (update.client, update.num_examples, update.metrics) == (3, 10, {"loss": 0.5})
+    assert (update.client, update.num_examples, update.metrics) == (3, 10, {"loss": 0.5, "steps": 2})
     assert reply({"extra": torch.ones(1)}).tensors["extra"] == 1
 
 
@@ -149,16 +165,29 @@ def test_a_good_update_passes() -> None:
         ({"tensors": {"m": torch.tensor([0, 2, 1, 1], dtype=torch.uint8)}}, r"tensor 'm': dtype uint8, expected bool"),
         ({"tensors": {"v": torch.ones(1)}}, r"tensor 'v' was not asked for"),
         ({"without": "w"}, r"tensor 'w' is missing"),
-        ({"num-examples": 0}, r"num-examples = 0: must be an integer from 1"),
+        ({"tensors": {"b": torch.ones(7)}}, r"tensor 'b': shape \(7,\), expected at most \(6,\)"),
+        ({"tensors": {"b": torch.ones(5, 1)}}, r"tensor 'b': shape \(5, 1\), expected at most \(6,\)"),
+        ({"tensors": {"theta": torch.tensor([0.5, 1.5])}}, r"tensor 'theta': values 0.5 to 1.5, expected 0 to 1"),
+        ({"num-examples": 0}, r"num-examples = 0: must be an integer from 1 to 1000"),
         ({"num-examples": -5}, r"num-examples = -5"),
-        ({"num-examples": 10**12}, r"num-examples = 1000000000000"),
+        ({"num-examples": 1001}, r"num-examples = 1001"),
+        ({"num-examples": 10**4000}, r"num-examples = 1000000.*…: must be"),
         ({"num-examples": 2.5}, r"num-examples = 2.5"),
         ({"num-examples": None}, r"num-examples = None"),
         ({"num-examples": True}, r"num-examples = True"),
-        ({"metrics": {"loss": math.nan}}, r"metric 'loss' = nan: must be a finite number"),
-        ({"metrics": {"loss": "low"}}, r"metric 'loss' = 'low'"),
+        ({"metrics": {"steps": 1, "loss": math.nan}}, r"metric 'loss' = nan: must be a number from 0 to 100"),
+        ({"metrics": {"steps": 1, "loss": 10**400}}, r"metric 'loss' = 1000.*…: must be a number from 0 to 100"),
+        ({"metrics": {"steps": 1, "loss": 1e300}}, r"metric 'loss' = 1e\+300: must be"),
+        ({"metrics": {"steps": 1, "loss": "low"}}, r"metric 'loss' = 'low'"),
+        ({"metrics": {"steps": 1, "loss": True}}, r"metric 'loss' = True"),
+        ({"metrics": {"steps": 2.5}}, r"metric 'steps' = 2.5: must be an integer from 1 to 9"),
+        ({"metrics": {"loss": 1.0}}, r"metric 'steps' is missing"),
+        ({"metrics": {"steps": 1, "clients": 7}}, r"metric 'clients' was not asked for"),
+        ({"metrics": {"steps": 1, "x" * 3000: 7}}, r"metric 'x{79}…' was not asked for"),
         ({"metrics": 3}, r"metrics = 3"),
         ({"error": "ValueError: boom"}, r"client failed: ValueError: boom"),
+        ({"error": ["a"] * 99}, r"client failed: \['a', 'a', .*…$"),
+        ({"error": "a\x1b[31m\nb\u202e c\ud800"}, r"client failed: a \[31m b c$"),
     ],
 )
 def test_a_bad_update_is_refused(broken: dict[str, Any], reason: str) -> None:
@@ -168,16 +197,15 @@ def test_a_bad_update_is_refused(broken: dict[str, Any], reason: str) -> None:
 
 def test_one_client_with_nan_does_not_take_the_others_of_its_node_along() -> None:
     updates = [Update(c, {"w": torch.ones(2, 3) if c != 1 else torch.full((2, 3), math.nan)}, {}, 1) for c in range(3)]
-    _, parts = unpack(pack({}, [update_part(update) for update in updates]))
-    stacks: dict[int, bool] = {}
+    parts = received([update_part(update) for update in updates])
     for client in (0, 2):
-        assert read_update(*parts[client], {"w": Spec((2, 3))}, stacks).client == client
+        assert read_update(parts[client], {"w": Spec((2, 3))}, {}).client == client
     with pytest.raises(BadReply, match="tensor 'w': NaN or infinite"):
-        read_update(*parts[1], {"w": Spec((2, 3))}, stacks)
+        read_update(parts[1], {"w": Spec((2, 3))}, {})
 
 
 def test_an_update_survives_the_wire() -> None:
     update = Update(5, {"w": torch.ones(2, 3)}, {"loss": 1.5}, 20)
-    config, tensors = unpack(pack({}, [update_part(update)]))[1][0]
-    back = read_update(config, tensors, {"w": Spec((2, 3))}, {})
+    back = read_update(received([update_part(update)])[0], {"w": Spec((2, 3))}, {"loss": Range(0, 2)})
     assert (back.client, back.metrics, back.num_examples) == (5, {"loss": 1.5}, 20)
+    assert same(back.tensors, update.tensors)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, merge_round, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -143,7 +143,7 @@ def test_fednova_against_a_slow_reference(objective: str, run_local: Run) -> Non
 @pytest.mark.parametrize("steps", [-1.0, 2.5, 1e9])
 def test_steps_that_are_none_are_refused(steps: float) -> None:
     with pytest.raises(BadReply, match=r"^metric 'steps' = .*: must be an integer from 0 to 1000000$"):
-        made("fednova").contribution(update(0, [0.0, 0.0], steps))
+        read(made("fednova"), update(0, [0.0, 0.0], steps))
 
 
 # --- FedAdam and its like ---------------------------------------------------------------------------------------------

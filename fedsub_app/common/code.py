@@ -1,4 +1,4 @@
-"""Which code this process runs."""
+"""Which code this process runs, and which text it was given."""
 
 import hashlib
 from functools import cache
@@ -14,3 +14,8 @@ def code_digest() -> str:
     for path in files:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def text_digest(text: str) -> str:
+    """Hash of a text, 16 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

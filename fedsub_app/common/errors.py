@@ -8,3 +8,10 @@ class UserError(Exception):
 def one_line(error: BaseException) -> str:
     """Return an exception as one line of text."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def printable(text: str, most: int = 200) -> str:
+    """Return a text of unknown origin as one line of at most ``most`` printable characters."""
+    cut = text[: most + 1]
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in cut).split())
+    return line[: most - 1] + "…" if len(line) > most or len(text) > len(cut) else line

@@ -5,24 +5,43 @@ client ``c`` lives on the node with ``c % num_partitions == partition_id``. Wher
 data and client state, and the sampled clients are spread evenly over them instead.
 """
 
+import json
 import logging
+import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from flwr.app import Message, MessageType
+from flwr.app import Message, MessageType, Metadata
 from flwr.serverapp import Grid
 
-from fedsub_app.common.code import code_digest
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.code import code_digest, text_digest
+from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.protocol import BadReply, Task, pack, unpack, wire_bytes
+from fedsub_app.federation.protocol import (
+    STAMP,
+    BadReply,
+    Part,
+    Spec,
+    Task,
+    asks_for_settings,
+    pack,
+    unpack_reply,
+    wire_bytes,
+    with_header,
+)
 from fedsub_app.federation.settings import FederationSettings
 
 log = logging.getLogger("fedsub")
+IN_FLIGHT = 2  # messages that a node has at a time
+MOST_HELD = 4  # times message-mb: answers that wait for an earlier client's
 LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up
+MOST_ROLL_CALLS = 3  # a node that is silent so often is not waited for again
+MOST_NODES = 100_000
+Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
 
 
 @dataclass(frozen=True)
@@ -42,39 +61,101 @@ class Node:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A client whose answer does not count in this round, and why."""
+    """A client whose answer does not count in this round, and why: one printable line."""
 
     client: int
     reason: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
 
-@dataclass
+
 class Phase:
-    """One phase of a round: what was asked of whom, and what became of it.
+    """One phase of a round: whom to ask, what was asked of whom, and what became of it.
+
+    Its messages are made when they are asked for, by :meth:`next_message` or, all of them, by iterating over it.
+
+    Parameters
+    ----------
+    kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
+    queues : node id -> the clients that it may be asked for, sorted; nodes that share one take the next ones in turn.
+    make : takes clients off the front of a queue, at most so many, and returns their message to a node.
 
     Attributes
     ----------
-    kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
-    sent : each message with the clients whose tasks it holds.
+    sent : what Flower knows of each message, with the clients whose tasks it holds.
     dropped : clients whose answer does not count, and why.
     report : what the round's line says of this phase (JSON-able).
+    nonce : in its messages, and repeated in their replies, so that none of an earlier phase can be sent again.
+    bytes_down, bytes_up : on the wire, so far.
+    formula_down : what was sent, by the papers' formula.
+    held : bytes of answers that came before those of earlier clients.
     """
 
-    kind: str
-    round: int
-    sent: list[tuple[Message, list[int]]] = field(default_factory=list)
-    dropped: list[Dropped] = field(default_factory=list)
-    report: Json = field(default_factory=dict)
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages, one a node."""
-        return [message for message, _ in self.sent]
+    def __init__(
+        self,
+        kind: str = "",
+        round_: int = 0,
+        queues: Mapping[int, deque[int]] | None = None,
+        make: "Callable[[int, deque[int], int], tuple[Message, list[int]]] | None" = None,
+        dropped: Iterable[Dropped] = (),
+    ) -> None:
+        self.kind, self.round = kind, round_
+        self.sent: list[tuple[Metadata, list[int]]] = []
+        self.dropped = list(dropped)
+        self.report: Json = {}
+        self.nonce = secrets.token_hex(8)
+        self.bytes_down = self.bytes_up = self.formula_down = self.held = 0
+        self._queues = dict(queues or {})
+        self._make = make
+        distinct = {id(queue): queue for queue in self._queues.values()}
+        self.clients = sorted(client for queue in distinct.values() for client in queue)
+        self.shared = len(distinct) < len(self._queues) or len(self._queues) == 1
 
     @property
     def asked(self) -> list[int]:
-        """The clients that a message was sent for."""
+        """The clients that a message was made for."""
         return [client for _, clients in self.sent for client in clients]
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that may be asked."""
+        return list(self._queues)
+
+    def next_message(self, node_id: int, most: int) -> Message | None:
+        """Return the next message to a node, for at most so many clients; ``None``: there are none left for it.
+
+        Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
+        """
+        queue = self._queues.get(node_id)
+        if not queue:
+            return None
+        if self.shared:
+            most = min(most, -(-len(queue) // (2 * len(self._queues))))
+        assert self._make
+        message, clients = self._make(node_id, queue, most)
+        self.sent.append((message.metadata, clients))
+        return message
+
+    def again(self, message: Message, metadata: Metadata) -> None:
+        """Take note that a message takes the place of one that was not answered."""
+        self.sent = [(message.metadata if sent is metadata else sent, clients) for sent, clients in self.sent]
+
+    def __iter__(self) -> Iterator[Message]:
+        """Make all messages, for the nodes in turn."""
+        left = True
+        while left:
+            left = False
+            for node_id in self.nodes:
+                if message := self.next_message(node_id, len(self.clients)):
+                    left = True
+                    yield message
+
+    def give_up(self, node_id: int) -> None:
+        """Ask a node for no more clients; those that no other node may be asked for are dropped."""
+        queue = self._queues.pop(node_id, None)
+        if queue and not any(other is queue for other in self._queues.values()):
+            self.dropped += [Dropped(client, "its node is away") for client in queue]
 
 
 def sample(settings: FederationSettings, server_round: int) -> list[int]:
@@ -86,13 +167,20 @@ def sample(settings: FederationSettings, server_round: int) -> list[int]:
 class Federation:
     """The nodes of a run and their clients."""
 
-    def __init__(self, settings: FederationSettings, header: Json) -> None:
-        """``header`` goes into every message: the run's id, its settings, where client state lies."""
+    def __init__(self, settings: FederationSettings, header: Json, told: Json | None = None) -> None:
+        """``header`` goes into every message: the run's id, where client state lies.
+
+        ``told``: the run's settings, which go with the roll call; later messages have their digest, and a node that has
+        not got them asks for them.
+        """
         self.settings = settings
-        self.header = header
+        self.told = {"settings": json.dumps(told)} if told else {}
+        self.header = header | ({"digest": text_digest(self.told["settings"])} if told else {})
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.refused: set[int] = set()  # ids of misconfigured or replaced nodes, which are not asked again
+        self.refused: set[int] = set()  # ids of misconfigured nodes, which are not asked again
+        self.waiting: dict[int, Node] = {}  # those whose partition another node has
+        self.silent: dict[int, int] = {}  # how many roll calls in a row a node has not answered
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
@@ -104,6 +192,9 @@ class Federation:
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
         answered, and rejects a misconfigured node with an error. Later ones ignore it with a warning.
 
+        A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
+        that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
+
         Raises
         ------
         UserError
@@ -114,9 +205,16 @@ class Federation:
         while True:
             present = set(grid.get_node_ids())
             self.nodes = {node_id: node for node_id, node in self.nodes.items() if node_id in present}
-            new = sorted(present - set(self.nodes) - self.refused)
+            self.waiting = {node_id: node for node_id, node in self.waiting.items() if node_id in present}
+            new = sorted(present - set(self.nodes) - set(self.waiting) - self.refused)
             if new:
                 self._call_roll(grid, new, not self.met, deadline)
+            for node_id, node in sorted(self.waiting.items()):
+                if not self._twin(node):
+                    log.info(
+                        "node %s takes the place of the one that had partition-id = %s", node_id, node.partition_id
+                    )
+                    self.nodes[node_id] = self.waiting.pop(node_id)
             missing = self._missing()
             if not wait or not missing or (self.met and time.monotonic() > deadline):
                 self.met = True
@@ -134,18 +232,28 @@ class Federation:
         if self.settings.min_nodes:
             short = self.settings.min_nodes - len(self.nodes)
             return f"{short} of min-nodes = {self.settings.min_nodes}" if short > 0 else ""
-        return f"nodes with partition-id {', '.join(map(str, absent))} of {announced}" if absent else ""
+        more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
+        return f"nodes with partition-id {', '.join(map(str, absent[:10]))}{more} of {announced}" if absent else ""
+
+    def _twin(self, node: Node) -> Node | None:
+        """Return the node that has this one's partition."""
+        return next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
 
     def _call_roll(self, grid: Grid, node_ids: Sequence[int], first: bool, deadline: float) -> None:
         timeout = deadline - time.monotonic() if first else LATE_ROLL_CALL_S
-        asked = _roll_call(node_ids)
+        asked = _roll_call(node_ids, self.header | self.told)
         replies = exchange(grid, asked, max(1.0, timeout))
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
         for reply in replies:
-            node_id = node_of[reply.metadata.reply_to_message_id]
+            node_id = node_of.pop(reply.metadata.reply_to_message_id, None)
+            if node_id is None:  # a second answer
+                continue
             try:
                 node = _read_roll_call(node_id, reply)
-                twin = next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
+                count = next(iter(self.nodes.values()), node).num_partitions
+                if node.num_partitions != count:
+                    raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
+                twin = self._twin(node)
                 if twin and first:
                     raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
             except BadReply as error:
@@ -154,133 +262,251 @@ class Federation:
                 log.warning("node %s stays out: %s", node_id, error)
                 self.refused.add(node_id)
                 continue
-            if twin:  # restarted under a new id while Flower still lists the old one
-                del self.nodes[twin.node_id]
-                self.refused.add(twin.node_id)
-            self.nodes[node_id] = node
+            if twin:
+                said = "node %s waits: partition-id = %s is that of node %s, which Flower still lists"
+                log.warning(said, node_id, node.partition_id, twin.node_id)
+                self.waiting[node_id] = node
+            else:
+                self.nodes[node_id] = node
+        self.silent = {node_id: self.silent.get(node_id, 0) + 1 for node_id in node_of.values()}
+        if not first:
+            self.refused |= {node_id for node_id, times in self.silent.items() if times >= MOST_ROLL_CALLS}
 
-    def hosts(self, clients: Sequence[int]) -> tuple[dict[int, list[int]], list[Dropped]]:
-        """Assign sorted clients to node ids; clients whose node is away are dropped."""
+    def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
+        """Return which node may be asked for which of the sorted clients; those whose node is away are dropped.
+
+        Simulated nodes share one queue, and a fast one takes more of it; a real node has its own.
+        """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         placement = self.settings.placement
         if placement == "auto":
             placement = "balanced" if all(node.simulated for node in nodes) else "pinned"
-        assigned: dict[int, list[int]] = {}
-        dropped = []
-        owner: dict[int, int | None]
         if placement == "balanced" and nodes:
-            owner = {client: nodes[rank * len(nodes) // len(clients)].node_id for rank, client in enumerate(clients)}
-        else:
-            owner = dict.fromkeys(clients)
-            for node in nodes:
-                owner |= {c: node.node_id for c in clients if c % node.num_partitions == node.partition_id}
+            queue = deque(clients)
+            return {node.node_id: queue for node in nodes}, []
+        queues: dict[int, deque[int]] = {}
+        dropped = []
         for client in clients:
-            node_id = owner[client]
-            if node_id is None:
-                dropped.append(Dropped(client, "its node is away"))
+            node = next((node for node in nodes if client % node.num_partitions == node.partition_id), None)
+            if node:
+                queues.setdefault(node.node_id, deque()).append(client)
             else:
-                assigned.setdefault(node_id, []).append(client)
-        return assigned, dropped
+                dropped.append(Dropped(client, "its node is away"))
+        return queues, dropped
 
-    def ask(self, kind: str, server_round: int, tasks: Mapping[int, Task], extra: Json) -> Phase:
-        """Return a phase with one message a node, which holds the tasks of its clients.
+    def ask(
+        self,
+        kind: str,
+        server_round: int,
+        clients: Iterable[int],
+        task: Callable[[int], Task],
+        extra: Json,
+        expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
+    ) -> Phase:
+        """Return a phase that asks each of the clients for its task; those that no node hosts now are dropped.
 
-        ``extra`` goes into every message's header. Clients that no node hosts now are dropped.
+        Parameters
+        ----------
+        task : called when the client's message is made.
+        extra : goes into every message's header.
+        expected : the tensors that a client answers with, which count in ``message-mb``.
         """
-        assigned, dropped = self.hosts(sorted(tasks))
-        header = self.header | extra | {"phase": kind, "round": server_round, "code": code_digest()}
-        sent = []
-        for node_id, clients in assigned.items():
-            parts = [({"client": c} | tasks[c].config, tasks[c].tensors) for c in clients]
-            sent.append((Message(pack(header, parts), node_id, kind, group_id=str(server_round)), clients))
-        return Phase(kind, server_round, sent, dropped)
+        queues, dropped = self.hosts(sorted(clients))
+        budget = self.settings.message_mb * 2**20
 
-    def answers(self, phase: Phase, replies: Iterable[Message]) -> tuple[list[tuple[int, Json, Tensors]], int]:
-        """Return the parts that answer a phase's tasks, by client, and the bytes received; drops the others.
+        def make(node_id: int, queue: deque[int], most: int) -> tuple[Message, list[int]]:
+            parts: list[tuple[Json, Tensors]] = []
+            known: set[int] = set()  # tensor objects that the message has: it carries each of them once
+            size = 0
+            while queue and len(parts) < most:
+                one = task(queue[0])
+                new = {id(tensor): tensor.nbytes for tensor in one.tensors.values() if id(tensor) not in known}
+                more = sum(new.values()) + sum(spec.nbytes for spec in expected(queue[0]).values())
+                if parts and size + more > budget:
+                    break
+                known |= new.keys()
+                size += more
+                parts.append(({"client": queue.popleft()} | one.config, one.tensors))
+            message = Message(pack(header, parts), node_id, kind, group_id=str(server_round))
+            phase.bytes_down += wire_bytes(message.content)
+            return message, [config["client"] for config, _ in parts]
 
-        A reply is matched by the message it answers (the error reply for a dead node has another source id). One of
-        another run, round or phase drops its node's clients; a second one, one that was not asked for, and parts of
+        phase = Phase(kind, server_round, queues, make, dropped)
+        stamp = {"phase": kind, "round": server_round, "nonce": phase.nonce}
+        header = self.header | extra | stamp | {"code": code_digest()}
+        return phase
+
+    def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
+        """Hand out a phase's messages and yield the replies as they come, until all are there or time is up.
+
+        A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. None is handed out from a
+        shared queue while many answers wait for an earlier client's. A node that has lost the settings gets its message
+        again with them.
+        """
+        start = time.monotonic()
+        flying: dict[str, Message] = {}
+        again: set[str] = set()
+        while self._hand_out(grid, phase, flying):
+            found = []
+            for reply in grid.pull_messages(list(flying)):
+                message = flying.pop(reply.metadata.reply_to_message_id, None)
+                if message is None:
+                    continue
+                node_id = message.metadata.dst_node_id
+                if reply.has_error() and node_id not in set(grid.get_node_ids()):
+                    phase.give_up(node_id)
+                if message.metadata.message_id not in again and _lost_settings(reply):
+                    known, content = message.metadata, message.content
+                    message = Message(with_header(content, self.told), node_id, phase.kind, group_id=known.group_id)
+                    _push(grid, message, flying)
+                    again.add(message.metadata.message_id)
+                    phase.again(message, known)
+                else:
+                    found.append(reply)
+            elapsed = time.monotonic() - start
+            if found:
+                self._hand_out(grid, phase, flying)  # before the answers are looked at, so that no node idles
+                yield from found
+            elif elapsed > self.settings.round_timeout:
+                return
+            else:
+                _wait(grid, elapsed)
+
+    def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> bool:
+        """Give the nodes what they may have; says whether any message is not answered yet."""
+        load = Counter(message.metadata.dst_node_id for message in flying.values())
+        for wanted in range(1, IN_FLIGHT + 1):
+            for node_id in phase.nodes:
+                full = phase.shared and flying and phase.held > MOST_HELD * self.settings.message_mb * 2**20
+                if load[node_id] < wanted and not full:
+                    message = phase.next_message(node_id, self.settings.message_clients)
+                    if message:
+                        _push(grid, message, flying)
+                        load[node_id] += 1
+        return bool(flying)
+
+    def answers(
+        self, phase: Phase, replies: Iterable[Message], expected: Callable[[int], Mapping[str, Spec]]
+    ) -> Iterator[Answer]:
+        """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
+
+        At the end the clients without a part are in ``phase.dropped``.
+
+        ``expected`` says which tensors a client was asked for; none is decoded here. A reply is matched by the message
+        it answers (the error reply for a dead node has another source id). One of another run, round or phase, or
+        without the phase's nonce, drops its node's clients; a second one, one that was not asked for, and parts of
         clients that were not asked are ignored and logged.
         """
-        parts: dict[int, tuple[Json, Tensors]] = {}
-        waiting = {message.metadata.message_id: clients for message, clients in phase.sent}
-        reasons = dict.fromkeys(phase.asked, "no reply within round-timeout")
-        received = 0
+        found: dict[int, tuple[Answer, float]] = {}
+        reasons = dict.fromkeys(phase.clients, "no reply within round-timeout")
+        order = deque(phase.clients)
         for reply in replies:
-            clients = waiting.pop(reply.metadata.reply_to_message_id, [])
-            if not clients:
+            answered = {metadata.message_id: clients for metadata, clients in phase.sent}
+            clients = answered.get(reply.metadata.reply_to_message_id, [])
+            if not clients or clients[0] not in reasons or clients[0] in found:
                 log.warning("ignored a reply of node %s: not asked for, or a second one", reply.metadata.src_node_id)
                 continue
-            if reply.has_error():
-                reasons |= {client: f"node failed: {_brief(reply.error.reason)}" for client in clients}
-                continue
-            received += wire_bytes(reply.content)
             try:
-                header, answered_parts = unpack(reply.content)
-                stamp = (header.get("run"), header.get("round"), header.get("phase"))
-                if stamp != (self.header.get("run"), phase.round, phase.kind):
-                    raise BadReply(f"stale reply: run, round, phase = {stamp}")
-                if header.get("error"):
-                    raise BadReply(f"node failed: {_brief(str(header['error']))}")
+                parts = self._parts(phase, reply, {client: expected(client) for client in clients})
             except BadReply as error:
-                reasons |= {client: str(error) for client in clients}
-                continue
-            reasons |= dict.fromkeys(clients, "its node's reply does not hold it")
-            for config, tensors in answered_parts:
-                client = config.get("client")
-                if type(client) is not int or client not in clients or client in parts:
-                    log.warning("ignored a part for client %r: not asked of this node, or twice", client)
-                    continue
-                parts[client] = (config, tensors)
-        phase.dropped += [Dropped(client, reason) for client, reason in sorted(reasons.items()) if client not in parts]
-        return [(client, *parts[client]) for client in sorted(parts)], received
+                lost = dict.fromkeys(clients, str(error))
+            else:
+                lost = {client: "its node's reply does not hold it" for client in clients if client not in parts}
+                size = wire_bytes(reply.content) / len(clients)
+                found |= {client: (part, size) for client, part in parts.items()}
+            phase.dropped += [Dropped(client, reason) for client, reason in lost.items()]
+            for client in clients:
+                del reasons[client]
+            while order and order[0] not in reasons:
+                if (ready := found.pop(order.popleft(), None)) is not None:
+                    yield ready[0]
+            phase.held = int(sum(size for _, size in found.values()))
+        gone = {drop.client for drop in phase.dropped}
+        phase.dropped += [Dropped(client, reason) for client, reason in reasons.items() if client not in gone]
+        yield from (found[client][0] for client in order if client in found)
+
+    def _parts(self, phase: Phase, reply: Message, asked: Mapping[int, Mapping[str, Spec]]) -> dict[int, Answer]:
+        """Return a reply's parts by client; :class:`BadReply`: there are none that count."""
+        if reply.has_error():
+            raise BadReply(f"node failed: {_brief(reply.error.reason)}")
+        phase.bytes_up += wire_bytes(reply.content)
+        header, parts = unpack_reply(reply.content, asked)
+        stamp = (self.header.get("run"), phase.round, phase.kind, phase.nonce)
+        if (theirs := tuple(header.get(key) for key in STAMP)) != stamp:
+            replayed = ", of another message" if theirs[:-1] == stamp[:-1] else ""
+            raise BadReply(f"stale reply: {', '.join(STAMP[:-1])} = {theirs[:-1]}{replayed}")
+        if header.get("error"):
+            raise BadReply(f"node failed: {_brief(str(header['error']))}")
+        found: dict[int, Answer] = {}
+        for part in parts:
+            client = part.config.get("client")
+            if type(client) is int and client in asked and client not in found:
+                found[client] = (client, part, asked[client])
+        if len(found) < len(parts):
+            said = "ignored %d parts of a reply of node %s: of clients that were not asked of it, or twice"
+            log.warning(said, len(parts) - len(found), reply.metadata.src_node_id)
+        return found
 
 
 def wake(grid: Grid) -> None:
     """Send a roll call and do not wait for answers: simulated nodes import the app while the server loads its data."""
-    grid.push_messages(_roll_call(grid.get_node_ids()))
+    grid.push_messages(_roll_call(grid.get_node_ids(), {}))
 
 
-def _roll_call(node_ids: Iterable[int]) -> list[Message]:
-    content = pack({"code": code_digest(), "phase": MessageType.QUERY}, [])
+def _roll_call(node_ids: Iterable[int], header: Json) -> list[Message]:
+    content = pack(header | {"code": code_digest(), "phase": MessageType.QUERY}, [])
     return [Message(content, node_id, MessageType.QUERY, group_id="roll call") for node_id in node_ids]
 
 
 def _read_roll_call(node_id: int, reply: Message) -> Node:
     if reply.has_error():
         raise BadReply(f"did not answer the roll call: {_brief(reply.error.reason)}")
-    answer, _ = unpack(reply.content)
+    answer, _ = unpack_reply(reply.content, {})
     if "error" in answer:
         raise BadReply(str(answer["error"]))
     number, count = answer.get("partition-id"), answer.get("num-partitions")
-    if type(number) is not int or type(count) is not int or not 0 <= number < count:
-        raise BadReply(f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num")
+    if type(number) is not int or type(count) is not int or not 0 <= number < count <= MOST_NODES:
+        raise BadReply(
+            f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MOST_NODES}"
+        )
     return Node(node_id, number, count, answer.get("simulated") is True)
 
 
 def _brief(reason: str | None) -> str:
     """Return the last line of a traceback, which names the exception."""
-    lines = [line.strip() for line in (reason or "").strip().splitlines() if line.strip()] or ["no reason given"]
-    return lines[-1][:300]
+    lines = [line.strip() for line in (reason or "")[-10_000:].splitlines() if line.strip()] or ["no reason given"]
+    return lines[-1]
 
 
 def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
-    """Send messages and collect their replies until all are there or ``timeout`` seconds are over.
-
-    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this one starts at 5 ms
-    and backs off to 0.5 s, so short rounds are not dominated by the wait.
-    """
-    waiting = [message_id for message_id in grid.push_messages(messages) if message_id]
+    """Send messages and collect their replies until all are there or ``timeout`` seconds are over."""
+    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
     replies: list[Message] = []
     start = time.monotonic()
-    wait = getattr(grid, "wait", time.sleep)  # a grid that knows when an answer comes
     while waiting:
-        found = list(grid.pull_messages(waiting))
+        found = list(grid.pull_messages(list(waiting)))
         replies += found
-        answered = {reply.metadata.reply_to_message_id for reply in found}
-        waiting = [message_id for message_id in waiting if message_id not in answered]
+        waiting -= {reply.metadata.reply_to_message_id for reply in found}
         elapsed = time.monotonic() - start
         if not waiting or elapsed > timeout:
             break
-        wait(min(0.5, max(0.005, elapsed / 50)))
+        if not found:
+            _wait(grid, elapsed)
     return replies
+
+
+def _push(grid: Grid, message: Message, flying: dict[str, Message]) -> None:
+    flying |= {message_id: message for message_id in grid.push_messages([message]) if message_id}
+
+
+def _wait(grid: Grid, elapsed: float) -> None:
+    """Wait before the next look for answers; a grid that knows when one comes has a ``wait`` of its own.
+
+    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this starts at 5 ms and
+    backs off to 0.5 s, so short rounds are not dominated by the wait.
+    """
+    getattr(grid, "wait", time.sleep)(min(0.5, max(0.005, elapsed / 50)))
+
+
+def _lost_settings(reply: Message) -> bool:
+    return not reply.has_error() and asks_for_settings(reply.content)

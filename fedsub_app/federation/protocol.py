@@ -5,6 +5,9 @@ Equal-named tensors of one dtype and shape travel stacked in one array; a tensor
 global model) travels once; bool tensors travel as bits. So any method's tensors fit without a special case here: whole
 models, some layers and their optimizer moments, slices, smaller networks, gathered positions with their masks.
 
+A reply is not trusted. Its JSON is bounded by what was asked before it is parsed, and a tensor is built only where it
+was asked for, in the size and dtype that were asked for: memory and time follow from the question, not from the answer.
+
 Received tensors may alias the message's bytes: read-only.
 """
 
@@ -12,18 +15,23 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json, Tensors
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
 STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
+UNKNOWN_SETTINGS = {"unknown": "settings"}  # first in the header of a node's answer that has not got the settings
+STAMP = ("run", "round", "phase", "nonce")  # of a message's header, which the reply's repeats
 MAX_EXAMPLES = 10**9
+# Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.
+MOST_HEADER, MOST_PART, MOST_ENTRY = 1 << 16, 1 << 12, 1 << 8
 GLOBAL = "global/"  # prefix, in an evaluation, of the global model's tensors that a client's own model does not share
 DTYPES = {
     "bool": torch.bool,
@@ -39,7 +47,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class BadReply(Exception):
-    """A client's or node's answer is not what was asked; the message is the reason, one line."""
+    """A client's or node's answer is not what was asked; the message is the reason, one printable line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))
+
+
+class Diverged(BadReply):
+    """A client's numbers are not finite, or its loss is beyond all bounds."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +79,84 @@ class Update:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor of an update must be. ``None`` in the shape: any size; ``optional``: may be left out."""
+    """What a tensor of an update must be.
 
-    shape: tuple[int | None, ...]
+    Attributes
+    ----------
+    shape, dtype : exactly; with ``up_to`` the sizes may be smaller.
+    optional : it may be left out.
+    low, high : range of the values, where they have one.
+    """
+
+    shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     optional: bool = False
+    up_to: bool = False
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the wire at most."""
+        count = math.prod(self.shape)
+        return -(-count // 8) if self.dtype == torch.bool else count * self.dtype.itemsize
+
+    def gathered(self) -> "Spec":
+        """Return the spec of the values at some of the positions, in a row."""
+        return replace(self, shape=(math.prod(self.shape),), up_to=True)
+
+    def of_shape(self, shape: Sequence[int]) -> "Spec":
+        """Return the spec of such a tensor in another shape."""
+        return replace(self, shape=tuple(shape))
+
+    def check(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Raise :class:`BadReply` where an array, of which nothing was built yet, cannot be this tensor."""
+        if dtype != NAMES[self.dtype]:
+            raise BadReply(f"tensor {name!r}: dtype {printable(dtype, 20)}, expected {NAMES[self.dtype]}")
+        if shape != self.shape and not (
+            self.up_to and len(shape) == len(self.shape) and all(map(int.__le__, shape, self.shape))
+        ):
+            raise BadReply(f"tensor {name!r}: shape {shape}, expected {'at most ' * self.up_to}{self.shape}")
+
+    def check_values(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise :class:`BadReply` where values are out of range."""
+        if (self.low, self.high) == (-math.inf, math.inf) or not tensor.numel():
+            return
+        low, high = torch.aminmax(tensor)
+        if low < self.low or high > self.high:
+            raise BadReply(f"tensor {name!r}: values {low:g} to {high:g}, expected {self.low:g} to {self.high:g}")
+
+
+class Range(NamedTuple):
+    """What a metric of an update must be: a number from ``low`` to ``high``.
+
+    ``integer``: a whole one. ``needed``: it may not be left out. ``loss``: out of range means :class:`Diverged`.
+    """
+
+    low: float
+    high: float
+    integer: bool = False
+    needed: bool = False
+    loss: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Raise :class:`BadReply` where ``value`` is not such a number."""
+        number = type(value) in (int, float)
+        if number and self.low <= value <= self.high and not (self.integer and value != int(value)):  # type: ignore
+            return
+        allowed = f"an integer from {self.low} to {self.high}"
+        if not self.integer:
+            allowed = f"a number from {self.low:g} to {self.high:g}"
+        said = f"metric {name!r} = {printable(repr(value), 40)}: must be {allowed}"
+        raise (Diverged if self.loss and number else BadReply)(said)
 
 
 def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
-    """Return the specs that ``tensors`` themselves fulfil."""
-    return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    """Return the specs that ``tensors`` themselves fulfil; BatchNorm's running variance must not be negative."""
+    return {
+        name: Spec(tuple(tensor.shape), tensor.dtype, low=0.0 if name.endswith("running_var") else -math.inf)
+        for name, tensor in tensors.items()
+    }
 
 
 def to_tensors(arrays: ArrayRecord) -> Tensors:
@@ -115,44 +198,149 @@ def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]])
     return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord(arrays)})
 
 
-def _decode(key: str, array: Array) -> list[torch.Tensor]:
-    dtype = DTYPES.get(array.dtype)
-    if dtype is None or array.stype != STYPE or not array.shape:
-        raise BadReply(f"tensor {key!r}: dtype {array.dtype!r}, stype {array.stype!r}: not fedsub's wire format")
-    rows, shape = int(array.shape[0]), tuple(int(size) for size in array.shape[1:])
-    count = math.prod(shape)
-    row_bytes = (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
-    if min((rows, *shape)) < 0 or len(array.data) != rows * row_bytes:
-        raise BadReply(f"tensor {key!r}: {len(array.data)} bytes, expected {rows * row_bytes} for {array.shape}")
-    if dtype == torch.bool:
-        bits = np.frombuffer(array.data, np.uint8).reshape(rows, row_bytes)
-        return list(torch.from_numpy(np.unpackbits(bits, axis=1, count=count).view(bool)).reshape(rows, *shape))
-    if not array.data:
-        return list(torch.empty((rows, *shape), dtype=dtype))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
-        return list(torch.frombuffer(array.data, dtype=dtype).reshape(rows, *shape))
+def with_header(content: RecordDict, more: Json) -> RecordDict:
+    """Return a message's content with more entries in its header."""
+    text = json.dumps(json.loads(str(content.config_records[HEADER]["json"])) | more, separators=(",", ":"))
+    return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: content.array_records[TENSORS]})
+
+
+def asks_for_settings(content: RecordDict) -> bool:
+    """Say whether a node has answered that it has not got the run's settings."""
+    text = content.config_records[HEADER].get("json") if HEADER in content.config_records else None
+    return isinstance(text, str) and text.startswith(json.dumps(UNKNOWN_SETTINGS, separators=(",", ":"))[:-1])
+
+
+class Stack:
+    """One array of a message: tensors of one name, dtype and shape. Nothing is built before one of them is asked for.
+
+    Parameters
+    ----------
+    name : of the tensors.
+    array : as received.
+    uses : how many parts refer to it, which is the most rows that it may have.
+    """
+
+    def __init__(self, name: str, array: Array, uses: int) -> None:
+        self.name, self.array, self.uses = name, array, uses
+        self._spec: Spec | None = None  # that the rows were found to fulfil
+        self._rows: Sequence[torch.Tensor] | None = None
+        self._finite: bool | None = None
+
+    def row(self, number: int, spec: Spec | None = None) -> torch.Tensor:
+        """Return one tensor; :class:`BadReply` where it is not as ``spec`` says, or not of this format."""
+        if self._rows is None or spec is not self._spec:
+            self._look(spec)
+        if not 0 <= number < len(self._rows):  # type: ignore[arg-type]
+            raise BadReply(f"tensor {self.name!r}: no row {number} of {len(self._rows)}")  # type: ignore[arg-type]
+        return self._rows[number]  # type: ignore[index]
+
+    def finite(self, number: int) -> bool:
+        """Say whether a row is finite, in one pass over all: 20 calls for 1,000 clients, not 10,000."""
+        rows = self._rows
+        if isinstance(rows, _Bits):
+            return True
+        assert rows is not None, "a row is asked for before it is checked"
+        if self._finite is None:
+            self._finite = finite(rows[number]._base)  # type: ignore[arg-type]
+        return self._finite or finite(rows[number])
+
+    def _look(self, spec: Spec | None) -> None:
+        array, name = self.array, printable(self.name, 80)
+        dtype = DTYPES.get(array.dtype)
+        shape = tuple(array.shape)
+        if dtype is None or array.stype != STYPE or not shape or min(shape) < 0:
+            said = printable(f"dtype {array.dtype!r}, stype {array.stype!r}, shape {shape}", 80)
+            raise BadReply(f"tensor {name!r}: {said}: not fedsub's wire format")
+        rows, sizes = shape[0], shape[1:]
+        if spec:
+            spec.check(name, array.dtype, sizes)
+        if rows > self.uses:
+            raise BadReply(f"tensor {name!r}: {rows} rows, of which at most {self.uses} are used")
+        count = math.prod(sizes)
+        row_bytes = (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
+        if len(array.data) != rows * row_bytes:
+            raise BadReply(f"tensor {name!r}: {len(array.data)} bytes, expected {rows * row_bytes} for {shape}")
+        if dtype == torch.bool:
+            self._rows = _Bits(array.data, rows, sizes)
+        elif not array.data:
+            self._rows = list(torch.empty(shape, dtype=dtype))
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
+                self._rows = list(torch.frombuffer(array.data, dtype=dtype).reshape(shape))
+        self._spec = spec
+
+
+class _Bits(Sequence[torch.Tensor]):
+    """Rows of bool tensors, which take eight times the bytes that were received: unpacked one at a time."""
+
+    def __init__(self, data: bytes, rows: int, sizes: tuple[int, ...]) -> None:
+        self.bits, self.sizes = np.frombuffer(data, np.uint8).reshape(rows, -1 if data else 0), sizes
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def __getitem__(self, number: Any) -> Any:
+        unpacked = np.unpackbits(self.bits[number], count=math.prod(self.sizes))
+        return torch.from_numpy(unpacked.view(bool)).reshape(self.sizes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A client's part of a message: its JSON object and, not decoded yet, its tensors: name -> array and row in it."""
+
+    config: Json
+    rows: dict[str, tuple[Stack, int]] = field(default_factory=dict)
+
+
+def _open(content: RecordDict, most: float) -> tuple[Json, list[Part]]:
+    """Return header and parts; ``most``: characters that the header may have."""
+    try:
+        text = content.config_records[HEADER]["json"]
+        if not isinstance(text, str) or len(text) > most:
+            raise BadReply(f"a header of {len(text)} characters: expected at most {most:g}")  # type: ignore[arg-type]
+        header = json.loads(text)
+        arrays = content.array_records[TENSORS]
+        parts = [Part(config) for config in header.pop("parts")]
+        if not all(isinstance(part.config, dict) for part in parts):
+            raise TypeError("a part is not an object")
+        for key, numbers, rows in header.pop("index"):
+            stack = Stack(key.partition(":")[2], arrays[key], len(numbers))
+            for number, row in zip(numbers, rows, strict=True):
+                if type(number) is not int or type(row) is not int or min(number, row) < 0:
+                    raise TypeError("a part or row is not a number")
+                if parts[number].rows.setdefault(stack.name, (stack, row)) != (stack, row):
+                    raise ValueError("a part has two tensors of one name")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BadReply(f"not fedsub's wire format ({type(error).__name__}: {error})") from None
+    return header, parts
 
 
 def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
-    """Inverse of :func:`pack`.
+    """Inverse of :func:`pack`, for a sender who is trusted with the sizes: a node opens the server's messages so.
 
     Raises
     ------
     BadReply
         The records are not of this format (missing, truncated, of the wrong type).
     """
-    try:
-        header = json.loads(content.config_records[HEADER]["json"])  # type: ignore[arg-type]
-        arrays = content.array_records[TENSORS]
-        parts: list[tuple[Json, Tensors]] = [(dict(config), {}) for config in header.pop("parts")]
-        for key, numbers, rows in header.pop("index"):
-            stack, name = _decode(key, arrays[key]), key.partition(":")[2]
-            for number, row in zip(numbers, rows, strict=True):
-                parts[number][1][name] = stack[row]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, json.JSONDecodeError) as error:
-        raise BadReply(f"not fedsub's wire format ({type(error).__name__}: {error})") from None
-    return header, parts
+    header, parts = _open(content, math.inf)
+    return header, [(part.config, {name: stack.row(row) for name, (stack, row) in part.rows.items()}) for part in parts]
+
+
+def unpack_reply(content: RecordDict, asked: Mapping[int, Mapping[str, Spec]]) -> tuple[Json, list[Part]]:
+    """Return a reply's header and its parts, whose tensors :func:`read_update` decodes.
+
+    Parameters
+    ----------
+    asked : client -> tensors that it was asked for; they bound what is read.
+
+    Raises
+    ------
+    BadReply
+        The records are not of this format, or larger than any answer to this.
+    """
+    return _open(content, MOST_HEADER + sum(MOST_PART + MOST_ENTRY * len(expected) for expected in asked.values()))
 
 
 def wire_bytes(content: RecordDict) -> int:
@@ -160,7 +348,8 @@ def wire_bytes(content: RecordDict) -> int:
     if HEADER not in content.config_records or TENSORS not in content.array_records:
         return 0
     text = content.config_records[HEADER].get("json", "")
-    return len(str(text)) + sum(len(array.data) for array in content.array_records[TENSORS].values())
+    arrays = content.array_records[TENSORS].values()
+    return (len(text) if isinstance(text, str) else 0) + sum(len(array.data) for array in arrays)
 
 
 def update_part(update: Update) -> tuple[Json, Tensors]:
@@ -174,60 +363,60 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
     return config, update.tensors
 
 
-def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec], stacks: dict[int, bool]) -> Update:
+def read_update(
+    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], most_examples: int = MAX_EXAMPLES
+) -> Update:
     """Return the update in a part, checked against what was asked.
 
-    ``stacks`` holds which arrays are known to be finite; give all parts of one round the same dict.
+    Parameters
+    ----------
+    expected, metrics : the tensors and metrics that the client may answer with; others are refused.
+    most_examples : that the client can have.
 
     Raises
     ------
     BadReply
-        Names, shapes, dtypes, finiteness, metrics or ``num-examples`` are not as expected, or the client failed.
+        Names, shapes, dtypes, values, metrics or ``num-examples`` are not as expected, or the client failed;
+        :class:`Diverged` where they are not finite.
     """
+    config, tensors = part.config, {}
     if config.get("error"):
         raise BadReply(f"client failed: {config['error']}")
-    missing = [name for name, spec in expected.items() if name not in tensors and not spec.optional]
+    missing = [name for name, spec in expected.items() if name not in part.rows and not spec.optional]
     if missing:
         raise BadReply(f"tensor {missing[0]!r} is missing" + (f" (and {len(missing) - 1} more)" * (len(missing) > 1)))
-    for name, tensor in tensors.items():
+    for name, (stack, number) in part.rows.items():
         spec = expected.get(name)
         if spec is None:
-            raise BadReply(f"tensor {name!r} was not asked for")
-        if tensor.dtype != spec.dtype:
-            raise BadReply(f"tensor {name!r}: dtype {NAMES[tensor.dtype]}, expected {NAMES[spec.dtype]}")
-        if tensor.shape != spec.shape and not _fits(tensor.shape, spec.shape):
-            raise BadReply(f"tensor {name!r}: shape {tuple(tensor.shape)}, expected {spec.shape}")
-        if not _finite_in_stack(tensor, stacks):
-            raise BadReply(f"tensor {name!r}: NaN or infinite values")
+            raise BadReply(f"tensor {printable(name, 80)!r} was not asked for")
+        tensors[name] = tensor = stack.row(number, spec)
+        if not stack.finite(number):
+            raise Diverged(f"tensor {name!r}: NaN or infinite values")
+        spec.check_values(name, tensor)
     count = config.get("num-examples")
-    if type(count) is not int or not 1 <= count <= MAX_EXAMPLES:
-        raise BadReply(f"num-examples = {count!r}: must be an integer from 1 to {MAX_EXAMPLES}")
-    metrics = config.get("metrics")
-    if not isinstance(metrics, dict):
-        raise BadReply(f"metrics = {metrics!r}: must be an object of numbers")
-    for key, value in metrics.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise BadReply(f"metric {key!r} = {value!r}: must be a finite number")
-    return Update(int(config["client"]), tensors, metrics, count)
+    if type(count) is not int or not 1 <= count <= most_examples:
+        raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be an integer from 1 to {most_examples}")
+    return Update(int(config["client"]), tensors, _read_metrics(config.get("metrics"), metrics), count)
 
 
-def _fits(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    return len(sizes) == len(wanted) and all(want in (None, have) for have, want in zip(sizes, wanted, strict=True))
-
-
-def _finite_in_stack(tensor: torch.Tensor, stacks: dict[int, bool]) -> bool:
-    """:func:`finite` in one pass over the array that the tensor is a row of: 20 calls for 1,000 clients, not 10,000."""
-    stack = tensor._base
-    if stack is None:
-        return finite(tensor)
-    if id(stack) not in stacks:
-        stacks[id(stack)] = finite(stack)
-    return stacks[id(stack)] or finite(tensor)
+def _read_metrics(said: object, allowed: Mapping[str, Range]) -> dict[str, float]:
+    if not isinstance(said, dict):
+        raise BadReply(f"metrics = {said!r}: must be an object of numbers")
+    for name, value in said.items():
+        if name not in allowed:
+            raise BadReply(f"metric {printable(name, 80)!r} was not asked for")
+        allowed[name].check(name, value)
+    missing = [name for name, range_ in allowed.items() if range_.needed and name not in said]
+    if missing:
+        raise BadReply(f"metric {missing[0]!r} is missing")
+    return said
 
 
 def finite(tensor: torch.Tensor) -> bool:
     """Say whether a tensor holds neither NaN nor infinities."""
     if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if math.isfinite(torch.linalg.vector_norm(tensor).item()):  # half the time of aminmax; large squares overflow
         return True
     low, high = torch.aminmax(tensor)  # one pass; NaN propagates
     return math.isfinite(low.item()) and math.isfinite(high.item())  # a fifth of the time of torch.isfinite

@@ -20,6 +20,12 @@ class FederationSettings(SeedSettings, ClientsSettings):
     """So many abandoned rounds in a row stop the run."""
     server_lr: Positive = 1.0
     """Step from the global model towards the mean of the answers; 1: the mean."""
+    max_update_norm: Positive = 100.0
+    """An update that changes the model by more than so many times the median of its round is refused.
+
+    Euclidean norms, of the round's updates that change anything; with fewer than three of them so many times the norm
+    of the model itself. Also of what else a method sends, such as moments and variates.
+    """
     weighting: Literal["uniform", "examples"] = "uniform"
     """What a client counts in a mean: all alike, or by its training samples."""
     placement: Literal["auto", "balanced", "pinned"] = "auto"
@@ -27,6 +33,10 @@ class FederationSettings(SeedSettings, ClientsSettings):
 
     ``auto``: balanced in a simulation, pinned on real nodes.
     """
+    message_clients: Count = 128
+    """A message to a node holds the tasks of at most so many clients."""
+    message_mb: Positive = 256.0
+    """And so many MiB, what is sent and what is answered together, but at least one client."""
     min_nodes: CountOrNone = None
     """Nodes to wait for at the start; 0: as many as the first node says there are."""
     node_timeout: Positive = 120.0

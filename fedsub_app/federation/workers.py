@@ -38,7 +38,7 @@ def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork:
 
     Parameters
     ----------
-    app : module of the ClientApp ``app`` and of ``prepare(message)``, which loads what the clients need.
+    app : module of the ClientApp ``app`` and of ``prepare(message, context)``, which loads what the clients need.
     overrides : the run config as single keys.
     workers : at least 1.
     fork : whether processes may be forked where the system can (not with CUDA): data and model are there once then.
@@ -68,7 +68,7 @@ class WorkerGrid(LocalGrid):
             if not self._workers:
                 if self._start == "fork":
                     with suppress(Exception):  # each node will say what is wrong
-                        resolve_name(f"{self._module}:prepare")(message)
+                        resolve_name(f"{self._module}:prepare")(message, self.contexts[message.metadata.dst_node_id])
                 for node in self.contexts:
                     self._begin(node)
             self._workers[message.metadata.dst_node_id].send(message)

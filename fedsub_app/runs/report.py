@@ -54,7 +54,7 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     words.append(f"{line['seconds']:.2f} s")
     words.append(f"left {human_seconds(seconds_left)}")
     if line["status"] == "abandoned":
-        words.append(f"ABANDONED: fewer than min-replies = {settings.min_replies} valid replies, the model stays")
+        words.append(f"ABANDONED: {line['abandoned']}, the model stays")
     words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]
     if len(dropped) > 3:
         words.append(f"and {len(dropped) - 3} more dropped")

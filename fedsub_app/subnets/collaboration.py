@@ -43,7 +43,7 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
     ----------
     h : float [clients, classes, d]; variances : float [clients], >= 0.
     """
-    away = (h[client] - h).flatten(1).double()
+    away = (h[client].double() - h.double()).flatten(1)
     matrix = (torch.diag(variances.double()) + away @ away.T).numpy()
     values, vectors = np.linalg.eigh(matrix)
     if values.min() < 0:  # rounding only: the sum of two such matrices has none
