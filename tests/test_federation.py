@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 from helpers import METHOD_KEYS, rounds
 from safetensors.torch import load_file
 
@@ -19,8 +20,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
-from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.federation.nodes import Dropped, Federation, Node, exchange
+from fedsub_app.federation.local_grid import LocalGrid, named
+from fedsub_app.federation.nodes import Dropped, Federation, Node, Phase
 from fedsub_app.federation.protocol import STAMP, Spec, Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
@@ -47,7 +48,8 @@ class Comings(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         sent = list(messages)
-        self.round += any(message.metadata.message_type == MessageType.TRAIN for message in sent)
+        training = [m.metadata.group_id for m in sent if m.metadata.message_type == MessageType.TRAIN]
+        self.round = max([self.round, *map(int, training)])
         return super().push_messages(sent)
 
     def get_node_ids(self) -> Iterable[int]:
@@ -109,35 +111,38 @@ def test_pinned_and_balanced() -> None:
     clients = [0, 3, 4, 6, 9]
     pinned = federation(num_clients=10, placement="pinned")
     pinned.nodes = nodes(3)
-    assert pinned.hosts(clients) == ({2: [0, 3, 6, 9], 3: [4]}, [])
+    assert pinned.hosts(clients) == ({2: deque([0, 3, 6, 9]), 3: deque([4])}, [])
     balanced = federation(num_clients=10, placement="balanced")
     balanced.nodes = nodes(3)
-    assert balanced.hosts(clients) == ({2: [0, 3], 3: [4, 6], 4: [9]}, [])
+    queues, dropped = balanced.hosts(clients)
+    assert (set(queues), dropped) == ({2, 3, 4}, [])
+    assert queues[2] is queues[3] is queues[4]
+    assert list(queues[2]) == clients
 
 
 def test_auto_is_balanced_only_where_all_nodes_share_a_disk() -> None:
     fed = federation(num_clients=4)
     fed.nodes = nodes(2)
-    assert fed.hosts([0, 2]) == ({2: [0], 3: [2]}, [])
+    assert set(fed.hosts([0, 2])[0]) == {2, 3}
     fed.nodes = nodes(2, simulated=False)
-    assert fed.hosts([0, 2]) == ({2: [0, 2]}, [])
+    assert fed.hosts([0, 2]) == ({2: deque([0, 2])}, [])
 
 
-def test_more_nodes_than_clients() -> None:
-    for placement in ("pinned", "balanced"):
-        fed = federation(num_clients=2, placement=placement)
-        fed.nodes = nodes(5)
-        assigned, dropped = fed.hosts([0, 1])
-        assert sorted(client for clients in assigned.values() for client in clients) == [0, 1]
-        assert len(assigned) == 2
-        assert dropped == []
+@pytest.mark.parametrize("placement", ["pinned", "balanced"])
+def test_more_nodes_than_clients(placement: str) -> None:
+    fed = federation(num_clients=2, placement=placement)
+    fed.nodes = nodes(5)
+    phase = ask(fed, [0, 1])
+    assert len(list(phase)) == 2
+    assert sorted(phase.asked) == [0, 1]
+    assert phase.dropped == []
 
 
 def test_clients_of_an_absent_node_are_dropped() -> None:
     fed = federation(num_clients=6, placement="pinned")
     fed.nodes = {node_id: node for node_id, node in nodes(3).items() if node.partition_id != 1}
     assert fed.hosts([0, 1, 4, 5]) == (
-        {2: [0], 4: [5]},
+        {2: deque([0]), 4: deque([5])},
         [Dropped(1, "its node is away"), Dropped(4, "its node is away")],
     )
     for placement in ("pinned", "balanced"):
@@ -145,13 +150,109 @@ def test_clients_of_an_absent_node_are_dropped() -> None:
         assert alone.hosts([2]) == ({}, [Dropped(2, "its node is away")])
 
 
-def test_one_message_a_node() -> None:
-    fed = federation(num_clients=1000)
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def ask(fed: Federation, clients: Iterable[int], server_round: int = 1, **how: Any) -> Phase:
+    """Ask clients for a task without tensors."""
+    return fed.ask("train", server_round, clients, how.pop("task", Task), {}, **how)
+
+
+def sizes(phase: Phase) -> list[int]:
+    """How many clients each message holds."""
+    found = [len(unpack(message.content)[1]) for message in phase]
+    assert sorted(phase.asked) == phase.clients
+    return found
+
+
+def test_messages_hold_no_more_clients_and_bytes_than_the_settings_say() -> None:
+    pinned = federation(num_clients=1000, placement="pinned", message_clients=128)
+    pinned.nodes = nodes(1)
+    weights = torch.zeros(1 << 18)  # 1 MiB
+    phase = ask(pinned, range(1000))
+    assert [len((phase.next_message(2, 128) and phase.sent[-1][1]) or []) for _ in range(9)] == [128] * 7 + [104, 0]
+    pinned = federation(num_clients=8, placement="pinned", message_mb=4.5)
+    pinned.nodes = nodes(1)
+    assert sizes(ask(pinned, range(8))) == [8]
+    assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights}))) == [8], "shared: it travels once"
+    assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights + c}))) == [4, 4]
+    answers = {"w": Spec((1 << 18,))}
+    assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights}), expected=lambda _: answers)) == [3, 3, 2]
+    pinned.settings = pinned.settings.model_copy(update={"message_mb": 0.5})
+    assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights + c}))) == [1] * 8
+
+
+def test_nodes_that_share_a_queue_get_smaller_messages_towards_its_end() -> None:
+    fed = federation(num_clients=16)
     fed.nodes = nodes(2)
-    shared = torch.zeros(100)
-    messages = fed.ask("train", 1, {client: Task(client, {"w": shared}) for client in range(1000)}, {}).messages
-    assert len(messages) == 2
-    assert [len(unpack(message.content)[1]) for message in messages] == [500, 500]
+    assert sizes(ask(fed, range(16))) == [4, 3, 3, 2, 1, 1, 1, 1]
+
+
+def answering(message: Message, context: Context) -> Message:
+    """A ClientApp whose clients answer without tensors."""
+    header, parts = unpack(message.content)
+    stamp = {key: header[key] for key in STAMP}
+    return Message(pack(stamp, [({"client": config["client"]}, {}) for config, _ in parts]), reply_to=message)
+
+
+def test_a_node_has_two_messages_at_a_time() -> None:
+    """And the one that is faster takes more of them."""
+    waiting: dict[int, list[Message]] = {2: [], 3: []}
+    most = {2: 0, 3: 0}
+    answered = {2: 0, 3: 0}
+
+    class Slow(LocalGrid):
+        """Node 2 answers one message a look, node 3 one in three looks."""
+
+        looks = 0
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            ids = list(super().push_messages(messages))
+            for message in messages:
+                node = message.metadata.dst_node_id
+                waiting[node].append(message)
+                most[node] = max(most[node], len(waiting[node]))
+            return ids
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            self.looks += 1
+            ready = [node for node in (2, 3) if waiting[node] and (node == 2 or self.looks % 3 == 0)]
+            for node in ready:
+                answered[node] += 1
+            return list(super().pull_messages([waiting[node].pop(0).metadata.message_id for node in ready]))
+
+    fed = federation(num_clients=40, message_clients=1)
+    fed.nodes = nodes(2)
+    phase = ask(fed, range(40))
+    found = [client for client, _, _ in fed.answers(phase, fed.exchange(Slow(answering, {}, 2), phase), nothing)]  # type: ignore[arg-type]
+    assert found == list(range(40)), "in the order of the clients, whoever was first"
+    assert most == {2: 2, 3: 2}
+    assert sum(answered.values()) == 40
+    assert answered[2] >= 2 * answered[3]
+
+
+def test_a_node_that_leaves_is_asked_no_more() -> None:
+    class Dying(LocalGrid):
+        """Node 3 fails its first message and is gone."""
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            if all(message.metadata.dst_node_id == 3 for message in messages):
+                self.contexts.pop(3, None)
+                failed = [Message(Error(1, "no answer"), reply_to=message) for message in messages]
+                ids = [named(message) for message in messages]
+                for reply, message_id in zip(failed, ids, strict=True):
+                    reply.metadata.__dict__["_reply_to_message_id"] = message_id
+                    self._replies[message_id] = reply
+                return ids
+            return super().push_messages(messages)
+
+    for placement, lost in (("pinned", [1, 3, 5, 7, 9]), ("balanced", [1, 3])):
+        fed = federation(num_clients=10, message_clients=1, placement=placement)
+        fed.nodes = nodes(2)
+        phase = ask(fed, range(10))
+        found = [client for client, _, _ in fed.answers(phase, fed.exchange(Dying(answering, {}, 2), phase), nothing)]  # type: ignore[arg-type]
+        assert sorted(drop.client for drop in phase.dropped) == lost
+        assert found == [client for client in range(10) if client not in lost]
 
 
 # --- the roll call --------------------------------------------------------------------------------------------------
@@ -233,9 +334,9 @@ def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytes
     fed = federation()
     grid = LocalGrid(app, {}, 2)
     fed.meet(grid)
-    phase = fed.ask("train", 1, {0: Task(0)}, {})
+    phase = ask(fed, [0])
     monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
-    fed.answers(phase, grid.send_and_receive(phase.messages), nothing)
+    assert list(fed.answers(phase, fed.exchange(grid, phase), nothing)) == []
     assert phase.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
 
 
@@ -282,10 +383,10 @@ def exchanged(
 
     fed = federation(num_clients=3, placement="pinned")
     fed.nodes = nodes(2)
-    phase = fed.ask("train", 5, {client: Task(client) for client in range(3)}, {})
+    phase = ask(fed, range(3), 5)
     assert not phase.dropped
-    replies = exchange(LocalGrid(run, {}, 2), phase.messages, 10)  # type: ignore[arg-type]
-    answers, _ = fed.answers(phase, replies * 2 if again else replies, nothing)
+    replies = list(fed.exchange(LocalGrid(run, {}, 2), phase))  # type: ignore[arg-type]
+    answers = fed.answers(phase, replies * 2 if again else replies, nothing)
     parts = [
         (client, part.config, {name: stack.row(row).item() for name, (stack, row) in part.rows.items()})
         for client, part, _ in answers
@@ -364,9 +465,9 @@ def test_replies_to_an_earlier_round_are_ignored() -> None:
     grid = LocalGrid(lambda message, context: Message(both({"run": "this", "round": 1}, 0), reply_to=message), {})  # type: ignore[arg-type]
     fed = federation(num_clients=1)
     fed.nodes = nodes(1)
-    late = exchange(grid, fed.ask("train", 1, {0: Task(0)}, {}).messages, 10)
-    phase = fed.ask("train", 2, {0: Task(0)}, {})
-    assert fed.answers(phase, late, nothing)[0] == []
+    late = list(fed.exchange(grid, ask(fed, [0], 1)))
+    phase = ask(fed, [0], 2)
+    assert list(fed.answers(phase, late, nothing)) == []
     assert phase.dropped == [Dropped(0, "no reply within round-timeout")]
 
 
@@ -443,9 +544,9 @@ def test_flowers_own_loop_gives_our_model(method: str, run_local: RunLocal, tmp_
     settings = resolve(json.loads((folder / "settings.json").read_text())["settings"])
     dataset = load_dataset(settings.data)
     model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
-    header = {"run": "flowers", "settings": settings.flat(), "state-dir": str(tmp_path / "state")}
+    header = {"run": "flowers", "state-dir": str(tmp_path / "state")}
     strategy = METHODS[method].strategy(settings, model)
-    strategy.connect(Federation(settings, header))
+    strategy.connect(Federation(settings, header, settings.flat()))
     grid = LocalGrid(app, settings.flat(), 2)
     result = strategy.start(grid, initial_arrays=to_arrays(strategy.current), num_rounds=settings.num_rounds)
     theirs, ours = to_tensors(result.arrays), load_file(folder / "model.safetensors")

@@ -110,12 +110,17 @@ class Phase:
         self._make = make
         distinct = {id(queue): queue for queue in self._queues.values()}
         self.clients = sorted(client for queue in distinct.values() for client in queue)
-        self.shared = len(distinct) < len(self._queues) or len(self._queues) == 1
+        self.shared = len(distinct) < len(self._queues)
 
     @property
     def asked(self) -> list[int]:
         """The clients that a message was made for."""
         return [client for _, clients in self.sent for client in clients]
+
+    def clients_of(self, reply: Message) -> list[int]:
+        """Return the clients whose tasks were in the message that a reply answers."""
+        number = reply.metadata.reply_to_message_id
+        return next((clients for metadata, clients in self.sent if metadata.message_id == number), [])
 
     @property
     def nodes(self) -> list[int]:
@@ -401,8 +406,7 @@ class Federation:
         reasons = dict.fromkeys(phase.clients, "no reply within round-timeout")
         order = deque(phase.clients)
         for reply in replies:
-            answered = {metadata.message_id: clients for metadata, clients in phase.sent}
-            clients = answered.get(reply.metadata.reply_to_message_id, [])
+            clients = phase.clients_of(reply)
             if not clients or clients[0] not in reasons or clients[0] in found:
                 log.warning("ignored a reply of node %s: not asked for, or a second one", reply.metadata.src_node_id)
                 continue
@@ -480,13 +484,14 @@ def _brief(reason: str | None) -> str:
 
 def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
     """Send messages and collect their replies until all are there or ``timeout`` seconds are over."""
-    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
+    waiting = [message_id for message_id in grid.push_messages(messages) if message_id]
     replies: list[Message] = []
     start = time.monotonic()
     while waiting:
-        found = list(grid.pull_messages(list(waiting)))
+        found = list(grid.pull_messages(waiting))
         replies += found
-        waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        answered = {reply.metadata.reply_to_message_id for reply in found}
+        waiting = [message_id for message_id in waiting if message_id not in answered]
         elapsed = time.monotonic() - start
         if not waiting or elapsed > timeout:
             break
