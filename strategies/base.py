@@ -7,6 +7,7 @@ overridden is FedAvg.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from fedsub_app.models import tensors_of, unit_groups
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
-from fedsub_app.subnets.norms import Distances, NormGuard, norm
+from fedsub_app.subnets.norms import NormGuard, norm, square
 from fedsub_app.training.costs import formula_bytes
 
 log = logging.getLogger("fedsub")
@@ -91,6 +92,7 @@ class SubnetStrategy(Strategy):
         self.round = 0
         self.phase = Phase("", 0)
         self.facts: Facts | None = None
+        self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
 
     def connect(self, federation: Federation, facts: Facts | None = None) -> None:
         """Take the nodes that the verbs talk to, and what the server knows; without that, less can be checked."""
@@ -135,7 +137,11 @@ class SubnetStrategy(Strategy):
         ``update``: how far it moves the model, at the positions that it contributes. A method whose server remembers
         other tensors of an update adds their norms.
         """
-        return {"update": self.distances(contribution.tensors, contribution.masks)}
+        masks, total = contribution.masks or {}, 0.0
+        for name, x in contribution.tensors.items():
+            known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
+            total += square(x, self.current[name], masks.get(name)) if known is None else known
+        return {"update": math.sqrt(total)}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Return which tensors :meth:`merge` and :meth:`accepted` need of an update whose contribution is in the mean.
@@ -199,21 +205,12 @@ class SubnetStrategy(Strategy):
         """The network's hidden units."""
         return unit_groups(self.model)
 
-    @cached_property
-    def specs(self) -> dict[str, Spec]:
-        """What a whole model must be."""
-        return specs(self.current)
-
-    @cached_property
-    def _distances(self) -> Distances:
-        return Distances(self.current)
-
     @property
-    def distances(self) -> Distances:
-        """How far tensors are from the running round's model."""
-        if self._distances.old is not self.current:
-            del self._distances
-        return self._distances
+    def specs(self) -> dict[str, Spec]:
+        """What a whole model must be that was trained from the global one."""
+        if self._specs[0] is not self.current:
+            self._specs = (self.current, specs(self.current))
+        return self._specs[1]
 
     def most_examples(self, client: int) -> int:
         """Return how many training samples a client can have."""
@@ -222,9 +219,13 @@ class SubnetStrategy(Strategy):
     def most_samples(self, client: int) -> int:
         """Return how many samples a client computes on in a round at most, one after the other."""
         settings, count = self.settings, self.most_examples(client)
-        epochs = sum(int(value) for key, value in self.options if key.endswith("_epochs"))
         steps = settings.local_steps
-        return count * (1 + epochs) + (steps * settings.batch_size if steps else count * settings.local_epochs)
+        return count * self._other_epochs + (steps * settings.batch_size if steps else count * settings.local_epochs)
+
+    @cached_property
+    def _other_epochs(self) -> int:
+        """Epochs by the method's own keys, and one for passes that none of them counts."""
+        return 1 + sum(int(value) for key, value in self.options if key.endswith("_epochs"))
 
     def most_flops(self, client: int) -> float:
         """Return the FLOPs that a client can have spent in a round."""

@@ -22,7 +22,6 @@ Where this leaves paper or published code:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -138,8 +137,8 @@ class FedPart(SubnetStrategy):
         specs = {name: self.specs[name] for name in names}
         if self.options.momentum != "none":
             trained = self.trained_parameters()
-            specs |= {f"{FIRST}{name}": specs[name] for name in trained}
-            specs |= {f"{SECOND}{name}": replace(specs[name], low=0.0) for name in trained}
+            specs |= {f"{FIRST}{name}": Spec(specs[name].shape) for name in trained}
+            specs |= {f"{SECOND}{name}": Spec(specs[name].shape, low=0) for name in trained}
             before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
             most = before + (self.settings.local_steps or self.most_samples(client))
             specs[STEPS] = Spec((len(trained),), torch.int64, low=1, high=most)

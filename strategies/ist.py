@@ -45,7 +45,7 @@ from fedsub_app.models import narrow_shapes
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.masks import deal
-from fedsub_app.subnets.norms import Distances
+from fedsub_app.subnets.norms import square
 from fedsub_app.subnets.slices import insert, take
 from strategies.base import SubnetStrategy
 
@@ -123,7 +123,8 @@ class IST(SubnetStrategy):
         """Of the slices as well."""
         slices = chosen(update.tensors, self.dealt - self.kept)
         old = take(chosen(self.current, slices), self.units, self.units_of(update.client))
-        return {"update": math.hypot(super().norms(update, contribution)["update"], Distances(old)(slices))}
+        way = sum(square(slices[name], old[name]) for name in slices)
+        return {"update": math.hypot(super().norms(update, contribution)["update"], math.sqrt(way))}
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Average what all have, and write each client's slices where they were taken.

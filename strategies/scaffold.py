@@ -60,7 +60,7 @@ class Scaffold(SubnetStrategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """y_i and the change of c_i."""
-        return self.specs | {f"{VARIATE}{name}": self.specs[name] for name in self.variate}
+        return self.specs | {f"{VARIATE}{name}": Spec(tuple(c.shape)) for name, c in self.variate.items()}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Also that of the change of c_i."""

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 BLOCK = 1 << 17  # elements that are subtracted at a time, in a buffer that stays in the processor's cache
@@ -21,67 +20,36 @@ def norm(tensors: Iterable[Tensor]) -> float:
     return math.hypot(*(torch.linalg.vector_norm(tensor).item() for tensor in tensors))
 
 
-class Distances:
-    """Euclidean distances of updates to the model that they started from.
+def squares(rows: Tensor, start: Tensor) -> list[float]:
+    """Return ``||row - start||²`` for each of ``rows``; inf where it overflows float32, nan where a row holds NaN.
 
-    A message holds equal-named tensors of its clients stacked; the rows of a stack are measured together when the first
-    of them is asked for. A row's distance does not depend on what it is stacked with.
+    That of a row does not depend on the others. A sixth of the time of one call a row, where rows are small.
 
     Parameters
     ----------
-    old : the model, tensor name -> float tensor on the CPU. Not modified.
+    rows : float32 ``[n, ...]``, contiguous.
+    start : float32 ``[...]``.
     """
-
-    def __init__(self, old: Mapping[str, Tensor]) -> None:
-        self.old = old
-        self._stacks = WeakTensorKeyDictionary()  # a message may be forgotten once its updates are summed
-
-    def __call__(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float:
-        """Return ``sqrt(sum_n ||m_n (x_n - old_n)||²)`` over the names n of ``tensors``; inf where that overflows.
-
-        Parameters
-        ----------
-        tensors : tensor name -> values x_n, of the shape of old_n.
-        masks : tensor name -> bool m_n that broadcasts to its tensor; all positions count where one is lacking.
-        """
-        total = 0.0
-        for name, x in tensors.items():
-            mask = masks.get(name) if masks else None
-            if mask is None:
-                total += self._square(name, x)
-            else:
-                total += torch.linalg.vector_norm((x - self.old[name]).mul_(mask)).item() ** 2
-        return math.sqrt(total)
-
-    def _square(self, name: str, x: Tensor) -> float:
-        """Return ``||x - old||²``, with those of all tensors of its size in the tensor that ``x`` is a view of."""
-        old, base = self.old[name], x._base
-        count = x.numel()
-        if not count:
-            return 0.0
-        if base is None or not x.is_contiguous():
-            return _squares(x.reshape(1, -1), old.flatten())[0]
-        row, rest = divmod(int(x.storage_offset() - base.storage_offset()), count)
-        if rest or base.numel() % count or not base.is_contiguous():
-            return _squares(x.reshape(1, -1), old.flatten())[0]
-        if base not in self._stacks:
-            self._stacks[base] = _squares(base.reshape(-1, count), old.flatten())
-        found: float = self._stacks[base][row]
-        return found
+    flat, at = rows.reshape(len(rows), start.numel()), start.reshape(-1)
+    if not rows.numel():
+        return [0.0] * len(rows)
+    height, width = max(1, BLOCK // len(at)), min(len(at), BLOCK)
+    buffer = torch.empty(min(height, len(flat)), width)
+    found = torch.empty(-(-len(at) // width), len(flat))
+    for k, (columns, begin) in enumerate(zip(flat.split(width, 1), at.split(width), strict=True)):
+        for some, norms in zip(columns.split(height), found[k].split(height), strict=True):
+            away = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
+            torch.linalg.vector_norm(away, dim=1, out=norms)
+    total: list[float] = found.double().square().sum(0).tolist()
+    return total
 
 
-def _squares(rows: Tensor, old: Tensor) -> list[float]:
-    """Return ``||row - old||²`` for each of ``rows``, float [n, d]; ``old``: float [d]."""
-    height, width = max(1, BLOCK // len(old)), min(len(old), BLOCK)
-    buffer = torch.empty(min(height, len(rows)), width)
-    found: list[float] = []
-    for some in rows.split(height):
-        squares = torch.zeros(len(some), dtype=torch.float64)
-        for x, start in zip(some.split(width, 1), old.split(width), strict=True):
-            away = torch.sub(x, start, out=buffer[: len(x), : len(start)])
-            squares += torch.linalg.vector_norm(away, dim=1).double().square()
-        found += squares.tolist()
-    return found
+def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
+    """Return ``||mask (x - start)||²``, as :func:`squares` does; ``mask``: bool that broadcasts, None for all."""
+    if mask is None:
+        return squares(x[None], start)[0]
+    away = (x - start).mul_(mask)
+    return float(torch.linalg.vector_norm(away)) ** 2
 
 
 class NormGuard(Generic[T]):
