@@ -31,6 +31,7 @@ from fedsub_app.federation.protocol import (
     Task,
     Update,
     finite,
+    formula_bytes,
     read_update,
     specs,
     to_arrays,
@@ -41,7 +42,6 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import NormGuard, norm, square
-from fedsub_app.training.costs import formula_bytes
 
 log = logging.getLogger("fedsub")
 WAITING_BYTES = (

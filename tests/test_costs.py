@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, mlp, model_names, tensors_of, unit_groups
-from fedsub_app.training.costs import formula_bytes, forward_flops, subnet_flops, training_flops
+from fedsub_app.training.costs import forward_flops, subnet_flops, training_flops
 
 SHAPES = {"fedpews-mlp": (5,), "feature-mlp": (20,), "mnist-cnn": (1, 28, 28)}
 

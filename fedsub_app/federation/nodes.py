@@ -28,6 +28,7 @@ from fedsub_app.federation.protocol import (
     Spec,
     Task,
     asks_for_settings,
+    formula_bytes,
     pack,
     unpack_reply,
     wire_bytes,
@@ -330,7 +331,7 @@ class Federation:
                 if parts and size + more > budget:
                     break
                 known |= new.keys()
-                size += more
+                size, phase.formula_down = size + more, phase.formula_down + formula_bytes(one.tensors)
                 parts.append(({"client": queue.popleft()} | one.config, one.tensors))
             message = Message(pack(header, parts), node_id, kind, group_id=str(server_round))
             phase.bytes_down += wire_bytes(message.content)

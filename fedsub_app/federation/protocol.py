@@ -375,6 +375,15 @@ def wire_bytes(content: RecordDict) -> int:
     return (len(text) if isinstance(text, str) else 0) + sum(len(array.data) for array in arrays)
 
 
+def formula_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes that the papers would count for these tensors: 32 bit a number, 1 bit a mask entry.
+
+    Numbers of every dtype count 4 bytes; bool tensors are packed, each rounded up to whole bytes. Headers are not
+    counted.
+    """
+    return sum(-(-t.numel() // 8) if t.dtype == torch.bool else 4 * t.numel() for t in tensors.values())
+
+
 def update_part(update: Update) -> tuple[Json, Tensors]:
     """An update as the part of a message."""
     config = {

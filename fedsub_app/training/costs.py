@@ -1,4 +1,4 @@
-"""What a round costs: FLOPs by counting operations, bytes by the papers' formula.
+"""What a round costs in FLOPs, by counting operations.
 
 FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations
 and pooling are free. Papers that count one MAC as one FLOP (IST) state half of these numbers.
@@ -92,12 +92,3 @@ def subnet_flops(
         # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
         total += passes * flops[name] * kept.get(weight, 1) // size.get(weight, 1)
     return total * batch_size // 2
-
-
-def formula_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes that the papers would count for these tensors: 32 bit a number, 1 bit a mask entry.
-
-    Numbers of every dtype count 4 bytes; bool tensors are packed, each rounded up to whole bytes. Headers are not
-    counted.
-    """
-    return sum(-(-t.numel() // 8) if t.dtype == torch.bool else 4 * t.numel() for t in tensors.values())
