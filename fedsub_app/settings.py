@@ -30,6 +30,8 @@ LOCATION_KEYS = (
     "resume",
     "data-dir",
     "placement",
+    "message-clients",
+    "message-mb",
     "min-nodes",
     "node-timeout",
     "round-timeout",
