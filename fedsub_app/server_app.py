@@ -150,7 +150,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         merged, _ = strategy.aggregate_train(number, replies)
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
+        measured = {"round": number, "status": status, "seconds": time.perf_counter() - start}
+        line = measured | strategy.phase.report | measured  # in this order, and the server has the last word
         over = used_up([*run.lines, line], settings)
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
@@ -188,5 +189,5 @@ def _evaluate(
     found: Json = dict(global_test(arrays)) if global_test else {}
     if messages := strategy.configure_evaluate(number, arrays, config, grid):
         strategy.aggregate_evaluate(number, exchange(grid, messages, strategy.settings.round_timeout))
-        found |= strategy.phase.report
+        found = strategy.phase.report | found
     return found | {"evaluate-seconds": time.perf_counter() - start}
