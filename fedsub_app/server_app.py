@@ -150,7 +150,12 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        line = {"round": number, "status": status, "seconds": time.perf_counter() - start, **strategy.phase.report}
+        measured = {"round": number, "status": status, "seconds": time.perf_counter() - start}
+        line: Json = {
+            **measured,
+            **strategy.phase.report,
+            **measured,
+        }  # in this order, and the server has the last word
         over = used_up([*run.lines, line], settings)
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
@@ -186,7 +191,7 @@ def _evaluate(
         return {}
     start = time.perf_counter()
     found: Json = dict(global_test(arrays)) if global_test else {}
-    if phase := strategy.configure_evaluate(number, arrays, config, grid):
+    if (phase := strategy.configure_evaluate(number, arrays, config, grid)).clients:
         strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
-        found |= strategy.phase.report
+        found = phase.report | found
     return found | {"evaluate-seconds": time.perf_counter() - start}

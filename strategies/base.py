@@ -280,7 +280,9 @@ class SubnetStrategy(Strategy):
         updates = merging.updates
         names = {name: None for update in updates for name in update.metrics if name not in COSTS}
         metrics = _means(updates, names) | _sums(updates, COSTS)
-        phase.report |= metrics | _middle(guard.norms("update"))
+        phase.report = {**metrics, **phase.report} | _middle(
+            guard.norms("update")
+        )  # what the server measures comes last
         phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
         phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
         merged, reason = self._merged(merging, diverged)

@@ -3,6 +3,8 @@
 import json
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from fedsub_app.federation.protocol import (
     Update,
     pack,
     read_update,
+    specs,
     unpack,
     unpack_reply,
     update_part,
@@ -193,6 +196,16 @@ def test_a_good_update_passes() -> None:
 def test_a_bad_update_is_refused(broken: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadReply, match=reason):
         reply(**broken)
+
+
+def test_a_variance_is_not_negative() -> None:
+    """Of three clients' variances 1 and one of -9 the mean is negative, and the network answers NaN."""
+    expected = specs({"bn.running_var": torch.ones(2), "bn.running_mean": torch.ones(2)})
+    for name, allowed in (("bn.running_mean", True), ("bn.running_var", False)):
+        update = Update(0, {"bn.running_var": torch.ones(2), "bn.running_mean": torch.ones(2), name: -torch.ones(2)})
+        (part,) = received([update_part(replace(update, num_examples=1))], expected)
+        with nullcontext() if allowed else pytest.raises(BadReply, match=r"'bn\.running_var': values -1 to -1, exp"):
+            read_update(part, expected, {})
 
 
 def test_one_client_with_nan_does_not_take_the_others_of_its_node_along() -> None:
