@@ -50,6 +50,7 @@ class SubnetStrategy(Strategy):
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
     phase : the running or last phase: who was asked, who was dropped, what the round's line says of it.
+    state_rounds : of each client that keeps a state, the round of that state.
     """
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -59,6 +60,7 @@ class SubnetStrategy(Strategy):
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
         self.phase = Phase("", 0)
+        self.state_rounds: dict[int, int] = {}
 
     def connect(self, federation: Federation) -> None:
         """Take the nodes that the verbs talk to."""
@@ -181,7 +183,10 @@ class SubnetStrategy(Strategy):
         metrics = _means(updates, ("train-loss",)) | _sums(updates, ("flops", "subnet-flops", "compute-seconds"))
         extra = sorted({key for u in updates for key in u.metrics} - set(metrics))
         phase.report |= metrics | _means(updates, extra)
-        phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up}
+        phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up} | self._lost("lost-state", updates)
+        self.state_rounds |= {
+            update.client: min(update.state[1], server_round) for update in updates if update.state[1]
+        }
         merged = self._merged(updates, contributions) if len(updates) >= self.settings.min_replies else None
         phase.report |= self.accepted(updates if merged is not None else [])
         phase.report["dropped"] = _reasons(phase.dropped)
@@ -201,6 +206,11 @@ class SubnetStrategy(Strategy):
         # Finite values of clients may add up to infinity.
         self.phase.dropped += [Dropped(u.client, f"the mean of {broken[0]!r} is not finite") for u in updates]
         return None
+
+    def _lost(self, key: str, updates: Sequence[Update]) -> Json:
+        """Return, for the report, the clients whose state is gone, or older than the last one that they kept."""
+        lost = [update.client for update in updates if update.state[0] < self.state_rounds.get(update.client, 0)]
+        return {key: lost} if lost else {}
 
     def evaluation_due(self, server_round: int, config: ConfigRecord) -> bool:
         """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
@@ -243,6 +253,7 @@ class SubnetStrategy(Strategy):
         means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
         spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",)).items() if value}
         phase.report |= means | spent
+        phase.report |= self._lost("evaluated-without-state", updates)
         phase.report["evaluated"] = {update.client: update.metrics for update in updates}
         phase.report["not-evaluated"] = _reasons(phase.dropped)
         return MetricRecord(dict(means)) if updates else None

@@ -31,6 +31,7 @@ from strategies.base import SubnetStrategy
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
 SENT = ("bytes-down", "bytes-up")
+CHECKSUM = ("crc32",)  # of the line with the above
 SAME = 1e-2  # see away()
 PATIENCE = 300  # seconds after which a process that should have ended is killed and its test fails
 
@@ -202,9 +203,9 @@ def _summary_half_written(number: int) -> None:
 
 
 def _settings_written(number: int) -> None:
-    from fedsub_app.runs.directory import Run
+    from fedsub_app import server_app
 
-    _wrap(Run, "write_json", after=lambda self, name, content: name == "settings.json")
+    _wrap(server_app, "open_run", after=lambda settings: True)
 
 
 def _file(number: int) -> str:
@@ -225,7 +226,7 @@ MOMENTS: dict[str, Callable[[int], None]] = {
 }
 
 
-def rounds(folder: Path, without: tuple[str, ...] = TIMINGS + SENT) -> list[Json]:
+def rounds(folder: Path, without: tuple[str, ...] = TIMINGS + SENT + CHECKSUM) -> list[Json]:
     """The lines of a run, without what the clock and the length of paths decide."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in without} for line in lines]

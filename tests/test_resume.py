@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, fedsub, result, tree
 
+from fedsub_app.settings import digest
+
 KEYS = {
     "model": "feature-mlp",
     "lr": "0.05",
@@ -168,6 +170,13 @@ def test_a_checkpoint_of_other_settings_is_refused(killed: Path, tmp_path: Path)
     folder = copy(killed, tmp_path)
     settings = json.loads((folder / "settings.json").read_text())
     settings["settings"]["lr"] = 0.5
+    (folder / "settings.json").write_text(json.dumps(settings))
+    refused = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert refused.code == 2
+    changed = f"error: {folder / 'settings.json'}: damaged or changed (digest {settings['digest']}, its settings' is "
+    (line,) = refused.err.splitlines()
+    assert line.startswith(changed)
+    settings["digest"] = digest(settings["settings"])  # the settings.json of another run
     (folder / "settings.json").write_text(json.dumps(settings))
     refused = fedsub(tmp_path, "run", "--resume", str(folder))
     assert refused.code == 2

@@ -1,10 +1,18 @@
-"""Writing files so that a crash leaves the old content or the new one."""
+"""Writing files so that a crash leaves the old content or the new one, and JSON that every reader takes."""
 
+import json
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.tensors import Json
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
@@ -38,3 +46,42 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what writers that were killed left below a folder in which nobody writes now."""
+    for path in folder.rglob(".*"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def to_json(content: object, indent: int | None = None) -> str:
+    """Return JSON text; numbers that are not finite, which JSON does not have, are null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def read_json(path: Path) -> Json:
+    """Return the JSON object in a file.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return content

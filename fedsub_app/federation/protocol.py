@@ -53,13 +53,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Update:
-    """What one client answers: tensors, metrics (finite numbers), examples it used; or only an ``error``."""
+    """What one client answers: tensors, metrics (finite numbers), examples it used; or only an ``error``.
+
+    ``state``: the rounds of the durable state that it had before its task and has after it, 0 for none.
+    """
 
     client: int
     tensors: Tensors = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_examples: int = 0
     error: str = ""
+    state: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,7 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
         "metrics": update.metrics,
         "num-examples": update.num_examples,
         "error": update.error,
+        "state": update.state,
     }
     return config, update.tensors
 
@@ -208,7 +213,10 @@ def read_update(config: Json, tensors: Tensors, expected: Mapping[str, Spec], st
     for key, value in metrics.items():
         if type(value) not in (int, float) or not math.isfinite(value):
             raise BadReply(f"metric {key!r} = {value!r}: must be a finite number")
-    return Update(int(config["client"]), tensors, metrics, count)
+    match config.get("state"):
+        case [int(before), int(after)] if 0 <= before <= after:
+            return Update(int(config["client"]), tensors, metrics, count, state=(before, after))
+    raise BadReply(f"state = {config.get('state')!r}: must be two rounds, of its state before and after")
 
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:

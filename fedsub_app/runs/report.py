@@ -14,6 +14,8 @@ from fedsub_app.settings import Settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
@@ -58,6 +60,7 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]
     if len(dropped) > 3:
         words.append(f"and {len(dropped) - 3} more dropped")
+    words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in LOST if key in line]
     return "  ".join(words)
 
 
