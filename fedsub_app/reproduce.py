@@ -27,10 +27,10 @@ from threading import Thread
 
 import torch
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
+from fedsub_app.config import own_keys, resolve
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.runs.report import human_seconds
 from fedsub_app.settings import Settings
@@ -94,7 +94,10 @@ def reproduce(
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
     numbers = range(seeds or table.seeds)
-    rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
+    rows = [Row(row.setting, row.label, own_keys({**row.overrides, **overrides}), row.paper) for row in rows]
+    for key, value in overrides.items():
+        if not any(key in row.overrides for row in rows):
+            raise UserError(f"{key} = {shown(value)}: does nothing: no row of the table runs that method")
     jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
         _ = job.settings  # bad input is reported before the first run starts

@@ -11,7 +11,7 @@ from fedsub_app.common.section import (
     AmountOrNone,
     Count,
     CountOrNone,
-    CountOrZero,
+    Epochs,
     Listed,
     NonNegative,
     PercentOrNone,
@@ -139,7 +139,7 @@ class TrainingSettings(Section):
     """Temperature of objective = "moon"."""
     batch_size: Count = 32
     """Samples of a mini-batch."""
-    local_epochs: CountOrZero = 1
+    local_epochs: Epochs = 1
     """Passes over a client's training samples in a round; 0: none, to time the machinery."""
     local_steps: CountOrNone = None
     """Mini-batches of a round instead of local-epochs; 0: by local-epochs.

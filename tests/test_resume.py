@@ -23,14 +23,14 @@ KEYS = {
     "num-clients": "3",
     "clients-per-round": "2",  # a client's state may be some rounds old
     "num-rounds": "4",
-    "fedpews.warmup-rounds": "3",
     "evaluate": "global,personal",
 }
 METHODS = ("fedpews", "local")  # one keeps mask scores in its clients' state, the other whole models
 
 
 def keys(method: str, folder: Path, **more: str) -> list[str]:
-    values = KEYS | {"method": method, "run-dir": str(folder)} | {k.replace("_", "-"): v for k, v in more.items()}
+    values = KEYS | ({"fedpews.warmup-rounds": "3"} if method == "fedpews" else {})
+    values |= {"method": method, "run-dir": str(folder)} | {k.replace("_", "-"): v for k, v in more.items()}
     return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
 
 

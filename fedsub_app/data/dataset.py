@@ -2,23 +2,30 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import CountOrNone, Names, SeedSettings, TextOrNone
+from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
 from fedsub_app.data.sources import ALIASES, Source, data_folder, load_sources
 
 
+def _named(text: str) -> str:
+    if not text:
+        raise ValueError("must be the name of a data set")
+    return text
+
+
 class DataSettings(SeedSettings):
     """Which data, how much of it, in which form."""
 
-    dataset: str = "digits"
+    dataset: Annotated[str, AfterValidator(_named)] = "digits"
     """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
     domains: Names = ()
     """Of a set that has domains, those to use: "fog, snow-3"; "": all."""
@@ -32,7 +39,7 @@ class DataSettings(SeedSettings):
     Where a class has fewer, all test images of that source come from its training images that ``train_per_class`` left
     over (a note says so).
     """
-    image_size: CountOrNone = None
+    image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None
     """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
     normalise: Literal["standard", "half", "none"] = "standard"
     """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
