@@ -7,7 +7,6 @@ are dropped.
 
 import contextlib
 import csv
-import json
 import logging
 import os
 import platform
@@ -28,6 +27,7 @@ from threading import Thread
 import torch
 
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import own_keys, resolve
@@ -60,10 +60,9 @@ class Job:
 
     def summary(self) -> Json | None:
         """Return the summary if the run is complete and of these settings."""
-        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
-            recorded = json.loads((self.folder / "settings.json").read_text())
-            summary: Json = json.loads((self.folder / "summary.json").read_text())
-            if recorded["digest"] == self.settings.digest() and summary["status"] == "completed":
+        with contextlib.suppress(UserError):
+            recorded, summary = (read_json(self.folder / name) for name in ("settings.json", "summary.json"))
+            if recorded.get("digest") == self.settings.digest() and summary.get("status") == "completed":
                 return summary
         return None
 
@@ -120,8 +119,8 @@ def reproduce(
 
 def _recorded(job: Job, key: str) -> str:
     """Return what the run's settings.json says of where it was made."""
-    with contextlib.suppress(OSError, json.JSONDecodeError):
-        return str(json.loads((job.folder / "settings.json").read_text()).get(key, "unknown"))
+    with contextlib.suppress(UserError):
+        return str(read_json(job.folder / "settings.json").get(key, "unknown"))
     return "not run"
 
 
@@ -140,7 +139,7 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
     total = sum(job.settings.num_rounds for job in jobs)
     before = sum(job.rounds_done() for job in jobs)
     start = said = time.monotonic()
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), initializer=_end_with_parent) as pool:
         running = {pool.submit(run_job, job.overrides, job.folder): job for job in jobs}
         while running:
             done, _ = wait(running, timeout=LOOK_SECONDS)

@@ -17,7 +17,7 @@ from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.runs import report
-from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of, used_up
+from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, settings_of, used_up
 from fedsub_app.settings import Settings
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.workplace import pick_device
@@ -121,6 +121,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
             log.info("note: %s", note)
         strategy.summary()
         return run_rounds(grid, strategy, run, GlobalTest(settings) if "global" in settings.evaluations else None)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
     finally:
         run.close()
 
