@@ -260,7 +260,7 @@ def test_pairs() -> None:
         ({"run-dir": "a\0b"}, r"run-dir = 'a\x00b': must be printable text"),
         ({"data-dir": "\udcff"}, r"data-dir = '\udcff': must be printable text"),
         ({"method": ["fedavg"]}, "method = ['fedavg']: must be one text, number, true or false"),
-        ({"dataset": ""}, "dataset = '': must be the name of a data set"),
+        ({"dataset": ""}, "dataset = '': must be the name of a data set, or names joined by +"),
         ({"resume": "yes"}, "resume = 'yes': must be boolean"),
         ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),
     ],

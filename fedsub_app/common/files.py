@@ -77,6 +77,8 @@ def read_json(path: Path) -> Json:
         It cannot be read, or holds something else.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a file")
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.memory import check_memory
 from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
-from fedsub_app.data.sources import ALIASES, Source, data_folder, load_sources
+from fedsub_app.data.sources import ALIASES, Source, check_hidden, data_folder, load_sources
 
 
 def _named(text: str) -> str:
-    if not text:
-        raise ValueError("must be the name of a data set")
+    if not all(text.split("+")):
+        raise ValueError("must be the name of a data set, or names joined by +")
     return text
 
 
@@ -82,6 +83,8 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
+    for part in settings.dataset.split("+"):
+        check_hidden(part, data_folder(settings.data_dir))
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
     if len(names) > 1 and set(names) & set(synthetic.NAMES):
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
@@ -101,6 +104,7 @@ def _load(settings: DataSettings) -> Dataset:
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
     train, test = [source.train for source in sources], [source.test for source in sources]
+    _check_size([x for x, _ in train + test], settings)
     train_x, test_x = _one_form([x for x, _ in train + test], settings.image_size, len(sources))
     if names[0] not in synthetic.NAMES:
         _normalise(train_x, test_x, settings.normalise)
@@ -147,6 +151,15 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
             available = f"class {label} of {name} has {len(indices)} {source}"
             raise UserError(f"{split}-per-class = {wanted}: {available}; expected at most that, or 0 for all")
     return torch.cat(chosen).sort().values
+
+
+def _check_size(parts: list[Tensor], settings: DataSettings) -> None:
+    """Raise :class:`UserError` where all samples in one form would not fit into the memory."""
+    height, width = (settings.image_size or max(part.shape[axis] for part in parts) for axis in (-2, -1))
+    sample = max(part.shape[1] for part in parts) * (height * width if parts[0].ndim == 4 else 1)
+    check_memory(
+        f"dataset = {settings.dataset!r}, samples of {sample} values", 4 * sample * sum(len(part) for part in parts)
+    )
 
 
 def _one_form(parts: list[Tensor], image_size: int | None, num_sources: int) -> tuple[Tensor, Tensor]:
