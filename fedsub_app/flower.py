@@ -143,10 +143,10 @@ def _ended(connection: str, run_id: str, status: str, overrides: Mapping[str, "V
 
     said = f"run {run_id} is {status}"
     if not status.startswith("finished"):
-        return f"{said}; `flwr stop {run_id} {connection}` stops it"
+        said += f"; `flwr stop {run_id} {connection}` stops it"
     folder = Path(str(overrides.get("run-dir", "")))
     if (folder / "settings.json").exists():
-        return f"{said}; `{resume_command(folder)} --engine {connection}` goes on"
+        said += f"; once it has ended, `{resume_command(folder)} --engine {connection}` goes on"
     return said
 
 

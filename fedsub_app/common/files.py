@@ -4,14 +4,16 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 
+CHECKSUM = "crc32"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
@@ -68,13 +70,19 @@ def _finite(content: Any) -> Any:
     return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
 
 
+def write_json(path: Path, content: Json) -> None:
+    """Write a JSON object with its checksum, atomically."""
+    text = to_json(content | {CHECKSUM: _checksum(content)}, indent=2)
+    write_atomic(path, f"{text}\n".encode())
+
+
 def read_json(path: Path) -> Json:
-    """Return the JSON object in a file.
+    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none.
 
     Raises
     ------
     UserError
-        It cannot be read, or holds something else.
+        It cannot be read, is damaged, or holds something else.
     """
     try:
         if path.exists() and not path.is_file():
@@ -83,7 +91,14 @@ def read_json(path: Path) -> Json:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
+        raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
+    checksum = content.pop(CHECKSUM, None)
+    if checksum not in (None, _checksum(content)):
+        raise UserError(f"{path}: damaged, or changed by hand: its checksum is of other content")
     return content
+
+
+def _checksum(content: Json) -> str:
+    return f"{zlib.crc32(to_json(content).encode()):08x}"

@@ -1,7 +1,8 @@
 """Tensors in safetensors files that tell whether they are as they were written, one file a round.
 
-The file's metadata holds its CRC-32: any flipped byte, in the tensors or in their names, shapes and metadata, is found
-when the file is read. It costs 7 ms on 11 million float32, of which safetensors itself takes 45 ms.
+The file's metadata holds the CRC-32 of its name, its folder's name and its content: any flipped byte, in the tensors or
+in their names, shapes and metadata, is found when the file is read, and so is the file of another round or client. It
+costs 7 ms on 11 million float32, of which safetensors itself takes 45 ms.
 """
 
 import os
@@ -17,10 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fedsub_app.common.errors import one_line
-from fedsub_app.common.files import write_atomic
+from fedsub_app.common.files import CHECKSUM, write_atomic
 from fedsub_app.common.tensors import Tensors
 
-CHECKSUM = "crc32"
 BLANK = "0" * 8  # in the place of the checksum, of which it is calculated
 _SEAL = re.compile(rb'"%b":"([0-9a-f]{8})"' % CHECKSUM.encode())
 _NAME = re.compile(r"round-([0-9]{6,})\.safetensors")
@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mappi
 
     def write(file: BinaryIO) -> None:
         view = memoryview(data)
-        for part in (view[:start], f"{zlib.crc32(data):08x}".encode(), view[end:]):
+        for part in (view[:start], f"{zlib.crc32(data, _start(path)):08x}".encode(), view[end:]):
             file.write(part)
 
     write_atomic(path, write)
@@ -83,13 +83,17 @@ def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
             start, end = place.span(1)
             del place  # it refers to the file's memory
             with memoryview(data) as view:
-                found = zlib.crc32(view[end:], zlib.crc32(BLANK.encode(), zlib.crc32(view[:start])))
+                found = zlib.crc32(view[end:], zlib.crc32(BLANK.encode(), zlib.crc32(view[:start], _start(path))))
         if found != sealed:
-            raise ValueError("its checksum is of other content")
+            raise ValueError("its checksum is of other content or another file")
         with safe_open(path, "pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}, tensors.metadata()  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(one_line(error)) from None
+
+
+def _start(path: Path) -> int:
+    return zlib.crc32(os.fsencode("/".join(path.parts[-2:])))
 
 
 def _seal(data: mmap | bytes) -> re.Match[bytes] | None:

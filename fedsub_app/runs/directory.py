@@ -33,7 +33,7 @@ import torch
 
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.files import read_json, sweep, to_json, write_atomic
+from fedsub_app.common.files import read_json, sweep, to_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import read_tensors, round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
@@ -152,10 +152,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tensors, header = read_tensors(path)
         model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
         rounds = {int(client): number for client, number in json.loads(header["state-rounds"]).items()}
-        found = Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"], rounds)
-        if path.name != round_file(path.parent, found.round).name:
-            raise ValueError(f"it is that of round {found.round}")
-        return found
+        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"], rounds)
     except (KeyError, ValueError) as error:
         raise UserError(
             f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
@@ -194,9 +191,7 @@ class Run:
         path = self.folder / name
         try:
             if not (self.folder / "settings.json").exists():
-                raise RunFailed(
-                    f"{self.folder}: somebody has deleted the run directory or its settings.json", self.folder
-                )
+                raise RunFailed(f"{self.folder}: the run directory, or its settings.json, was deleted", self.folder)
             yield path
         except OSError as error:
             reason = f"{path}: cannot be written ({error.strerror})"
@@ -205,7 +200,7 @@ class Run:
     def write_json(self, name: str, content: Json) -> None:
         """Write the file ``name`` of the run, atomically."""
         with self._writing(name) as path:
-            write_atomic(path, f"{to_json(content, indent=2)}\n".encode())
+            write_json(path, content)
 
     def log_round(self, line: Json) -> None:
         """Append a round's line and wait until it is on disk."""
@@ -303,7 +298,7 @@ def open_run(settings: Settings) -> Run:
         raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
     run = Run(folder, settings, run_id, settings_digest)
     try:
-        write_atomic(folder / "settings.json", f"{to_json(content, indent=2)}\n".encode())
+        write_json(folder / "settings.json", content)
     except OSError as error:
         run.close()
         raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None

@@ -207,7 +207,10 @@ def _with_costs(folder: Path) -> list[Json]:
 
 
 def _settings(folder: Path) -> Json:
-    content = read_json(folder / "settings.json").get("settings")
+    path = folder / "settings.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: not the directory of a run (no readable settings.json)")
+    content = read_json(path).get("settings")
     if not isinstance(content, dict) or not {"method", "seed"} <= content.keys():
-        raise UserError(f"{folder / 'settings.json'}: not a run's settings")
+        raise UserError(f"{path}: not a run's settings")
     return content
