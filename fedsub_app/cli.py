@@ -11,7 +11,7 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 the run failed, 2 bad input."""
+    """Run one command; returns the exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C."""
     options = _parser().parse_args(arguments)
     logging.getLogger("fedsub").setLevel(logging.INFO)
     try:
@@ -19,8 +19,11 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    except OSError as error:  # a file that a command reads or writes; a run says so itself
+        print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt as stop:
+        print(": ".join(["stopped", *map(str, stop.args)]), file=sys.stderr)
         return 130
 
 
@@ -103,9 +106,9 @@ def _run(options: argparse.Namespace) -> int:
 
     overrides = parse_pairs(options.set)
     if options.experiment:
-        overrides["experiment"] = options.experiment
+        _give(overrides, {"experiment": options.experiment}, options.experiment)
     if options.resume:
-        overrides |= {"run-dir": str(options.resume.resolve()), "resume": True}
+        _give(overrides, {"run-dir": str(options.resume.resolve()), "resume": True}, f"--resume {options.resume}")
     if options.engine == "local":
         return _run_local(overrides, options.workers)
     if options.workers is not None:
@@ -115,6 +118,20 @@ def _run(options: argparse.Namespace) -> int:
     return flower.run(options.engine, overrides, waking)
 
 
+def _give(overrides: dict[str, str | int | float | bool], values: dict[str, str | bool], said: str) -> None:
+    """Set keys that have an argument of their own, ``said``."""
+    for key in values.keys() & overrides.keys():
+        raise UserError(f"-s {key}={overrides[key]}: not beside {said}, which sets {key}")
+    overrides |= values
+
+
+def _between(option: str, value: int | None, most: int) -> int | None:
+    """Return an option's value, ``None`` for its default."""
+    if value is not None and not 1 <= value <= most:
+        raise UserError(f"{option} {value}: must be 1 to {most}")
+    return value
+
+
 def _run_local(overrides: dict[str, str | int | float | bool], workers: int | None) -> int:
     from fedsub_app.common.machine import cores
     from fedsub_app.federation.workers import local_grid
@@ -122,12 +139,11 @@ def _run_local(overrides: dict[str, str | int | float | bool], workers: int | No
     from fedsub_app.server_app import log_to_stdout, run_and_report
     from fedsub_app.training.workplace import pick_device
 
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers {workers}: must be at least 1")
     log_to_stdout()
     settings = settings_of(overrides)
     on_gpu = pick_device(settings.device).type == "cuda"
-    workers = min(workers or (1 if on_gpu else cores()), settings.num_clients)
+    wanted = _between("--workers", workers, 1000) or (1 if on_gpu else cores())
+    workers = min(wanted, settings.num_clients)
     grid = local_grid("fedsub_app.client_app", overrides, workers, fork=not on_gpu)
     try:
         run_and_report(grid, settings)
@@ -144,7 +160,8 @@ def _reproduce(options: argparse.Namespace) -> int:
     from fedsub_app.reproduce import reproduce
 
     overrides = parse_pairs(options.set)
-    return reproduce(options.name, options.seeds, overrides, options.workers, options.out, options.only)
+    seeds, workers = _between("--seeds", options.seeds, 1000), _between("--workers", options.workers, 1000)
+    return reproduce(options.name, seeds, overrides, workers, options.out, options.only)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -159,7 +176,8 @@ def _report(options: argparse.Namespace) -> int:
 def _analyse(options: argparse.Namespace) -> int:
     from fedsub_app.runs.analysis import analyse
 
-    for path in analyse(options.folder, options.samples):
+    samples = _between("--samples", options.samples, 1_000_000)
+    for path in analyse(options.folder, samples or 1):
         print(path)
     return 0
 

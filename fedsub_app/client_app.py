@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -133,13 +134,14 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
             raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
         store = ClientState(folder, client)
         before = header["round"] + (header["phase"] == MessageType.EVALUATE)
-        worker = METHODS[place.settings.method].client(place, client, header["round"], store.load(before))
+        kept, state = store.load(before)
+        worker = METHODS[place.settings.method].client(place, client, header["round"], state)
         if header["phase"] == MessageType.EVALUATE:
-            return worker.run_evaluation(sent, config, header["evaluate"])
+            return replace(worker.run_evaluation(sent, config, header["evaluate"]), state=(kept, kept))
         update = worker.run_training(sent, config)
         if worker.state:
             store.save(header["round"], worker.state, header["committed"])
-        return update
+        return replace(update, state=(kept, header["round"] if worker.state else kept))
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
         return Update(client, error=printable(f"{type(error).__name__}: {error}"))
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Section, Value
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import MethodSettings, Settings
@@ -168,10 +168,10 @@ def parse_pairs(pairs: list[str]) -> dict[str, Value]:
         if not sign or not key.strip():
             raise UserError(f"{pair!r}: expected key=value")
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text.strip()
-        values[key.strip()] = value
+            found = tomllib.loads(f"value = {text}")
+        except (ValueError, RecursionError):  # not TOML, a number of 5,000 digits, 5,000 brackets
+            found = {}
+        values[key.strip()] = found["value"] if found.keys() == {"value"} else text.strip()
     return values
 
 
@@ -203,7 +203,7 @@ def _check_known(values: Mapping[str, Value], source: str) -> None:
         if key not in defaults():
             near = difflib.get_close_matches(key, defaults(), n=1)
             hint = f"did you mean {near[0]}?" if near else "`fedsub list settings` shows the allowed keys"
-            raise UserError(f"{key} = {value!r}{source}: unknown key; {hint}")
+            raise UserError(f"{key} = {shown(value)}{source}: unknown key; {hint}")
 
 
 def _one_line(error: ValidationError, prefix: str = "") -> str:
@@ -211,9 +211,23 @@ def _one_line(error: ValidationError, prefix: str = "") -> str:
     key = f"{prefix}{'.'.join(map(str, first['loc']))}"
     if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all of it
         said = str(first["ctx"]["error"])
-        return f"{key} = {first['input']!r}: {said}" if first["loc"] else said
+        return f"{key} = {shown(first['input'])}: {said}" if first["loc"] else said
     text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{key} = {first['input']!r}: must be {text}"
+    return f"{key} = {shown(first['input'])}: must be {text}"
+
+
+def own_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
+    """Return single keys without those of methods that they do not run: a table's settings are for several methods.
+
+    Raises
+    ------
+    UserError
+        A key or the experiment is unknown.
+    """
+    _check_known(overrides, "")
+    name = overrides.get("experiment", "")
+    method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
+    return {key: value for key, value in overrides.items() if "." not in key or key.startswith(f"{method}.")}
 
 
 def resolve(overrides: Mapping[str, Value]) -> Settings:
@@ -231,9 +245,17 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key} = {value}: must be a finite number")
+        if not isinstance(value, str | int | float):
+            raise UserError(f"{key} = {shown(value)}: must be one text, number, true or false")
+        if isinstance(value, str) and not value.isprintable():
+            raise UserError(f"{key} = {shown(value)}: must be printable text")
     method = values["method"]
     if method not in METHODS:
-        raise UserError(f"method = {method!r}: allowed are {', '.join(METHODS)}")
+        raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
+    # An experiment may set keys of several methods, of which one is run; a key given by hand is meant to do something.
+    for key, value in overrides.items():
+        if "." in key and not key.startswith(f"{method}."):
+            raise UserError(f"{key} = {shown(value)}: does nothing with method = {method!r}")
     # A method given by hand goes before the experiment that it is tried on; what stands beside it must agree with it.
     beside = overrides if "method" in overrides else chosen | dict(overrides)
     for key, preset in METHODS[str(method)].preset.items():

@@ -111,9 +111,9 @@ def wake(connection: str) -> "subprocess.Popen[bytes]":
 
 def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.Popen[bytes] | None" = None) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    from fedsub_app.runs.directory import settings_of
+    from fedsub_app.runs.directory import new_folder, settings_of
 
-    settings_of(overrides)  # fail early
+    settings = settings_of(overrides)  # fail early
     overrides = dict(overrides)
     if connection in (
         CONNECTION,
@@ -121,26 +121,47 @@ def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.P
     ):  # the SuperLink has its own working directory and the environment of its first start
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
-        if overrides.get("run-dir"):
-            overrides["run-dir"] = str(Path(str(overrides["run-dir"])).resolve())
+        # Named here, so that what goes on with the run can be said however it ends.
+        overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
     if waking:  # else both commands would start a SuperLink
         waking.wait()
     variables = _variables()
     command = _flwr("run", str(PROJECT), connection, "--format", "json")
     if overrides:
         command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
-    started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    try:
+        started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"`flwr list {connection}` shows whether Flower has begun the run") from None
     answer = _json(started.stdout)
     run_id = answer.get("run-id")
     if started.returncode or not run_id:
         said = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
         raise UserError(f"connection {connection}: flwr run failed: {said[-1] if said else 'no message'}")
-    subprocess.run(_flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
-    status, details = _status(connection, str(run_id), variables)
+    try:
+        subprocess.run(_flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
+        status, details = _status(connection, str(run_id), variables)
+    except KeyboardInterrupt:
+        subprocess.run(_flwr("stop", str(run_id), connection), env=variables, capture_output=True, check=False)
+        status, _ = _status(connection, str(run_id), variables)
+        raise KeyboardInterrupt(_ended(connection, str(run_id), status, overrides)) from None
     if status != "finished:completed":
-        print(f"failed: run {run_id} is {status}: {details}", file=sys.stderr)
+        print(f"failed: {_ended(connection, str(run_id), status, overrides)} ({details})", file=sys.stderr)
         return 1
     return 0
+
+
+def _ended(connection: str, run_id: str, status: str, overrides: Mapping[str, "Value"]) -> str:
+    """Say what became of a run that did not complete, what stops it if it goes on, and what resumes it."""
+    from fedsub_app.runs.directory import resume_command
+
+    said = f"run {run_id} is {status}"
+    if not status.startswith("finished"):
+        said += f"; `flwr stop {run_id} {connection}` stops it"
+    folder = Path(str(overrides.get("run-dir", "")))
+    if (folder / "settings.json").exists():
+        said += f"; once it has ended, `{resume_command(folder)} --engine {connection}` goes on"
+    return said
 
 
 def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple[str, str]:

@@ -7,7 +7,6 @@ are dropped.
 
 import contextlib
 import csv
-import json
 import logging
 import os
 import platform
@@ -27,11 +26,12 @@ from threading import Thread
 
 import torch
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
+from fedsub_app.config import own_keys, resolve
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.runs.report import human_seconds
 from fedsub_app.settings import Settings
@@ -61,10 +61,9 @@ class Job:
 
     def summary(self) -> Json | None:
         """Return the summary if the run is complete and of these settings."""
-        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
-            recorded = json.loads((self.folder / "settings.json").read_text())
-            summary: Json = json.loads((self.folder / "summary.json").read_text())
-            if recorded["digest"] == self.settings.digest() and summary["status"] == "completed":
+        with contextlib.suppress(UserError):
+            recorded, summary = (read_json(self.folder / name) for name in ("settings.json", "summary.json"))
+            if recorded.get("digest") == self.settings.digest() and summary.get("status") == "completed":
                 return summary
         return None
 
@@ -95,7 +94,10 @@ def reproduce(
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
     numbers = range(seeds or table.seeds)
-    rows = [Row(row.setting, row.label, dict(row.overrides) | dict(overrides), row.paper) for row in rows]
+    rows = [Row(row.setting, row.label, own_keys({**row.overrides, **overrides}), row.paper) for row in rows]
+    for key, value in overrides.items():
+        if not any(key in row.overrides for row in rows):
+            raise UserError(f"{key} = {shown(value)}: does nothing: no row of the table runs that method")
     jobs = [Job(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
         _ = job.settings  # bad input is reported before the first run starts
@@ -118,8 +120,8 @@ def reproduce(
 
 def _recorded(job: Job, key: str) -> str:
     """Return what the run's settings.json says of where it was made."""
-    with contextlib.suppress(OSError, json.JSONDecodeError):
-        return str(json.loads((job.folder / "settings.json").read_text()).get(key, "unknown"))
+    with contextlib.suppress(UserError):
+        return str(read_json(job.folder / "settings.json").get(key, "unknown"))
     return "not run"
 
 
@@ -138,7 +140,7 @@ def _run_all(jobs: list[Job], workers: int) -> list[tuple[Job, str]]:
     total = sum(job.settings.num_rounds for job in jobs)
     before = sum(job.rounds_done() for job in jobs)
     start = said = time.monotonic()
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), initializer=_end_with_parent) as pool:
         running = {pool.submit(run_job, job.overrides, job.folder): job for job in jobs}
         while running:
             done, _ = wait(running, timeout=LOOK_SECONDS)

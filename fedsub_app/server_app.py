@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, wake
@@ -17,7 +17,7 @@ from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.runs import report
-from fedsub_app.runs.directory import Run, RunFailed, open_run, settings_of, used_up
+from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, settings_of, used_up
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
@@ -37,8 +37,8 @@ def main(grid: Grid, context: Context) -> None:
         settings = settings_of(grid.run.override_config)
         wake(grid)
         run_and_report(grid, settings)
-    except UserError as error:
-        log.error("error: %s", error)
+    except (UserError, RunFailed) as error:
+        log.error("%s: %s", "failed" if isinstance(error, RunFailed) else "error", error)
         raise  # Flower marks the run as failed
 
 
@@ -82,11 +82,19 @@ def run_and_report(grid: Grid, settings: Settings) -> Json:
     try:
         summary = run_experiment(grid, settings)
     except RunFailed as failure:
-        report.draw_run(failure.folder)
+        _draw(failure.folder)
         raise
-    report.draw_run(Path(summary["run-dir"]))
+    _draw(Path(summary["run-dir"]))
     log.info("%s", report.summary_table(summary))
     return summary
+
+
+def _draw(folder: Path) -> None:
+    """Draw a run's pictures; where that cannot be, the run is none the worse for it."""
+    try:
+        report.draw_run(folder)
+    except (OSError, UserError) as error:
+        log.warning("no pictures: %s", one_line(error))
 
 
 def run_experiment(grid: Grid, settings: Settings) -> Json:
@@ -97,7 +105,7 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     UserError
         Bad input, before round 1.
     RunFailed
-        ``max-abandoned`` rounds in a row had too few valid replies; the run can be resumed from its last checkpoint.
+        All rounds, or ``max-abandoned`` in a row, had too few valid replies, or the run's files cannot be written.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     dataset = load_dataset(settings.data)
@@ -118,12 +126,13 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         sample_flops = training_flops(model, tuple(dataset.train_x.shape[1:]), 1)
         facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
         strategy.connect(Federation(settings, header, told), facts)
-        if not (run.folder / "partition.json").exists():  # also where the run to resume was killed before it
-            run.write_json("partition.json", partition_summary(dataset, partition))
+        run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         for note in dataset.notes:
             log.info("note: %s", note)
         strategy.summary()
         return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
     finally:
         run.close()
 
@@ -137,12 +146,14 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
         strategy.load_state(state)
+        strategy.state_rounds = dict(found.state_rounds)
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     began = time.perf_counter()
     over = used_up(run.lines, settings)
+    number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
         config = ConfigRecord({"committed": run.oldest_round})
@@ -161,20 +172,23 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
-            run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
+            run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned, strategy.state_rounds)
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
         log.info("%s", report.round_line(line, settings, left))
-        if abandoned >= settings.max_abandoned:
-            run.finish("failed", to_tensors(arrays))
-            reason = f"{line['abandoned']}; {line['dropped'][0]['reason']}" if line["dropped"] else line["abandoned"]
-            raise RunFailed(
-                f"{abandoned} rounds in a row were abandoned (max-abandoned = {settings.max_abandoned}); "
-                f"last reason: {reason}; checkpoint in {run.folder}",
-                run.folder,
-            )
         if over:
             log.info("%s is used up: round %d was the last one", over, number)
+        if over or abandoned >= settings.max_abandoned:
             break
+    if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
+        run.finish("failed", to_tensors(arrays))
+        which = f"{abandoned} rounds in a row" if abandoned >= settings.max_abandoned else f"all {number} rounds"
+        last_line = run.lines[-1]
+        reasons = [last_line.get("abandoned", ""), *(drop["reason"] for drop in last_line.get("dropped", ())[:1])]
+        raise RunFailed(
+            f"{which} were abandoned (max-abandoned = {settings.max_abandoned}); "
+            f"last reason: {'; '.join(reasons)}; checkpoint in {run.folder}",
+            run.folder,
+        )
     return run.finish("completed", to_tensors(arrays))
 
 

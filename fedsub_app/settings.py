@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
@@ -10,7 +11,7 @@ from fedsub_app.common.section import (
     AmountOrNone,
     Count,
     CountOrNone,
-    CountOrZero,
+    Epochs,
     Listed,
     NonNegative,
     PercentOrNone,
@@ -44,6 +45,15 @@ Evaluations = Annotated[
 
 
 Rounds = Annotated[tuple[Count, ...], Listed("must be rounds from 1 on, such as '200, 400', or ''", read=int)]
+
+
+def digest(flat: Mapping[str, Value]) -> str:
+    """Hash of everything that decides the result of a run, from its settings in TOML spelling.
+
+    Those of a run of an earlier version, which had not all of today's keys, still have the digest that they had.
+    """
+    deciding = {key: value for key, value in flat.items() if key not in LOCATION_KEYS}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class MethodSettings(Section):
@@ -131,7 +141,7 @@ class TrainingSettings(Section):
     """Temperature of objective = "moon"."""
     batch_size: Count = 32
     """Samples of a mini-batch."""
-    local_epochs: CountOrZero = 1
+    local_epochs: Epochs = 1
     """Passes over a client's training samples in a round; 0: none, to time the machinery."""
     local_steps: CountOrNone = None
     """Mini-batches of a round instead of local-epochs; 0: by local-epochs.
@@ -181,8 +191,7 @@ class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSett
 
     def digest(self) -> str:
         """Hash of everything that decides the result of a run."""
-        deciding = {key: value for key, value in self.flat().items() if key not in LOCATION_KEYS}
-        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(self.flat())
 
     @model_validator(mode="after")
     def _method_agrees(self) -> "Settings":

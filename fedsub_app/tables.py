@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, Value
-from fedsub_app.config import conf_name, read_toml, tables
+from fedsub_app.config import conf_name, own_keys, read_toml, tables
 
 
 class Entry(BaseModel):
@@ -83,7 +83,7 @@ class Table(Entry):
             Row(
                 setting.name,
                 method.label,
-                {"experiment": setting.experiment} | setting.overrides | method.overrides,
+                own_keys({"experiment": setting.experiment} | setting.overrides | method.overrides),
                 setting.paper.get(method.label, Paper()),
             )
             for setting in self.settings

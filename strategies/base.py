@@ -80,6 +80,7 @@ class SubnetStrategy(Strategy):
     phase : the running or last phase: who was asked, who was dropped, what the round's line says of it.
     needs_all : the method merges a round's updates only when it has all of them, by :meth:`merge_all`: its server holds
         as many models as clients answer.
+    state_rounds : of each client that keeps a state, the round of that state.
     """
 
     needs_all = False
@@ -93,6 +94,7 @@ class SubnetStrategy(Strategy):
         self.phase = Phase("", 0)
         self.facts: Facts | None = None
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
+        self.state_rounds: dict[int, int] = {}
 
     def connect(self, federation: Federation, facts: Facts | None = None) -> None:
         """Take the nodes that the verbs talk to, and what the server knows; without that, less can be checked."""
@@ -285,6 +287,8 @@ class SubnetStrategy(Strategy):
         )  # what the server measures comes last
         phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
         phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
+        phase.report |= self._lost("lost-state", updates)
+        self.state_rounds |= {u.client: min(u.state[1], server_round) for u in updates if u.state[1]}
         merged, reason = self._merged(merging, diverged)
         phase.report |= {"merge-seconds": merging.seconds} | self.accepted(updates if merged is not None else [])
         phase.report["dropped"] = _reasons(phase.dropped)
@@ -309,6 +313,11 @@ class SubnetStrategy(Strategy):
         if not loss <= MOST_LOSS:
             return None, f"diverged: the merged model's loss is {loss:g}"
         return merged, ""
+
+    def _lost(self, key: str, updates: Sequence[Update]) -> Json:
+        """Return, for the report, the clients whose state is gone, or older than the last one that they kept."""
+        lost = [update.client for update in updates if update.state[0] < self.state_rounds.get(update.client, 0)]
+        return {key: lost} if lost else {}
 
     def evaluation_due(self, server_round: int, config: ConfigRecord) -> bool:
         """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
@@ -358,6 +367,7 @@ class SubnetStrategy(Strategy):
         means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
         spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",)).items() if value}
         phase.report |= means | spent
+        phase.report |= self._lost("evaluated-without-state", updates)
         phase.report["evaluated"] = {update.client: update.metrics for update in updates}
         phase.report["not-evaluated"] = _reasons(phase.dropped)
         return MetricRecord(dict(means)) if updates else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fedsub_app.common.section import CountOrZero, NonNegative, Positive
+from fedsub_app.common.section import Epochs, NonNegative, Positive
 from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
@@ -32,7 +32,7 @@ class FedPACSettings(MethodSettings):
     """Weight of the feature alignment."""
     head_lr: Positive = 0.1
     """Learning rate of the head's own training."""
-    head_epochs: CountOrZero = 1
+    head_epochs: Epochs = 1
     """Epochs of the head's own training, before the body's."""
 
 

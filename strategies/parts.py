@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import CountOrZero
+from fedsub_app.common.section import CountOrZero, Epochs
 from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import part_names
@@ -32,7 +32,7 @@ from strategies.base import SubnetStrategy
 class TuningSettings(MethodSettings):
     """Keys of FedAvg with fine-tuning."""
 
-    tune_epochs: CountOrZero = 3
+    tune_epochs: Epochs = 3
     """Epochs of fine-tuning on a client's own data before its evaluation."""
 
 
@@ -46,9 +46,9 @@ class PartSettings(MethodSettings):
 class FedRepSettings(PartSettings):
     """Keys of FedRep."""
 
-    personal_epochs: CountOrZero = 2
+    personal_epochs: Epochs = 2
     """Epochs of the personal part, instead of local-epochs."""
-    shared_epochs: CountOrZero = 1
+    shared_epochs: Epochs = 1
     """Epochs of the shared part after it, instead of local-epochs."""
 
 
@@ -59,7 +59,7 @@ class FedBABUSettings(PartSettings):
     """What stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
     tune: str = "all"
     """What is fine-tuned before a client's evaluation: all, head, body or names of layers."""
-    tune_epochs: CountOrZero = 3
+    tune_epochs: Epochs = 3
     """Epochs of that fine-tuning."""
 
 

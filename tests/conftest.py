@@ -1,7 +1,8 @@
 """What several tests share."""
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ SMALL: dict[str, Value] = {
 @pytest.fixture(autouse=True)
 def _runs_in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.fixture(autouse=True)
+def _log_of_this_test_only() -> Iterator[None]:
+    """The command logs to the stdout of now, which is closed when the test is over."""
+    log = logging.getLogger("fedsub")
+    handlers, propagate = log.handlers[:], log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
 
 
 @pytest.fixture

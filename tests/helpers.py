@@ -6,6 +6,8 @@ and nothing survives in it from one run to the next.
 
 import json
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +33,7 @@ from strategies.base import Merging, SubnetStrategy
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
 SENT = ("bytes-down", "bytes-up")
+CHECKSUM = ("crc32",)  # of the line with the above
 SAME = 1e-2  # see away()
 PATIENCE = 300  # seconds after which a process that should have ended is killed and its test fails
 
@@ -97,11 +100,17 @@ class Finished:
     err: str
 
 
-def fedsub(scratch: Path, *arguments: str, die: tuple[str, int] | None = None) -> Finished:
-    """Run ``fedsub <arguments>`` in a fresh process; ``die``: kill -9 at this moment of this round (``MOMENTS``)."""
+def fedsub(
+    scratch: Path, *arguments: str, die: tuple[str, int] | None = None, largest_file: int | None = None
+) -> Finished:
+    """Run ``fedsub <arguments>`` in a fresh process.
+
+    ``die``: what happens to it (kill -9, mostly) at which moment of which round (``MOMENTS``). ``largest_file``: bytes
+    beyond which the system lets it write no file, as on a full disk.
+    """
     scratch.mkdir(parents=True, exist_ok=True)
     files = scratch / "stdout.txt", scratch / "stderr.txt"
-    target_arguments = (arguments, die, files, dict(os.environ))
+    target_arguments = (arguments, die, files, dict(os.environ), largest_file)
     process = _processes.Process(target=_main, args=target_arguments)  # no daemon: it starts workers
     process.start()
     process.join(PATIENCE)
@@ -114,7 +123,11 @@ def fedsub(scratch: Path, *arguments: str, die: tuple[str, int] | None = None) -
 
 
 def _main(
-    arguments: tuple[str, ...], die: tuple[str, int] | None, files: tuple[Path, Path], variables: dict[str, str]
+    arguments: tuple[str, ...],
+    die: tuple[str, int] | None,
+    files: tuple[Path, Path],
+    variables: dict[str, str],
+    largest_file: int | None,
 ) -> None:
     os.environ.clear()
     os.environ.update(variables)
@@ -127,7 +140,10 @@ def _main(
     if die:
         moment, server_round = die
         MOMENTS[moment](server_round)
-        arguments += ("--workers", "1")  # the process that dies is the run
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if die or largest_file is not None:
+        arguments += ("--workers", "1")  # the process that this happens to is the run
     raise SystemExit(main(list(arguments)))
 
 
@@ -154,6 +170,30 @@ def _before_training(number: int) -> None:
     from strategies.base import SubnetStrategy
 
     _wrap(SubnetStrategy, "configure_train", before=lambda self, server_round, *_: server_round == number)
+
+
+def _interrupted(number: int) -> None:
+    """Ctrl-C."""
+    from strategies.base import SubnetStrategy
+
+    def interrupt(self: Any, server_round: int, *_: Any) -> bool:
+        if server_round == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    _wrap(SubnetStrategy, "configure_train", before=interrupt)
+
+
+def _directory_deleted(number: int) -> None:
+    """Somebody deletes the run directory."""
+    from fedsub_app.runs.directory import Run
+
+    def delete(self: Any, line: Json) -> bool:
+        if line["round"] == number:
+            shutil.rmtree(self.folder)
+        return False
+
+    _wrap(Run, "log_round", before=delete)
 
 
 def _while_a_client_trains(number: int) -> None:
@@ -203,9 +243,9 @@ def _summary_half_written(number: int) -> None:
 
 
 def _settings_written(number: int) -> None:
-    from fedsub_app.runs.directory import Run
+    from fedsub_app import server_app
 
-    _wrap(Run, "write_json", after=lambda self, name, content: name == "settings.json")
+    _wrap(server_app, "open_run", after=lambda settings: True)
 
 
 def _file(number: int) -> str:
@@ -215,6 +255,8 @@ def _file(number: int) -> str:
 MOMENTS: dict[str, Callable[[int], None]] = {
     "settings written": _settings_written,
     "before training": _before_training,
+    "interrupted": _interrupted,
+    "directory deleted": _directory_deleted,
     "while a client trains": _while_a_client_trains,
     "client state half written": _client_state_half_written,
     "client state written": _client_state_written,
@@ -226,7 +268,7 @@ MOMENTS: dict[str, Callable[[int], None]] = {
 }
 
 
-def rounds(folder: Path, without: tuple[str, ...] = TIMINGS + SENT) -> list[Json]:
+def rounds(folder: Path, without: tuple[str, ...] = TIMINGS + SENT + CHECKSUM) -> list[Json]:
     """The lines of a run, without what the clock and the length of paths decide."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in without} for line in lines]
@@ -241,7 +283,7 @@ def result(folder: Path) -> Json:
     """All that must be the same of two equal runs: weights bit for bit, client states, metrics, summary."""
     states = {name: data for name, data in tree(folder / "clients").items() if not Path(name).name.startswith(".")}
     summary = json.loads((folder / "summary.json").read_text())
-    without = ["run-dir", *(f"total-{key}" for key in TIMINGS + SENT)]
+    without = ["run-dir", *CHECKSUM, *(f"total-{key}" for key in TIMINGS + SENT)]
     return {
         "model": (folder / "model.safetensors").read_bytes(),
         "last checkpoint": {

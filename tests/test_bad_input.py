@@ -4,9 +4,8 @@ docs/bad-input.md lists all cases.
 """
 
 import json
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ from fedsub_app.runs.directory import RunFailed, settings_of
 from fedsub_app.server_app import run_experiment
 
 RunLocal = Callable[..., tuple[Json, Path]]
-
-
-@pytest.fixture(autouse=True)
-def _log_of_this_test_only() -> Iterator[None]:
-    """The command logs to the stdout of now, which is closed when the test is over."""
-    log = logging.getLogger("fedsub")
-    handlers, propagate = log.handlers[:], log.propagate
-    yield
-    log.handlers[:], log.propagate = handlers, propagate
 
 
 Spoil = Callable[[Update], Update]
@@ -420,7 +410,7 @@ def test_a_run_directory_that_is_a_file(below: str, tmp_path: Path, capfd: pytes
     [
         ("{", "not valid JSON (Expecting property name"),
         ("{}", "not a run's settings (settings, run-id)"),
-        ("[1]", "not a run's settings (settings, run-id)"),
+        ("[1]", "not a JSON object"),
         ('{"settings": {}}', "not a run's settings (settings, run-id)"),
         ("\x00", "not valid JSON (Expecting value"),
     ],

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from fedsub_app import config
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.config import as_toml, defaults, describe, experiments, flatten, parse_pairs, resolve, spelled
+from fedsub_app.config import (
+    as_toml,
+    defaults,
+    describe,
+    experiments,
+    flatten,
+    own_keys,
+    parse_pairs,
+    resolve,
+    spelled,
+)
 from fedsub_app.flower import PROJECT
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
@@ -124,6 +134,7 @@ def test_settings_come_back_from_their_flat_form() -> None:
     )
 )
 def test_flat_settings_resolve_to_the_same_ones(keys: dict[str, Value]) -> None:
+    keys = own_keys(keys)
     settings = resolve(keys)
     assert resolve(settings.flat()) == settings
     assert all(settings.flat().get(key, spelled(key, value)) == spelled(key, value) for key, value in keys.items())
@@ -172,6 +183,12 @@ def test_pairs() -> None:
         "class-lists": "0 2, 1 3",
         "resume": True,
         "seed": 3,
+    }
+    deep = "[" * 9999
+    assert parse_pairs([f"lr={deep}", "model=a\nlr=1", f"seed={'9' * 5000}"]) == {
+        "lr": deep,
+        "model": "a\nlr=1",
+        "seed": "9" * 5000,
     }
 
 
@@ -225,7 +242,26 @@ def test_pairs() -> None:
         ({"classes-per-client": 0}, "classes-per-client = 0: must be greater than or equal to 1"),
         ({"method": "moon", "objective": "prox"}, "objective = 'prox': must be 'moon' with method = 'moon'"),
         ({"method": "fedprox", "objective": "moon"}, "objective = 'moon': must be 'prox' with method = 'fedprox'"),
-        ({"method": "fedavg", "fedpart.order": "up"}, "fedpart.order = 'up': must be 'shallow', 'deep' or 'random'"),
+        ({"method": "fedpart", "fedpart.order": "up"}, "fedpart.order = 'up': must be 'shallow', 'deep' or 'random'"),
+        (
+            {"method": "fedselect", "fedpews.lambda": 1.0},
+            "fedpews.lambda = 1.0: does nothing with method = 'fedselect'",
+        ),
+        ({"num-clients": 10**30}, f"num-clients = {10**30}: must be less than or equal to 100000"),
+        ({"image-size": 10**6}, "image-size = 1000000: must be less than or equal to 4096"),
+        ({"local-epochs": 10**30}, f"local-epochs = {10**30}: must be less than or equal to 10000"),
+        (
+            {"method": "fedrep", "fedrep.shared-epochs": 10**5},
+            "fedrep.shared-epochs = 100000: must be less than or equal to 10000",
+        ),
+        ({"lr": 1e30}, "lr = 1e+30: must be less than or equal to 1000000"),
+        ({"lr": 10**400}, f"lr = 1{'0' * 99}…: must be number"),
+        ({"round-timeout": 1e300}, "round-timeout = 1e+300: must be less than or equal to 1000000"),
+        ({"run-dir": "a\0b"}, r"run-dir = 'a\x00b': must be printable text"),
+        ({"data-dir": "\udcff"}, r"data-dir = '\udcff': must be printable text"),
+        ({"method": ["fedavg"]}, "method = ['fedavg']: must be one text, number, true or false"),
+        ({"dataset": ""}, "dataset = '': must be the name of a data set, or names joined by +"),
+        ({"resume": "yes"}, "resume = 'yes': must be boolean"),
         ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),
     ],
 )

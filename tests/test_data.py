@@ -6,14 +6,19 @@ import json
 import os
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.error import URLError
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -373,7 +378,11 @@ def test_npz(data_dir: Path, shape: tuple[int, ...]) -> None:
         ({"train_labels": np.zeros(19, int)}, "train has 19 labels for 20 images"),
         ({"train_labels": np.zeros(20)}, "train labels are float64"),
         ({"test_labels": np.zeros((10, 2), int)}, r"test labels are int64 \[10, 2\], expected"),
-        ({"test_labels": np.full(10, -1)}, "test has label -1"),
+        ({"test_labels": np.full(10, -1)}, "test has labels from -1 to -1, expected 0 or more and less than 10000"),
+        ({"train_labels": np.arange(20) * 50_000}, "train has labels from 0 to 950000, expected"),
+        ({"train_labels": np.full(20, 2**64 - 1, np.uint64)}, "train has labels from 18446744073709551615 to"),
+        ({"train_labels": np.array([*range(10), 255] * 2)[:20]}, "labels up to 255, but no training image of class 10"),
+        ({"test_labels": np.full(10, 2)}, "labels up to 2, but no training image of class 2: expected labels from 0"),
         ({"train_labels": np.array([None] * 20)}, "not a readable npz file .*allow_pickle"),
     ],
 )
@@ -610,9 +619,164 @@ def test_unknown_name(data_dir: Path) -> None:
     with pytest.raises(UserError, match=r"dataset = 'nope'.*nope\.npz.*known: synthetic,") as error:
         load("nope")
     assert str(data_dir) in str(error.value)
-    for name in ("", "../own", "mnist/raw", "*"):
+    for name in ("../own", "mnist/raw", "*"):
         with pytest.raises(UserError, match="no such name"):
             load(name)
+
+
+def test_an_npz_file_that_holds_more_than_the_memory_is_not_unpacked(data_dir: Path) -> None:
+    write_npz(data_dir / "own.npz")
+    with zipfile.ZipFile(data_dir / "own.npz", "a") as archive:
+        archive.writestr("more.npy", b"x")
+        archive.filelist[-1].file_size = 10**15  # what the archive says that it holds
+    with pytest.raises(UserError, match=r"own\.npz as float32: 4e\+06 GB in memory, this machine has"):
+        load("own")
+
+
+def test_images_too_large_for_the_memory_are_refused_before_they_are_made(data_dir: Path) -> None:
+    write_npz(data_dir / "own.npz", **arrays(9000, 9000, shape=(1, 1)))
+    with pytest.raises(UserError, match=r"dataset = 'own', samples of 16777216 values: 1.21e\+03 GB in memory"):
+        load("own", image_size=4096)
+
+
+def test_a_set_that_a_known_name_hides_is_named(data_dir: Path) -> None:
+    write_npz(data_dir / "sub/digits.npz")
+    with pytest.raises(UserError, match=r"dataset = 'digits': a known set, and .*sub/digits.npz has the name too"):
+        load("digits")
+    write_folder(data_dir / "cifar-mnist", image_files())
+    with pytest.raises(UserError, match=r"dataset = 'cifar-mnist': a known set, and .*data/cifar-mnist has the name"):
+        load("cifar-mnist")
+    write_npz(data_dir / "breastmnist.npz")  # which is where that set comes from
+    assert load("breastmnist").notes
+
+
+def test_archives_of_other_kinds(data_dir: Path) -> None:
+    write_tar(data_dir / "pets.tar.gz", image_files())
+    (data_dir / "pets.tar.gz").rename(data_dir / "pets.tgz")
+    assert load("pets").num_classes == 2
+    with zipfile.ZipFile(data_dir / "birds.zip", "w") as archive:
+        archive.writestr("train/a/1.png", b"")
+    with pytest.raises(UserError, match=r"birds\.zip: a zip archive; unpack it, or pack it again as one of \.tar"):
+        load("birds")
+
+
+def test_too_few_images_for_a_test_part(data_dir: Path) -> None:
+    write_folder(data_dir / "pets", {f"cat/{number}.png": png(np.zeros((3, 3), np.uint8)) for number in range(5)})
+    with pytest.raises(UserError, match=r"pets: no class has 6 images, of which every 6th is a test image"):
+        load("pets")
+
+
+def test_a_data_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "passwd").write_text("mine")
+    with pytest.raises(UserError, match=r"data-dir = '.*/passwd': not a folder"):
+        load("mnist", data_dir=str(tmp_path / "passwd"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_no_data_file(data_dir: Path) -> None:
+    os.mkfifo(data_dir / "own.npz")  # whoever opens it waits for somebody who writes
+    with pytest.raises(UserError, match=r"own\.npz: not a file"):
+        load("own")
+
+
+# --- whatever a data folder holds: a data set, or one line that says what is wrong ---------------------------------
+
+ARRAYS = st.builds(
+    lambda shape, dtype, seed: (np.random.default_rng(seed).integers(0, 300, shape) - 9 * (seed % 7 == 0)).astype(
+        dtype
+    ),
+    st.lists(st.sampled_from([0, 1, 2, 3, 7]), max_size=5),
+    st.sampled_from(
+        [np.uint8, np.int64, np.uint64, np.int8, np.float32, np.bool_, "S3", "datetime64[s]", np.complex64]
+    ),
+    st.integers(0, 99),
+)
+LABELS = st.lists(st.integers(-1, 4) | st.sampled_from([255, 10**6, 2**62]), max_size=8).map(
+    lambda labels: np.array(labels, dtype=np.int64)
+)
+
+
+def check_whatever_it_holds(**settings: Any) -> None:
+    """Load the set ``own`` as a run does; if it is refused the message is one line that names the file."""
+    said = ""
+    try:
+        data = load("own", **settings)
+        partition = make_partition(
+            DataSettings(dataset="own", **settings), PartitionSettings(num_clients=1, partition="iid")
+        )
+    except UserError as error:
+        said = str(error)
+    if said:
+        assert "\n" not in said
+        assert "own" in said
+        return
+    for x, y in ((data.train_x, data.train_y), (data.test_x, data.test_y)):
+        assert torch.isfinite(x).all()
+        assert len(x) == len(y) > 0
+        assert 0 <= int(y.min()) <= int(y.max()) < data.num_classes
+    assert set(data.train_y.tolist()) == set(range(data.num_classes))
+    assert len(partition.train[0]) == len(data.train_y)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(("train_images", "test_images"), ARRAYS),
+            **dict.fromkeys(("train_labels", "test_labels"), ARRAYS | LABELS),
+            "extra": ARRAYS,
+        },
+    ),
+    st.sampled_from([None, 1, 5]),
+)
+@example({"train_labels": np.array([0, 1] * 10), "test_labels": np.array([1] * 10)}, None)
+@effort(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_npz_file_loads_or_is_refused(changes: dict[str, Array], image_size: int | None) -> None:
+    with TemporaryDirectory() as folder:
+        write_npz(Path(folder) / "own.npz", **changes)
+        check_whatever_it_holds(data_dir=folder, image_size=image_size)
+
+
+@given(st.sampled_from([".npz", ".tar", ".tar.gz"]), st.floats(0, 1), st.integers(1, 255), st.sampled_from([0, 1, 9]))
+@effort(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_damaged_file_loads_or_is_refused(form: str, place: float, flip: int, gone: int) -> None:
+    """A byte is flipped, some are gone, or (9) the rest is."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"own{form}"
+        write_npz(path) if form == ".npz" else write_tar(path, image_files())
+        data = bytearray(path.read_bytes())
+        at = min(int(place * len(data)), len(data) - 1)
+        data[at] ^= flip
+        data[at : len(data) if gone == 9 else at + gone] = b""
+        path.write_bytes(bytes(data))
+        check_whatever_it_holds(data_dir=folder)
+
+
+CONTENTS = st.sampled_from(
+    [
+        png(np.zeros((3, 4), np.uint8)),
+        png(np.zeros((3, 4), np.uint8))[:-9],
+        png(np.zeros((2, 2, 3), np.uint8)),
+        png(np.zeros((2, 2), np.uint16)),
+        b"",
+        b"no image",
+    ]
+)
+NAMES = st.sampled_from(["a.png", "b.PNG", "c.jpg", ".hidden.png", "notes.txt", "d\udcff.png", "é ü.png", "e.npz"])
+CLASSES = st.sampled_from(
+    ["train/x", "train/y", "test/x", "test/y", "test/z", "x", "train", "test", "p/q", "p/q/r", "p/s"]
+)
+
+
+@given(st.dictionaries(st.tuples(CLASSES, NAMES).map("/".join), CONTENTS, max_size=9), st.booleans(), st.booleans())
+@effort(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_image_folder_loads_or_is_refused(files: dict[str, bytes], packed: bool, sized: bool) -> None:
+    with TemporaryDirectory() as folder:
+        if packed:
+            write_tar(Path(folder) / "own.tar", files)
+        else:
+            write_folder(Path(folder) / "own", files)
+        check_whatever_it_holds(data_dir=folder, image_size=4 if sized else None)
 
 
 def test_cache_folder_that_cannot_be_written(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Value
+from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.config import resolve
 from fedsub_app.runs.directory import Checkpoint, Run, checkpoints, open_run, read_checkpoint
 
@@ -36,9 +37,17 @@ def test_a_checkpoint_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "round-000001.safetensors"
-    save_file({"model/w": torch.zeros(1)}, path, metadata={"round": "1", "digest": "0123"})
+    header = {"round": "1", "abandoned": "0", "digest": "0123", "state-rounds": "{}"}
+    save_file({"model/w": torch.zeros(1)}, path, metadata=header)
+    with pytest.raises(UserError, match=r"round-000001.safetensors: .* truncated or damaged \(no checksum"):
+        read_checkpoint(path)
+    write_tensors(path, {"model/w": torch.zeros(1)}, {key: header[key] for key in ("round", "digest", "state-rounds")})
     with pytest.raises(UserError, match=r"round-000001.safetensors: .* truncated or damaged \('abandoned'\)"):
         read_checkpoint(path)
+    write_tensors(path, {"model/w": torch.zeros(1)}, header)
+    other = path.rename(tmp_path / "round-000002.safetensors")
+    with pytest.raises(UserError, match=r"round-000002.safetensors: .* \(its checksum is of other content"):
+        read_checkpoint(other)
 
 
 def test_restore_returns_the_last_checkpoint_and_cuts_off_later_lines(tmp_path: Path) -> None:

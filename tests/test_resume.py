@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, fedsub, result, tree
 
+from fedsub_app.settings import digest
+
 KEYS = {
     "model": "feature-mlp",
     "lr": "0.05",
@@ -21,14 +23,14 @@ KEYS = {
     "num-clients": "3",
     "clients-per-round": "2",  # a client's state may be some rounds old
     "num-rounds": "4",
-    "fedpews.warmup-rounds": "3",
     "evaluate": "global,personal",
 }
 METHODS = ("fedpews", "local")  # one keeps mask scores in its clients' state, the other whole models
 
 
 def keys(method: str, folder: Path, **more: str) -> list[str]:
-    values = KEYS | {"method": method, "run-dir": str(folder)} | {k.replace("_", "-"): v for k, v in more.items()}
+    values = KEYS | ({"fedpews.warmup-rounds": "3"} if method == "fedpews" else {})
+    values |= {"method": method, "run-dir": str(folder)} | {k.replace("_", "-"): v for k, v in more.items()}
     return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
 
 
@@ -168,6 +170,13 @@ def test_a_checkpoint_of_other_settings_is_refused(killed: Path, tmp_path: Path)
     folder = copy(killed, tmp_path)
     settings = json.loads((folder / "settings.json").read_text())
     settings["settings"]["lr"] = 0.5
+    (folder / "settings.json").write_text(json.dumps(settings))
+    refused = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert refused.code == 2
+    changed = f"error: {folder / 'settings.json'}: damaged, or changed by hand: its checksum is of other content\n"
+    assert refused.err == changed
+    del settings["crc32"]
+    settings["digest"] = digest(settings["settings"])  # the settings.json of another run
     (folder / "settings.json").write_text(json.dumps(settings))
     refused = fedsub(tmp_path, "run", "--resume", str(folder))
     assert refused.code == 2

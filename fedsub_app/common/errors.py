@@ -5,6 +5,12 @@ class UserError(Exception):
     """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed."""
 
 
+def shown(value: object) -> str:
+    """Return a value as a message shows it: as Python writes it, cut after 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception as one line of text."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,10 +1,20 @@
-"""Writing files so that a crash leaves the old content or the new one."""
+"""Writing files so that a crash leaves the old content or the new one, and JSON that every reader takes."""
 
+import json
+import math
 import os
+import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
+
+CHECKSUM = "crc32"
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
@@ -38,3 +48,57 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what writers that were killed left below a folder in which nobody writes now."""
+    for path in folder.rglob(".*"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def to_json(content: object, indent: int | None = None) -> str:
+    """Return JSON text; numbers that are not finite, which JSON does not have, are null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def write_json(path: Path, content: Json) -> None:
+    """Write a JSON object with its checksum, atomically."""
+    text = to_json(content | {CHECKSUM: _checksum(content)}, indent=2)
+    write_atomic(path, f"{text}\n".encode())
+
+
+def read_json(path: Path) -> Json:
+    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, is damaged, or holds something else.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a file")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    checksum = content.pop(CHECKSUM, None)
+    if checksum not in (None, _checksum(content)):
+        raise UserError(f"{path}: damaged, or changed by hand: its checksum is of other content")
+    return content
+
+
+def _checksum(content: Json) -> str:
+    return f"{zlib.crc32(to_json(content).encode()):08x}"

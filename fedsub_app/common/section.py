@@ -42,7 +42,7 @@ class SeedSettings(Section):
 class ClientsSettings(Section):
     """How many clients there are."""
 
-    num_clients: Annotated[int, Field(ge=1)] = 2
+    num_clients: Annotated[int, Field(ge=1, le=100_000)] = 2
     """Clients of the federation."""
 
 
@@ -81,12 +81,15 @@ class Listed:
 
 
 Value = str | int | float | bool  # of a key, in TOML
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MILLION = 1_000_000  # no number has a use beyond it; without a bound 10**30 epochs hang and 10**30 clients crash
+Positive = Annotated[float, Field(gt=0, le=MILLION)]
+NonNegative = Annotated[float, Field(ge=0, le=MILLION)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-CountOrNone = Annotated[int | None, Field(ge=0), AfterValidator(lambda n: n or None), PlainSerializer(lambda n: n or 0)]
+Count = Annotated[int, Field(ge=1, le=MILLION)]
+CountOrZero = Annotated[int, Field(ge=0, le=MILLION)]
+Epochs = Annotated[int, Field(ge=0, le=10_000)]
+ZERO_IS_NONE, NONE_IS_ZERO = AfterValidator(lambda number: number or None), PlainSerializer(lambda number: number or 0)
+CountOrNone = Annotated[int | None, Field(ge=0, le=MILLION), ZERO_IS_NONE, NONE_IS_ZERO]
 PercentOrNone = Annotated[
     float | None, Field(ge=0, le=100), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
 ]

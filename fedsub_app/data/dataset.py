@@ -2,23 +2,31 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import CountOrNone, Names, SeedSettings, TextOrNone
+from fedsub_app.common.memory import check_memory
+from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
-from fedsub_app.data.sources import ALIASES, Source, data_folder, load_sources
+from fedsub_app.data.sources import ALIASES, Source, check_hidden, data_folder, load_sources
+
+
+def _named(text: str) -> str:
+    if not all(text.split("+")):
+        raise ValueError("must be the name of a data set, or names joined by +")
+    return text
 
 
 class DataSettings(SeedSettings):
     """Which data, how much of it, in which form."""
 
-    dataset: str = "digits"
+    dataset: Annotated[str, AfterValidator(_named)] = "digits"
     """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
     domains: Names = ()
     """Of a set that has domains, those to use: "fog, snow-3"; "": all."""
@@ -32,7 +40,7 @@ class DataSettings(SeedSettings):
     Where a class has fewer, all test images of that source come from its training images that ``train_per_class`` left
     over (a note says so).
     """
-    image_size: CountOrNone = None
+    image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None
     """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
     normalise: Literal["standard", "half", "none"] = "standard"
     """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
@@ -75,6 +83,8 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
+    for part in settings.dataset.split("+"):
+        check_hidden(part, data_folder(settings.data_dir))
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
     if len(names) > 1 and set(names) & set(synthetic.NAMES):
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
@@ -94,6 +104,7 @@ def _load(settings: DataSettings) -> Dataset:
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
     train, test = [source.train for source in sources], [source.test for source in sources]
+    _check_size([x for x, _ in train + test], settings)
     train_x, test_x = _one_form([x for x, _ in train + test], settings.image_size, len(sources))
     if names[0] not in synthetic.NAMES:
         _normalise(train_x, test_x, settings.normalise)
@@ -140,6 +151,15 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
             available = f"class {label} of {name} has {len(indices)} {source}"
             raise UserError(f"{split}-per-class = {wanted}: {available}; expected at most that, or 0 for all")
     return torch.cat(chosen).sort().values
+
+
+def _check_size(parts: list[Tensor], settings: DataSettings) -> None:
+    """Raise :class:`UserError` where all samples in one form would not fit into the memory."""
+    height, width = (settings.image_size or max(part.shape[axis] for part in parts) for axis in (-2, -1))
+    sample = max(part.shape[1] for part in parts) * (height * width if parts[0].ndim == 4 else 1)
+    check_memory(
+        f"dataset = {settings.dataset!r}, samples of {sample} values", 4 * sample * sum(len(part) for part in parts)
+    )
 
 
 def _one_form(parts: list[Tensor], image_size: int | None, num_sources: int) -> tuple[Tensor, Tensor]:

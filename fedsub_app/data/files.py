@@ -9,7 +9,6 @@ import hashlib
 import io
 import math
 import os
-import shutil
 import tarfile
 import zipfile
 from collections import Counter
@@ -27,13 +26,16 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.memory import check_memory
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
 
-ARCHIVES = (".tar.xz", ".tar.gz", ".tar")
+ARCHIVES = (".tar.xz", ".tar.gz", ".tgz", ".tar")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
+MOST_CLASSES = 10_000
+MOST_UNPACKED = 2**31  # bytes of an idx file or of an image; EMNIST's largest file has 550 MB
 NPZ_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -61,21 +63,26 @@ def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
         raise UserError(f"{prefix} labels are {labels.dtype} {list(labels.shape)}, expected integers [n] or [n, 1]")
     if len(labels) != len(images):
         raise UserError(f"{prefix} has {len(labels)} labels for {len(images)} images")
-    if labels.min() < 0:
-        raise UserError(f"{prefix} has label {labels.min()}, expected 0 or more")
+    if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
+        found = f"{prefix} has labels from {labels.min()} to {labels.max()}"
+        raise UserError(f"{found}, expected 0 or more and less than {MOST_CLASSES}")
     channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
     return channels_last.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels.astype(np.int64))
 
 
 def read_npz(path: Path) -> tuple[Split, Split]:
     """Read a file with the keys ``NPZ_KEYS``; other keys are ignored."""
+    if not path.is_file():
+        raise UserError(f"{path}: not a file")
     try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("a single array")
-        with archive:
-            keys = archive.files
-            arrays = [archive[key] for key in NPZ_KEYS if key in keys]
+        with zipfile.ZipFile(path) as archive:  # what it holds is known before any of it is unpacked
+            check_memory(f"{path} as float32", 4 * sum(entry.file_size for entry in archive.infolist()))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
+    try:
+        with np.load(path, allow_pickle=False) as arrays_of:
+            keys = arrays_of.files
+            arrays = [arrays_of[key] for key in NPZ_KEYS if key in keys]
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
         raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
     if len(arrays) < len(NPZ_KEYS):
@@ -166,7 +173,7 @@ def read_images(path: Path, image_size: int | None = None, classes: Sequence[str
         except UserError:  # damaged: decode again
             pass
     encoded = _archived(path) if path.is_file() else _unarchived(path, files) if split else _unsplit(path, files)
-    arrays = _stack(path, encoded, image_size, classes)
+    arrays = _stack(path, encoded, image_size, classes, split)
     _keep(cached, partial(_save, arrays))
     return read_npz(cached)
 
@@ -186,7 +193,7 @@ def fingerprint(files: Sequence[Path], more: str = "") -> str:
     digest = hashlib.sha256(more.encode())
     for file in files:
         stat = file.stat()
-        digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))  # also not Unicode
     return digest.hexdigest()[:16]
 
 
@@ -197,7 +204,10 @@ def _save(arrays: dict[str, Array], target: BinaryIO) -> None:
 def _copy(original: Path, target: BinaryIO) -> None:
     try:
         with gzip.open(original) if original.suffix == ".gz" else original.open("rb") as source:
-            shutil.copyfileobj(source, target)
+            for number, part in enumerate(iter(lambda: source.read(2**20), b"")):
+                if number >= MOST_UNPACKED // 2**20:
+                    raise ValueError(f"more than {MOST_UNPACKED} bytes unpacked")
+                target.write(part)
     except Exception as error:  # gzip and zlib raise several types on damaged bytes
         raise UserError(f"{original}: not a readable gzip file ({one_line(error)})") from error
 
@@ -239,6 +249,8 @@ def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
             for member in archive:
                 parts = Path(member.name).parts[-3:]
                 if member.isfile() and _is_image(parts):
+                    if member.size > MOST_UNPACKED:
+                        raise ValueError(f"{member.name!r} of {member.size} bytes")
                     content = archive.extractfile(member)
                     if content is not None:
                         yield parts, content.read()
@@ -252,13 +264,20 @@ def _is_image(parts: tuple[str, ...]) -> bool:
 
 
 def _stack(
-    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], image_size: int | None, classes: Sequence[str]
+    path: Path,
+    encoded: Iterator[tuple[tuple[str, ...], bytes]],
+    image_size: int | None,
+    classes: Sequence[str],
+    split_by_folder: bool,
 ) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
+    pixels = 0
     for parts, content in encoded:
         where = f"{path}: image {'/'.join(parts)}"
         images[parts] = _decode(content, where, image_size)
+        pixels += images[parts].nbytes
+        check_memory(f"{path} as float32", 4 * pixels)
         size = size or images[parts].shape[:2]
         if images[parts].shape[:2] != size:
             raise UserError(
@@ -269,13 +288,15 @@ def _stack(
     arrays: dict[str, Array] = {}
     for split in ("train", "test"):
         keys = sorted(parts for parts in images if parts[0] == split)
+        if not keys and images and not split_by_folder:
+            raise UserError(f"{path}: no class has {HOLD_OUT} images, of which every {HOLD_OUT}th is a test image")
         if not keys:
             raise UserError(f"{path}: no image in {split}/<class>/ (of type {', '.join(IMAGES)})")
         unknown = sorted({name for _, name, _ in keys} - set(classes))
         if unknown:
             raise UserError(f"{path}: class {unknown[0]} is in {split}/ but not in train/")
-        pixels = [images[key] for key in keys]
-        grey_to_rgb = [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in pixels]
+        found = [images[key] for key in keys]
+        grey_to_rgb = [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in found]
         arrays[f"{split}_images"] = np.stack(grey_to_rgb)
         arrays[f"{split}_labels"] = np.array([classes.index(name) for _, name, _ in keys], dtype=np.int64)
     return arrays

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.memory import check_memory
 from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, CountOrZero, Listed, Positive, SeedSettings
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
@@ -154,6 +155,8 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
             raise UserError(f"{said} partition = {settings.partition!r}; allowed are 'iid', 'dirichlet'")
         if settings.validation_fraction or settings.client_test == "holdout":
             raise UserError(f"{said} validation-fraction or holdout: drawn with replacement, a sample may be in both")
+        what = f"samples-per-client = {settings.samples_per_client} of num-clients = {clients}"
+        check_memory(what, 8 * settings.samples_per_client * clients)
     elif clients > samples:
         raise UserError(f"num-clients = {clients}: expected 1 to {samples}, the number of training samples")
     if settings.partition == "shards" and shards > samples // clients:

@@ -100,6 +100,16 @@ def load_sources(name: str, data: Path, seed: int, image_size: int | None, domai
     return load(Wanted(name, data, seed, image_size, domains))
 
 
+def check_hidden(name: str, data: Path) -> None:
+    """Raise :class:`UserError` where the data folder has an image set of the name of a known one, which hides it."""
+    if name not in KNOWN and name not in ALIASES:
+        return
+    forms = (name, *(f"{name}{suffix}" for suffix in ARCHIVES), *([] if name in MEDMNIST else [f"{name}.npz"]))
+    for path in filter(None, (find(data, form) for form in forms)):
+        if path.is_file() or folder_form(path):
+            raise UserError(f"dataset = {name!r}: a known set, and {path} has the name too; rename that one")
+
+
 def _synthetic(wanted: Wanted) -> Source:
     return Source(*synthetic.generate(wanted.name, wanted.seed), synthetic.NUM_CLASSES)
 
@@ -214,6 +224,8 @@ def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
         images = read_npy(file)
         rows = slice(len(images) * (number - 1) // 5, len(images) * number // 5)
         x, y = checked(file, f"severity {number}", np.array(images[rows]), np.array(labels[rows]))
+        if int(y.max()) > 9:
+            raise UserError(f"{folder / 'labels.npy'}: label {int(y.max())}, expected 0 to 9")
         test = hold_out(y)
         found[domain] = Source((x[~test], y[~test]), (x[test], y[test]), 10, (HELD_OUT,))
     return found
@@ -246,12 +258,17 @@ def _own_single(file: Path | None, wanted: Wanted) -> Source:
         raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
     if file is None and re.fullmatch(r"[\w.-]+", name):
         file = find(data, f"{name}.npz")  # a file of other keys than ours: its reader says which are missing
+    if file is None and (packed := find(data, f"{name}.zip")):
+        raise UserError(f"{packed}: a zip archive; unpack it, or pack it again as one of {', '.join(ARCHIVES)}")
     if file is None:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = ", ".join(dataset_names(str(data)))
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
     train, test = read_npz(file) if file.suffix == ".npz" else read_images(file, image_size)
     num_classes = int(max(train[1].max(), test[1].max())) + 1
+    if empty := sorted(set(range(num_classes)) - set(train[1].tolist())):
+        reason = f"labels up to {num_classes - 1}, but no training image of class {empty[0]}"
+        raise UserError(f"{file}: {reason}: expected labels from 0 to n - 1, each with one")
     notes = [HELD_OUT] if folder_form(file) == "classes" else []
     if "jpeg" in name or "lossy" in name:
         notes.append("lossy JPEG, not the original pixels")
@@ -265,6 +282,8 @@ def _own_files(data: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
         suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
+        if suffix and not path.is_file():
+            continue
         is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
         is_folder = not suffix and path.name not in ("train", "test") and folder_form(path) != ""
         name = path.name.removesuffix(suffix)
@@ -292,7 +311,10 @@ def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> Non
 
 def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
-    return Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
+    folder = Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"data-dir = {str(folder)!r}: not a folder")
+    return folder
 
 
 KNOWN: dict[str, Known] = {

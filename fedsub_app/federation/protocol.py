@@ -73,6 +73,7 @@ class Update:
 
     ``squares``: tensor name -> squared distance to :attr:`Spec.start`, for those that have one; measured by who reads
     the update, not sent.
+    ``state``: the rounds of the durable state that it had before its task and has after it, 0 for none.
     """
 
     client: int
@@ -81,6 +82,7 @@ class Update:
     num_examples: int = 0
     error: str = ""
     squares: dict[str, float] = field(default_factory=dict)
+    state: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -391,6 +393,7 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
         "metrics": update.metrics,
         "num-examples": update.num_examples,
         "error": update.error,
+        "state": update.state,
     }
     return config, update.tensors
 
@@ -429,7 +432,11 @@ def read_update(
     if type(count) is not int or not 1 <= count <= most_examples:
         raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be an integer from 1 to {most_examples}")
     said = _read_metrics(config.get("metrics"), metrics)
-    return Update(int(config["client"]), tensors, said, count, squares=away)
+    match config.get("state"):
+        case [int(before), int(after)] if 0 <= before <= after:
+            return Update(int(config["client"]), tensors, said, count, state=(before, after), squares=away)
+    shown = printable(repr(config.get("state")), 40)
+    raise BadReply(f"state = {shown}: must be two rounds, of its state before and after")
 
 
 def _read_metrics(said: object, allowed: Mapping[str, Range]) -> dict[str, float]:

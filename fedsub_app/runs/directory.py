@@ -3,7 +3,7 @@
 ====================================  =================================================================================
 settings.json                         settings, their digest, run id, versions
 partition.json, partition.png         client × class counts
-rounds.jsonl                          one line a round, written and synced before the round counts
+rounds.jsonl                          one line a round with its checksum, written and synced before the round counts
 checkpoints/round-000012.safetensors  global model and the strategy's state after that round
 clients/client-000003/…               the clients' durable state (simulation; a real node keeps its own)
 summary.json, model.safetensors       written when the run ends
@@ -16,26 +16,29 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import flwr
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from fedsub_app.common.code import code_digest
-from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import write_atomic
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.files import read_json, sweep, to_json, write_atomic, write_json
 from fedsub_app.common.section import Value
+from fedsub_app.common.tensor_files import read_tensors, round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.config import resolve, spelled
-from fedsub_app.settings import LOCATION_KEYS, Settings
+from fedsub_app.settings import LOCATION_KEYS, Settings, digest
 
 try:
     import fcntl
@@ -44,45 +47,60 @@ except ImportError:  # Windows
 
 
 class RunFailed(Exception):
-    """The run could not go on (too many abandoned rounds); ``folder`` holds a checkpoint to resume from."""
+    """The run could not go on (abandoned rounds, a full disk); ``folder`` may hold a checkpoint to resume from."""
 
     def __init__(self, message: str, folder: Path) -> None:
         super().__init__(message)
         self.folder = folder
 
 
+def resume_command(folder: Path) -> str:
+    """Return what goes on with the run of a directory."""
+    return f"fedsub run --resume {shlex.quote(str(folder))}"
+
+
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """Resolve a run's settings; with ``resume`` those of its directory, which the other keys must not contradict."""
-    if not overrides.get("resume"):
+    if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
-    folder = Path(str(overrides.get("run-dir", "")))
-    recorded = _recorded(folder)["settings"]
+    folder = Path(str(overrides["run-dir"]))
+    content = _recorded(folder)
+    recorded = content["settings"]
     for key, value in overrides.items():
-        if key not in LOCATION_KEYS and recorded.get(key) != spelled(key, value):
+        if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != spelled(key, value):
             raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {recorded.get(key)!r}")
+    own = {key: value for key, value in recorded.items() if key != "experiment"}
+    try:
+        resolve(own)
+    except UserError as error:
+        wrote = f"it was written by commit {content.get('commit', 'unknown')}, which can resume it"
+        raise UserError(f"{folder / 'settings.json'}: {error}; {wrote}") from None
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
-    settings = resolve({key: value for key, value in recorded.items() if key != "experiment"} | location)
-    return settings.model_copy(update={"experiment": recorded.get("experiment") or None})
+    return resolve(own | location).model_copy(update={"experiment": recorded.get("experiment") or None})
 
 
 def _recorded(folder: Path) -> Json:
     """Return what ``open_run`` wrote into a run's settings.json."""
     path = folder / "settings.json"
-    try:
-        content = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    found: Json = content if isinstance(content, dict) else {}
-    if not isinstance(found.get("settings"), dict) or "run-id" not in found:
+    if not path.is_file():
+        raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run")
+    found = read_json(path)
+    recorded, run_id = found.get("settings"), found.get("run-id")
+    if not isinstance(recorded, dict) or not re.fullmatch(r"[0-9a-f]{12}", str(run_id)):
         raise UserError(f"{path}: not a run's settings (settings, run-id)")
+    if found.get("digest") != digest(recorded):
+        raise UserError(
+            f"{path}: damaged or changed (digest {found.get('digest')}, its settings' is {digest(recorded)})"
+        )
     return found
 
 
 def _lock(folder: Path) -> TextIO:
     """Lock the directory; returns the open file that holds the lock until it is closed or the process ends."""
-    file = (folder / ".lock").open("w")
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
     if fcntl:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,6 +123,7 @@ class Checkpoint:
     state : what :meth:`strategies.base.SubnetStrategy.state` returned after it.
     abandoned : how many rounds in a row, up to this one, were abandoned.
     digest : that of the settings it belongs to.
+    state_rounds : the round of the state that each client keeps, where it keeps one.
     """
 
     round: int = 0
@@ -112,13 +131,13 @@ class Checkpoint:
     state: Tensors = field(default_factory=dict)
     abandoned: int = 0
     digest: str = ""
+    state_rounds: Mapping[int, int] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the file, atomically."""
-        tensors = prefixed("model/", self.model) | prefixed("state/", self.state)
         header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
-        # A copy of each tensor: safetensors refuses tensors that share memory.
-        write_atomic(path, save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, header))
+        header["state-rounds"] = json.dumps(dict(self.state_rounds))
+        write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -127,15 +146,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises
     ------
     UserError
-        The file is truncated or damaged.
+        The file is truncated or damaged, or that of another round.
     """
     try:
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors, header = read_tensors(path)
         model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
-        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        rounds = {int(client): number for client, number in json.loads(header["state-rounds"]).items()}
+        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"], rounds)
+    except (KeyError, ValueError) as error:
         raise UserError(
             f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
         ) from None
@@ -143,17 +161,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in the directory of a run, the oldest first."""
-    return sorted((folder / "checkpoints").glob("round-*.safetensors"))
+    return list(round_files(folder / "checkpoints").values())
 
 
 class Run:
     """The directory of one run, locked against other processes. Use :func:`open_run`, and close it."""
 
-    def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
+    def __init__(self, folder: Path, settings: Settings, run_id: str, settings_digest: str) -> None:
         self.folder = folder
         self.settings = settings
         self.run_id = run_id
+        self.digest = settings_digest
         self.lines: list[Json] = []
+        self.last_round = 0
         self._lock = _lock(folder)
 
     def close(self) -> None:
@@ -165,60 +185,82 @@ class Run:
         """Where clients on this machine keep their state."""
         return self.folder / "clients"
 
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        """Say in one line that a file of the run cannot be written: :class:`RunFailed`."""
+        path = self.folder / name
+        try:
+            if not (self.folder / "settings.json").exists():
+                raise RunFailed(f"{self.folder}: the run directory, or its settings.json, was deleted", self.folder)
+            yield path
+        except OSError as error:
+            reason = f"{path}: cannot be written ({error.strerror})"
+            raise RunFailed(f"{reason}; when it can, `{resume_command(self.folder)}` goes on", self.folder) from None
+
     def write_json(self, name: str, content: Json) -> None:
         """Write the file ``name`` of the run, atomically."""
-        write_atomic(self.folder / name, (json.dumps(content, indent=2) + "\n").encode())
+        with self._writing(name) as path:
+            write_json(path, content)
 
     def log_round(self, line: Json) -> None:
         """Append a round's line and wait until it is on disk."""
-        self.lines.append(line)
-        with (self.folder / "rounds.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        text = _sealed(line)
+        self.lines.append(_unsealed(text, sealed=True))
+        self.last_round = line["round"]
+        with self._writing(ROUNDS) as path, path.open("a") as file:
+            file.write(f"{text}\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def checkpoint(self, server_round: int, model: Mapping[str, torch.Tensor], state: Tensors, abandoned: int) -> None:
+    def checkpoint(
+        self,
+        server_round: int,
+        model: Mapping[str, torch.Tensor],
+        state: Tensors,
+        abandoned: int,
+        state_rounds: Mapping[int, int] | None = None,
+    ) -> None:
         """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
-        finished = Checkpoint(server_round, dict(model), state, abandoned, self.settings.digest())
-        finished.write(self.folder / "checkpoints" / f"round-{server_round:06d}.safetensors")
-        keep, found = self.settings.keep_checkpoints, checkpoints(self.folder)
-        for path in found[:-keep] if keep else []:
-            path.unlink(missing_ok=True)
+        finished = Checkpoint(server_round, dict(model), state, abandoned, self.digest, state_rounds or {})
+        with self._writing("checkpoints") as folder:
+            finished.write(round_file(folder, server_round))
+            keep, found = self.settings.keep_checkpoints, checkpoints(self.folder)
+            for path in found[:-keep] if keep else []:
+                path.unlink(missing_ok=True)
 
     @property
     def oldest_round(self) -> int:
         """Round of the oldest checkpoint there, from which a resume may start; 0 without one."""
-        return int(found[0].stem.removeprefix("round-")) if (found := checkpoints(self.folder)) else 0
+        return min(round_files(self.folder / "checkpoints"), default=0)
 
     def restore(self) -> Checkpoint:
-        """Return the last checkpoint and cut off the lines of later rounds.
+        """Return the last checkpoint, cut off the lines of later rounds and delete what a killed writer left.
 
         Raises
         ------
         UserError
-            The checkpoint is truncated or damaged, or belongs to other settings.
+            The checkpoint is truncated or damaged, or belongs to other settings; or a line of a round is damaged.
         """
         last = Checkpoint()
         if found := checkpoints(self.folder):
-            path, wanted = found[-1], self.settings.digest()
-            last = read_checkpoint(path)
-            if last.digest != wanted:
-                raise UserError(f"{path}: checkpoint of other settings (digest {last.digest}, this run's is {wanted})")
-        self._cut_lines(last.round)
+            last = read_checkpoint(found[-1])
+            if last.digest != self.digest:
+                reason = f"(digest {last.digest}, this run's is {self.digest})"
+                raise UserError(f"{found[-1]}: checkpoint of other settings {reason}")
+        lines = read_rounds(self.folder) if last.round else []  # without a checkpoint round 0 is measured again, too
+        self.lines, self.last_round = [line for line in lines if line["round"] <= last.round], last.round
+        sweep(self.folder)
+        with self._writing(ROUNDS) as path:
+            write_atomic(path, "".join(f"{_sealed(line)}\n" for line in self.lines).encode())
         return last
-
-    def _cut_lines(self, last_round: int) -> None:
-        lines = read_rounds(self.folder) if last_round else []  # without a checkpoint round 0 is measured again, too
-        self.lines = [line for line in lines if line["round"] <= last_round]
-        text = "".join(json.dumps(line) + "\n" for line in self.lines)
-        write_atomic(self.folder / "rounds.jsonl", text.encode())
 
     def finish(self, status: str, model: Mapping[str, torch.Tensor]) -> Json:
         """Write the final model and the summary; returns the summary."""
-        write_atomic(
-            self.folder / "model.safetensors", save({name: tensor.contiguous() for name, tensor in model.items()})
-        )
+        with self._writing("model.safetensors") as path:
+            write_tensors(path, model)
         summary = summarise(self.lines, self.settings) | {"status": status, "run-dir": str(self.folder)}
+        if missing := sorted(set(range(1, self.last_round + 1)) - {line["round"] for line in self.lines}):
+            summary["missing-rounds"] = missing  # somebody deleted their lines: the totals are without them
         self.write_json("summary.json", summary)
         return summary
 
@@ -234,36 +276,45 @@ def open_run(settings: Settings) -> Run:
     if settings.run_dir:
         folder = Path(settings.run_dir).resolve()
         if settings.resume:
-            return Run(folder, settings, str(_recorded(folder)["run-id"]))
+            recorded = _recorded(folder)
+            return Run(folder, settings, recorded["run-id"], recorded["digest"])
         if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
     else:
-        root = Path(os.environ.get("FEDSUB_RUNS", "runs")).resolve()
-        name = (settings.experiment or f"{settings.method}-{settings.dataset}").replace("/", "-").replace("+", "-")
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}"
-        folder = next(
-            path
-            for number in range(1, 1000)
-            if not (path := root / (stamp if number == 1 else f"{stamp}-{number}")).exists()
-        )
+        folder = new_folder(settings)
+    run_id, settings_digest = uuid.uuid4().hex[:12], settings.digest()
+    content = {
+        "run-id": run_id,
+        "digest": settings_digest,
+        "settings": settings.flat(),
+        "code": code_digest(),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "flwr": flwr.__version__},
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk
         raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
-    run = Run(folder, settings, uuid.uuid4().hex[:12])
-    run.write_json(
-        "settings.json",
-        {
-            "run-id": run.run_id,
-            "digest": settings.digest(),
-            "settings": settings.flat(),
-            "code": code_digest(),
-            "commit": _commit(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "flwr": flwr.__version__},
-            "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
-        },
-    )
+    run = Run(folder, settings, run_id, settings_digest)
+    try:
+        write_json(folder / "settings.json", content)
+    except OSError as error:
+        run.close()
+        raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
     return run
+
+
+def new_folder(settings: Settings) -> Path:
+    """Return the directory, which does not exist yet, of a run whose ``run-dir`` is empty."""
+    root = Path(os.environ.get("FEDSUB_RUNS", "runs")).resolve()
+    name = (settings.experiment or f"{settings.method}-{settings.dataset}").replace("/", "-").replace("+", "-")
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}"
+    return next(
+        path
+        for number in range(1, 1000)
+        if not (path := root / (stamp if number == 1 else f"{stamp}-{number}")).exists()
+    )
 
 
 def _commit() -> str:
@@ -276,16 +327,61 @@ def _commit() -> str:
     return found.stdout.strip() or "not a git checkout"
 
 
+ROUNDS = "rounds.jsonl"
+_CHECKSUM_LENGTH = len(', "crc32": "01234567"}')
+
+
+def _sealed(line: Json) -> str:
+    """Return a round's line with, at its end, the checksum of the line without it."""
+    text = to_json(line)
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
+
+
+def _unsealed(text: str, sealed: bool) -> Json:
+    """Return what :func:`_sealed` was given; ``sealed`` is False for lines of 0.1.0, which have no checksum.
+
+    Raises
+    ------
+    ValueError
+        It is not a round's line, or not as it was written.
+    """
+    if sealed:
+        place = max(0, len(text) - _CHECKSUM_LENGTH)
+        text, checksum = f"{text[:place]}}}", text[place:]
+        if checksum != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
+            raise ValueError("its checksum is of another line")
+    line = json.loads(text, parse_constant=lambda _: None)
+    if not isinstance(line, dict) or type(line.get("round")) is not int:
+        raise ValueError("not a round's line")
+    return line
+
+
 def read_rounds(folder: Path) -> list[Json]:
-    """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out."""
-    path = folder / "rounds.jsonl"
+    """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out.
+
+    Raises
+    ------
+    UserError
+        Another line is damaged, or not later than the one before it.
+    """
+    path = folder / ROUNDS
+    try:
+        texts = path.read_bytes().split(b"\n")[:-1]  # behind the last line break there is nothing, or a torn line
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     lines: list[Json] = []
-    if path.exists():
-        for text in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
+    sealed = any(b'"crc32"' in text for text in texts)
+    for number, text in enumerate(texts, 1):
+        try:
+            line = _unsealed(text.decode(), sealed)
+            if lines and line["round"] <= lines[-1]["round"]:
+                raise ValueError(f"round {line['round']} after round {lines[-1]['round']}")
+        except (ValueError, RecursionError) as error:
+            reason = f"line {number} is damaged ({one_line(error)})"
+            raise UserError(f"{path}: {reason}; delete that line to go on without its round") from None
+        lines.append(line)
     return lines
 
 
@@ -312,7 +408,7 @@ def used_up(lines: list[Json], settings: Settings) -> str | None:
         "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
     }
     for key, (most, counted) in spent.items():
-        if most and sum(line.get(count, 0) for line in lines for count in counted) >= most:
+        if most and sum(line.get(count) or 0 for line in lines for count in counted) >= most:
             return key
     return None
 
@@ -337,4 +433,4 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
                 summary["rounds-to-target"] = reached[0] if reached else None
     if budget := used_up(lines, settings):
         summary["ended-by"] = budget
-    return summary | {f"total-{key}": sum(line.get(key, 0) for line in lines) for key in TOTALS}
+    return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in TOTALS}

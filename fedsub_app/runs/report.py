@@ -1,18 +1,20 @@
 """What is printed and drawn of a run: a line a round, a table at the end, learning curves."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.directory import ACCURACIES, read_rounds
 from fedsub_app.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -46,7 +48,7 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     """Return one round as one line of text; ``line`` is that of rounds.jsonl."""
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
     words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
-    if "train-loss" in line:
+    if line.get("train-loss") is not None:
         words.append(f"train loss {line['train-loss']:.4f}")
     dropped = line.get("dropped", ())
     words.append(f"clients {len(line['clients']) - len(dropped)}/{len(line['clients'])}")
@@ -58,6 +60,7 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]
     if len(dropped) > 3:
         words.append(f"and {len(dropped) - 3} more dropped")
+    words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in LOST if key in line]
     return "  ".join(words)
 
 
@@ -94,7 +97,7 @@ def figure(width: float, height: float) -> "Figure":
 
 def draw_partition(folder: Path) -> Path:
     """Draw client × class counts of the run's partition.json as circles; returns the picture."""
-    content = json.loads((folder / "partition.json").read_text())
+    content = read_json(folder / "partition.json")
     counts = content["counts"]
     clients, classes = len(counts), len(counts[0])
     drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
@@ -147,7 +150,10 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
     panels[0].set_ylabel("accuracy (%)")
     panels[0].locator_params(axis="x", integer=True)
     panels[0].legend(fontsize="small")
-    drawing.savefig(target, dpi=120)
+    try:
+        drawing.savefig(target, dpi=120)
+    except ValueError as error:  # a suffix that matplotlib does not know; its message lists those that it does
+        raise UserError(f"{target}: {error}") from None
     return target
 
 
@@ -195,14 +201,16 @@ def _with_costs(folder: Path) -> list[Json]:
     for cost, (keys, unit) in COSTS.items():
         total = 0.0
         for line in lines:
-            total += sum(line.get(key, 0) for key in keys) / unit
+            total += sum(line.get(key) or 0 for key in keys) / unit
             line[cost] = total
     return lines
 
 
 def _settings(folder: Path) -> Json:
-    try:
-        content: Json = json.loads((folder / "settings.json").read_text())["settings"]
-        return content
-    except (OSError, json.JSONDecodeError, KeyError):
-        raise UserError(f"{folder}: not the directory of a run (no readable settings.json)") from None
+    path = folder / "settings.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: not the directory of a run (no readable settings.json)")
+    content = read_json(path).get("settings")
+    if not isinstance(content, dict) or not {"method", "seed"} <= content.keys():
+        raise UserError(f"{path}: not a run's settings")
+    return content
