@@ -1,6 +1,7 @@
 """Sub-FedAvg: pruning by hand, the algorithm written out a second time, what travels, its invariants, its costs."""
 
 import csv
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, fedsub, merge_round, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -639,6 +640,28 @@ def test_masks_survive_the_checkpoint() -> None:
     assert units.sum(1).tolist() == [int(m["conv1"].sum() + m["conv2"].sum()) + 50 for m in again.masks]
     assert positions is not None
     assert int(positions[2]["fc1.weight"].sum()) == 50 * 320
+
+
+def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
+    """Killed in round 4; from the checkpoint of round 2 on, masks of rounds 3 and 4 lie in the clients' states."""
+    changes: dict[str, Value] = {
+        "num-rounds": 4,
+        "clients-per-round": 2,
+        "checkpoint-every": 2,
+        "subfedavg.target": 0.9,
+    }
+
+    def keys(name: str) -> list[str]:
+        values = KEYS | changes | {"run-dir": str(tmp_path / name)}
+        return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
+
+    assert fedsub(tmp_path, "run", *keys("whole")).code == 0
+    died = fedsub(tmp_path, "run", *keys("killed"), die=("client state written", 4))
+    assert died.code == -signal.SIGKILL, died.err
+    resumed = fedsub(tmp_path, "run", "--resume", str(tmp_path / "killed"))
+    assert resumed.code == 0, resumed.err
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+    assert read_rounds(tmp_path / "whole")[-1]["pruned-fraction"] > 0.5
 
 
 def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
