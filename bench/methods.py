@@ -100,9 +100,7 @@ def subfedavg_epoch(settings: Mapping[str, Value]) -> Json:
     keys: dict[str, Value] = {"method": "subfedavg", "subfedavg.pruning": "structured", "dataset": DATASET}
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
         write_images(Path(folder), 1000)
-        place = workplace(
-            resolve({**BASE, **keys, "batch-size": 10, "lr": 0.01, "momentum": 0.5, **settings, "data-dir": folder})
-        )
+        place = workplace(resolve({**BASE, **keys, "lr": 0.01, "momentum": 0.5, **settings, "data-dir": folder}))
     client = SubFedAvgClient(place, 0, 1, {})
     lines: dict[float, list[Json]] = {share: [] for share in (0.0, *SHARES)}
     for _ in range(EPOCHS + 1):
@@ -135,9 +133,11 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         for masks in ("learned", "fixed")
         for narrow in (False, True)
     }
+    digits: dict[str, Value] = {"model": "mnist-cnn-bn", "dataset": "digits", "image-size": 28}
     found |= {
-        f"subfedavg: {settings['model']}": (subfedavg_epoch, (settings,))
-        for settings in ({"model": "lenet5-bn"}, {"model": "mnist-cnn-bn", "dataset": "digits", "image-size": 28})
+        f"subfedavg: {settings['model']}, batch {batch}": (subfedavg_epoch, ({**settings, "batch-size": batch},))
+        for settings in ({"model": "lenet5-bn"}, digits)
+        for batch in (10, 100)
     }
     found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
     return found | {
