@@ -5,6 +5,7 @@
 - ``fedpart``: a round of each layer group over a round of the full network of the same run.
 - ``fedselect``: a round of one or three LocalAlts (two passes over the data each) over a FedAvg round of two or six
   epochs, in turn.
+- ``subfedavg``: an epoch with a share of the channels gone from every layer over one of the whole network, in turn.
 
 Local engine, medians. Writes ``bench/out/methods.json``.
 """
@@ -14,18 +15,27 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from bench.flower_box import PROJECT
 from bench.measures import DATASET, IMAGE, apart, commit, run_local, write_images
 from client_apps import fedpews
+from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
 from fedsub_app.models import build_model, layer_groups
+from fedsub_app.training.costs import formula_bytes
+from fedsub_app.training.workplace import workplace
 
 ROUNDS = 6  # of each kind
+EPOCHS = 15
+SHARES = (0.3, 0.5, 0.7, 0.9)
 KEYS = ("compute-seconds", "flops", "subnet-flops", "formula-bytes-down", "formula-bytes-up")
 BASE: dict[str, Value] = {"num-clients": 2, "partition": "iid", "eval-every": 1000, "evaluate": "global"}
 
@@ -84,6 +94,28 @@ def fedselect_round(model: str, times: int) -> Json:
     return over(upper, lower)
 
 
+def subfedavg_epoch(settings: Mapping[str, Value]) -> Json:
+    """Return an epoch with a share of the channels gone from every layer over one of the whole network."""
+    torch.set_num_threads(1)
+    keys: dict[str, Value] = {"method": "subfedavg", "subfedavg.pruning": "structured", "dataset": DATASET}
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), 1000)
+        place = workplace(resolve({**BASE, **keys, "lr": 0.01, "momentum": 0.5, **settings, "data-dir": folder}))
+    client = SubFedAvgClient(place, 0, 1, {})
+    lines: dict[float, list[Json]] = {share: [] for share in (0.0, *SHARES)}
+    for _ in range(EPOCHS + 1):
+        for share, found in lines.items():
+            masks = {group.name: torch.arange(group.size) >= round(share * group.size) for group in client.plan.groups}
+            small = client.plan.cut(client.initial(), masks)
+            client.load(small)
+            client.flops = 0.0
+            start = time.perf_counter()
+            client.fit(epochs=1)
+            spent = (time.perf_counter() - start, client.flops, client.flops, *[formula_bytes(small)] * 2)
+            found.append(dict(zip(KEYS, spent, strict=True)))
+    return {f"{share:.0%}": over(found[1:], lines[0.0][1:]) for share, found in lines.items() if share}
+
+
 def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
     """Return what is measured: name -> function and arguments."""
     networks: dict[str, dict[str, Value]] = {
@@ -100,6 +132,12 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         for network, settings in networks.items()
         for masks in ("learned", "fixed")
         for narrow in (False, True)
+    }
+    digits: dict[str, Value] = {"model": "mnist-cnn-bn", "dataset": "digits", "image-size": 28}
+    found |= {
+        f"subfedavg: {settings['model']}, batch {batch}": (subfedavg_epoch, ({**settings, "batch-size": batch},))
+        for settings in ({"model": "lenet5-bn"}, digits)
+        for batch in (10, 100)
     }
     found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
     return found | {

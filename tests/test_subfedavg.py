@@ -1,6 +1,7 @@
 """Sub-FedAvg: pruning by hand, the algorithm written out a second time, what travels, its invariants, its costs."""
 
 import csv
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, fedsub, merge_round, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -26,7 +27,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
-from fedsub_app.runs.analysis import overlap
+from fedsub_app.runs.analysis import overlap, overlap_by_chance
 from fedsub_app.runs.directory import read_checkpoint, read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
@@ -641,6 +642,28 @@ def test_masks_survive_the_checkpoint() -> None:
     assert int(positions[2]["fc1.weight"].sum()) == 50 * 320
 
 
+def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
+    """Killed in round 4; from the checkpoint of round 2 on, masks of rounds 3 and 4 lie in the clients' states."""
+    changes: dict[str, Value] = {
+        "num-rounds": 4,
+        "clients-per-round": 2,
+        "checkpoint-every": 2,
+        "subfedavg.target": 0.9,
+    }
+
+    def keys(name: str) -> list[str]:
+        values = KEYS | changes | {"run-dir": str(tmp_path / name)}
+        return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
+
+    assert fedsub(tmp_path, "run", *keys("whole")).code == 0
+    died = fedsub(tmp_path, "run", *keys("killed"), die=("client state written", 4))
+    assert died.code == -signal.SIGKILL, died.err
+    resumed = fedsub(tmp_path, "run", "--resume", str(tmp_path / "killed"))
+    assert resumed.code == 0, resumed.err
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+    assert read_rounds(tmp_path / "whole")[-1]["pruned-fraction"] > 0.5
+
+
 def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
     """Six pairs of clients: two with the same labels, two pairs with one of three in common, three with none."""
     lists: dict[str, Value] = {"partition": "lists", "class-lists": "0 1, 0 1, 1 2, 3 4", "num-clients": 4}
@@ -653,14 +676,57 @@ def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
     assert masks is not None
     assert {row[0] for row in rows} == {"conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight"}
     for name in masks[0]:
-        found = overlap([of_client[name] for of_client in masks])
+        of_clients = [of_client[name] for of_client in masks]
+        found, chance = overlap(of_clients), overlap_by_chance(of_clients)
         expected = [
-            ["0.0000", "3", found[3, :3].mean()],
-            ["0.3333", "2", found[2, :2].mean()],
-            ["1.0000", "1", found[0, 1]],
+            [shared, str(len(pairs)), *(f"{np.mean([t[pair] for pair in pairs]):.4f}" for t in (found, chance))]
+            for shared, pairs in {
+                "0.0000": [(0, 3), (1, 3), (2, 3)],
+                "0.3333": [(0, 2), (1, 2)],
+                "1.0000": [(0, 1)],
+            }.items()
         ]
-        assert [row[1:] for row in rows if row[0] == name] == [[*key, f"{mean:.4f}"] for *key, mean in expected]
+        of_layer = [row for row in rows if row[0] == name]
+        assert [row[1:5] for row in of_layer] == expected
+        above = [float((found - chance)[pair]) for pair in [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]]
+        correlation = np.corrcoef([1, 1 / 3, 1 / 3, 0, 0, 0], above)[0, 1]
+        assert [float(row[5]) for row in of_layer] == pytest.approx([correlation] * 3, abs=1e-3)
     assert (folder / "overlap-labels.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_overlap_by_chance_by_hand() -> None:
+    masks = [bits(1, 1, 0, 0), bits(1, 1, 1, 1), bits(0, 0, 0, 0)]
+    third = 0.25 / 0.75  # halves: a quarter in both, three quarters in one or both
+    assert overlap_by_chance(masks).tolist() == [[pytest.approx(third), 0.5, 0], [0.5, 1, 0], [0, 0, 1]]
+
+
+def test_analyse_lays_accuracy_beside_what_is_pruned(run_local: Run) -> None:
+    """Two clients a round of four: who was not trained by then has no row."""
+    _, folder = run_with(run_local, num_clients=4, clients_per_round=2, num_rounds=2, eval_every=1, keep_checkpoints=0)
+    assert cli.main(["analyse", str(folder)]) == 0
+    strategy = SubFedAvg(resolve(KEYS | {"num-clients": 4}), build_model("mnist-cnn-bn", IN_SHAPE, 10, 0))
+    expected: list[list[Any]] = []
+    trained: set[int] = set()
+    for line in read_rounds(folder):
+        trained |= {*line["clients"]}
+        strategy.load_state(read_checkpoint(folder / f"checkpoints/round-{line['round']:06d}.safetensors").state)
+        masks = strategy.position_masks()
+        assert masks is not None
+        for k in sorted(trained):
+            kept = sum(int(mask.sum()) for mask in masks[k].values()) / 21_750 * 100
+            expected.append([line["round"], k, kept, line["evaluated"][str(k)]["personal-accuracy"]])
+    rows = list(csv.reader((folder / "mask-size.csv").open()))[1:]
+    for row, (number, k, kept, accuracy) in zip(rows, expected, strict=True):
+        assert [int(cell) for cell in row[:2]] == [number, k]
+        assert [float(cell) for cell in row[2:]] == pytest.approx([100 - kept, accuracy], abs=0.01)
+    units = list(csv.reader((folder / "units.csv").open()))[1:]
+    assert [[int(cell) for cell in row[2:]] for row in units] == [
+        [int(strategy.masks[k][group].sum()) if group != "fc1" else 50, size]
+        for k in range(4)
+        for group, size in {"conv1": 10, "conv2": 20, "fc1": 50}.items()
+    ]
+    for name in ("mask-size", "units"):
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------

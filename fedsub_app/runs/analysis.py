@@ -1,12 +1,12 @@
 """What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overlap of personal masks: Tamirisa et al.,
-FedSelect, 2024, Figure 4. Overlap of masks against that of labels: what Vahidian et al., Sub-FedAvg, 2021, claim of
-their sub-networks in Section 3.1 and do not show.
+FedSelect, 2024, Figure 4. Accuracy against what the masks leave out: Vahidian et al., Sub-FedAvg, 2021, Figures 1, 2.
+Overlap of masks against that of labels: what they claim of their sub-networks in Section 3.1 and do not show.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
@@ -39,7 +39,12 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where clients have personal positions: intersection over union
     of the clients' masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
-    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, of pairs that have so many labels in common.
+    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, of pairs that have so many labels in common,
+    what independent masks of those sizes would have, and the correlation over all pairs of what is above that with the
+    labels in common.
+    ``mask-size.csv`` and ``.png``: accuracy of a client's own model against the part of the network outside its mask,
+    at each checkpoint that was evaluated, of the clients that had been trained by then.
+    ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
     ``personal.csv`` and ``.png``: personal fraction and bytes per round. ``clients.csv`` and ``.png``: each client's
     last measured accuracies.
 
@@ -56,7 +61,8 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     if paths := checkpoints(folder):
         strategy = _strategy(settings)
         files += _activations(folder, strategy, paths, samples, masked[-1]["round"] if masked else 0)
-        files += _overlap(folder, strategy, paths)
+        files += _units(folder, strategy)
+        files += _overlap(folder, strategy, paths, lines)
     if growing := [line for line in lines if "personal-fraction" in line]:
         files += _personal(folder, growing)
     if measured := [line for line in lines if line.get("evaluated")]:
@@ -179,6 +185,28 @@ def _activations(
     return [_write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
 
 
+def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
+    """``strategy`` holds the state of the last checkpoint."""
+    masks = strategy.unit_masks()
+    if masks is None:
+        return []
+    of_groups = split(masks.T, strategy.units)  # group name -> bool [size, clients]
+    drawing = figure(2.5 * len(of_groups), 4)
+    grid = drawing.subplots(1, len(of_groups), squeeze=False)[0]
+    for axes, (name, kept) in zip(grid, of_groups.items(), strict=True):
+        axes.imshow(kept.T, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
+        axes.set_title(f"{name}: {kept.sum(0).float().mean():.1f} of {len(kept)}", fontsize="small")
+        axes.locator_params(integer=True)
+        axes.set(xlabel="unit", ylabel="" if axes is not grid[0] else "client (yellow: its units)")
+    drawing.savefig(folder / "units.png", dpi=120)
+    rows = [
+        [client, name, int(kept[:, client].sum()), len(kept)]
+        for client in range(len(masks))
+        for name, kept in of_groups.items()
+    ]
+    return [_write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]
+
+
 def overlap(masks: Sequence[Tensor]) -> Tensor:
     """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
 
@@ -193,9 +221,17 @@ def overlap(masks: Sequence[Tensor]) -> Tensor:
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
 
 
-def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path]) -> list[Path]:
+def overlap_by_chance(masks: Sequence[Tensor]) -> Tensor:
+    """Return what :func:`overlap` would be of independent masks of the same sizes: ``pq / (p + q - pq)``."""
+    parts = torch.stack([mask.float().mean() for mask in masks])
+    both = torch.outer(parts, parts)
+    return torch.nan_to_num(both / (parts[:, None] + parts[None, :] - both), nan=1.0)
+
+
+def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], lines: Sequence[Json]) -> list[Path]:
     rows: list[list[Any]] = []
     rounds = []
+    outside: dict[int, list[float]] = {}
     last: dict[str, Tensor] = {}
     pairs = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
     for path in paths:
@@ -204,13 +240,15 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path]) -> l
         masks = strategy.position_masks()
         if masks is None:
             return []
-        last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
+        of_layers = {name: [of_client[name] for of_client in masks] for name in masks[0]}
+        last = {name: overlap(of_clients) for name, of_clients in of_layers.items()}
         rounds.append(checkpoint.round)
         rows += [[checkpoint.round, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
+        outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
     columns = min(6, len(last))
-    lines = -(-len(last) // columns)
-    drawing = figure(2.2 * columns, 2.3 * lines)
-    grid = drawing.subplots(lines, columns, squeeze=False).flatten()
+    high = -(-len(last) // columns)
+    drawing = figure(2.2 * columns, 2.3 * high)
+    grid = drawing.subplots(high, columns, squeeze=False).flatten()
     for number, (axes, (name, found)) in enumerate(zip(grid, last.items(), strict=False)):
         image = axes.imshow(found, vmin=0, vmax=1, cmap="viridis")
         axes.set_title(name.removesuffix(".weight"), fontsize="small")
@@ -233,28 +271,80 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path]) -> l
     over_rounds.savefig(folder / "overlap-rounds.png", dpi=120)
     written = _write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows)
     pictures = [folder / "overlap.png", folder / "overlap-rounds.png"]
-    return [written, *pictures, *_overlap_by_labels(folder, strategy.settings, last)]
+    chance = {name: overlap_by_chance(of_clients) for name, of_clients in of_layers.items()}
+    by_labels = _overlap_by_labels(folder, strategy.settings, last, chance)
+    return [written, *pictures, *by_labels, *_mask_size(folder, outside, lines)]
 
 
-def _overlap_by_labels(folder: Path, settings: Settings, found: dict[str, Tensor]) -> list[Path]:
-    """``found``: layer -> overlap of every pair of clients."""
+def _overlap_by_labels(
+    folder: Path, settings: Settings, found: Mapping[str, Tensor], chance: Mapping[str, Tensor]
+) -> list[Path]:
+    """``found``, ``chance``: layer -> overlap of every pair of clients, as it is and of independent masks."""
     counts = make_partition(settings.data, settings.partitioning).class_counts(load_dataset(settings.data))
     pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
     labels = overlap(list(counts > 0))[pairs]
     rows: list[list[Any]] = []
     drawing = figure(6, 4)
     axes = drawing.subplots()
-    for number, (name, of_pairs) in enumerate(found.items()):
-        alike = [(float(shared), of_pairs[pairs][labels == shared]) for shared in labels.unique()]
-        rows += [[name, f"{shared:.4f}", len(values), f"{values.mean():.4f}"] for shared, values in alike]
-        means = [float(values.mean()) for _, values in alike]
-        axes.plot([shared for shared, _ in alike], means, "o-", color=COLOURS[number % len(COLOURS)], label=name)
-    axes.set(xlabel="labels in common (intersection over union)", ylabel="mean overlap of masks", ylim=(0, 1.02))
+    for number, (name, of_pairs) in enumerate((name, found[name][pairs]) for name in found):
+        above = of_pairs - chance[name][pairs]
+        correlation = float(torch.corrcoef(torch.stack([labels, above]))[0, 1])  # nan where one of them is constant
+        alike = [(float(value), labels == value) for value in labels.unique()]
+        means = [float(of_pairs[pairs_of].mean()) for _, pairs_of in alike]
+        expected = [float(chance[name][pairs][pairs_of].mean()) for _, pairs_of in alike]
+        for (value, pairs_of), *values in zip(alike, means, expected, strict=True):
+            written = (f"{part:.4f}" for part in (*values, correlation))
+            rows.append([name, f"{value:.4f}", int(pairs_of.sum()), *written])
+        label, colour = f"{name}: correlation {correlation:.2f}", COLOURS[number % len(COLOURS)]
+        axes.plot([value for value, _ in alike], means, "o-", color=colour, label=label)
+        axes.plot([value for value, _ in alike], expected, ":", color=colour)
+    axes.set(
+        xlabel="labels in common (intersection over union)",
+        ylabel="mean overlap of masks (dotted: by chance)",
+        ylim=(0, 1.02),
+    )
     if len(found) <= len(COLOURS):
         axes.legend(fontsize="small")
     drawing.savefig(folder / "overlap-labels.png", dpi=120)
-    header = ("layer", "labels in common", "pairs", "mean overlap")
+    header = ("layer", "labels in common", "pairs", "mean overlap", "by chance", "correlation")
     return [_write_csv(folder / "overlap-labels.csv", header, rows), folder / "overlap-labels.png"]
+
+
+def _percent_outside(masks: Tensors) -> float:
+    """Return which part of the positions a client's masks leave out, in percent."""
+    return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
+
+
+def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:
+    """``outside``: round of a checkpoint -> percent outside each client's mask."""
+    rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, accuracy
+    trained: set[int] = set()
+    for line in lines:
+        trained |= {*line["clients"]} - {drop["client"] for drop in line.get("dropped", ())}
+        for client, metrics in line.get("evaluated", {}).items():
+            if line["round"] in outside and int(client) in trained and "personal-accuracy" in metrics:
+                percent = outside[line["round"]][int(client)]
+                rows.append((line["round"], int(client), percent, metrics["personal-accuracy"]))
+    if not rows:
+        return []
+    drawing = figure(6, 4)
+    axes = drawing.subplots()
+    axes.scatter([row[2] for row in rows], [row[3] for row in rows], s=4, color="0.7", label="a client in a round")
+    for number, client in enumerate(sorted(trained)[:4]):
+        own = [row for row in rows if row[1] == client]
+        axes.plot(
+            [row[2] for row in own], [row[3] for row in own], ".-", color=COLOURS[number], label=f"client {client}"
+        )
+    means = [
+        np.mean([row[2:] for row in rows if row[0] == number], axis=0) for number in sorted({row[0] for row in rows})
+    ]
+    axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")
+    axes.set(xlabel="outside the client's mask (%)", ylabel="accuracy of the client's own model (%)")
+    axes.legend(fontsize="small")
+    drawing.savefig(folder / "mask-size.png", dpi=120)
+    written = [[number, client, f"{percent:.2f}", f"{accuracy:.2f}"] for number, client, percent, accuracy in rows]
+    header = ("round", "client", "outside its mask (%)", "personal-accuracy")
+    return [_write_csv(folder / "mask-size.csv", header, written), folder / "mask-size.png"]
 
 
 def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
