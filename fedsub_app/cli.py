@@ -123,11 +123,12 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedsub_app.runs.report import compare, draw_curves
+    from fedsub_app.runs.report import compare, compare_costs, draw_curves
 
     print(draw_curves(options.folders, options.out))
     if len(options.folders) > 1:
         print(compare(options.folders))
+        print(f"\n{compare_costs(options.folders)}".rstrip())
     return 0
 
 

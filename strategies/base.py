@@ -178,7 +178,8 @@ class SubnetStrategy(Strategy):
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
         # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
-        metrics = _means(updates, ("train-loss",)) | _sums(updates, ("flops", "subnet-flops", "compute-seconds"))
+        summed = ("flops", "published-flops", "subnet-flops", "compute-seconds")
+        metrics = _means(updates, ("train-loss",)) | _sums(updates, summed)
         extra = sorted({key for u in updates for key in u.metrics} - set(metrics))
         phase.report |= metrics | _means(updates, extra)
         phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up}

@@ -299,6 +299,7 @@ TOTALS = (
     "formula-bytes-down",
     "formula-bytes-up",
     "flops",
+    "published-flops",
     "subnet-flops",
     "seconds",
     "compute-seconds",
