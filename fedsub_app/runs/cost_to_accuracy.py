@@ -116,8 +116,8 @@ def _spent(lines: Sequence[Json], last_round: int) -> Reached:
 
 COLUMNS = ("best (%)", "rounds", "GB", "GFLOPs, paper's count", "GFLOPs")
 ABOUT = (
-    "Best: the highest mean accuracy of ten rounds. Threshold: 90 % of the highest of all methods. Rounds, GB (4 bytes a "
-    "number, down and up) and GFLOPs until the mean has been at or above it for five rounds in a row; FAIL: it never was. "
+    "Best: the highest mean accuracy of ten rounds. Threshold: 90 % of the highest of all methods. Rounds, GB (4 bytes "
+    "a number, down and up) and GFLOPs until the mean has been at or above it for five rounds in a row; FAIL: never. "
     "The paper's count: one MAC is one FLOP, no backward pass, MOON twice; the other: 2 x MAC, with the backward pass."
 )
 
