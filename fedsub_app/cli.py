@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     analyse.add_argument("folder", type=Path, metavar="DIR")
     analyse.add_argument("--samples", type=int, default=256, metavar="N", help="training samples of each client")
+    analyse.add_argument(
+        "--approximation",
+        type=int,
+        metavar="ROUNDS",
+        help="instead: so many rounds from each checkpoint, federated and central; the cosine of both directions",
+    )
+    analyse.add_argument("--starts", type=Path, metavar="DIR", help="with it: start from the checkpoints of this run")
     analyse.set_defaults(command=_analyse)
 
     names = commands.add_parser("list", help="methods, datasets, models, experiments, tables, settings")
@@ -133,9 +140,17 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _analyse(options: argparse.Namespace) -> int:
-    from fedsub_app.runs.analysis import analyse
+    if options.approximation is not None:
+        from fedsub_app.runs.approximation import approximation
 
-    for path in analyse(options.folder, options.samples):
+        if options.approximation < 1:
+            raise UserError(f"--approximation {options.approximation}: must be 1 or more")
+        paths = approximation(options.folder, options.approximation, options.starts)
+    else:
+        from fedsub_app.runs.analysis import analyse
+
+        paths = analyse(options.folder, options.samples)
+    for path in paths:
         print(path)
     return 0
 
