@@ -29,6 +29,7 @@ LOCATION_KEYS = (
     "run-dir",
     "resume",
     "data-dir",
+    "backbone-dir",
     "placement",
     "min-nodes",
     "node-timeout",
