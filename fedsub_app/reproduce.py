@@ -269,21 +269,21 @@ def _cost_cells(rows: list[Row], jobs: list[Job]) -> list[list[str]]:
 
 def _write(out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
     spread = table.spread
-    cells = [_cells(row, jobs, spread) for row in rows]
-    used = [column for column in range(len(HEADER)) if any(row[column] for row in cells)]
+    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
+        name: (HEADER, [_cells(row, jobs, spread) for row in rows])
+    }
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over seeds. MB by the",
         "papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
         "",
-        markdown([HEADER[column] for column in used], [[row[column] for column in used] for row in cells]),
+        _filled_columns(*tables[name]),
         "",
     ]
-    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {name: (HEADER, cells)}
     if table.cost_to_accuracy:
-        tables[f"{name}-cost-to-accuracy"] = (COST_HEADER, _cost_cells(rows, jobs))
+        costs = tables[f"{name}-cost-to-accuracy"] = (COST_HEADER, _cost_cells(rows, jobs))
         lines += ["## Cost to accuracy", "", f"Per seed, among the methods of this table. {ABOUT}", ""]
-        lines += [markdown(*tables[f"{name}-cost-to-accuracy"]), ""]
+        lines += [_filled_columns(*costs), ""]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
     for file_name, (header, content) in tables.items():
@@ -291,3 +291,9 @@ def _write(out: Path, name: str, table: Table, facts: Mapping[str, str], rows: l
             writer = csv.writer(file)
             writer.writerow(header)
             writer.writerows(content)
+
+
+def _filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:
+    """Return a Markdown table of the columns in which any row has something."""
+    used = [column for column in range(len(header)) if any(row[column] for row in cells)]
+    return markdown([header[column] for column in used], [[row[column] for column in used] for row in cells])

@@ -147,7 +147,9 @@ class Training:
 
     def spend(self, samples: int) -> None:
         """Count a forward and a backward pass of the whole network on ``samples`` more."""
-        self._extra += samples * self.client.place.training_flops(self.network)
+        place = self.client.place
+        self._extra += samples * place.training_flops(self.network)
+        self.client.published_flops += samples * costs.published_flops(place.forward_flops(self.network), False)
 
 
 def _factor(positions: Tensor, parameter: Tensor) -> Tensor:
