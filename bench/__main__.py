@@ -27,6 +27,8 @@ TO_REACH: dict[str, float] = {
     "wire_over_formula": 1.02,
     "averaging_over_bandwidth": 2.5,
     "averaging_extra_mb": 100,
+    "population time": 1.10,
+    "population extra_mb": 100,
     "startup_s local": 4,
     "startup_s flwr": 20,
 }

@@ -1,4 +1,4 @@
-"""The six measures. Each returns its value and the spread of what it was made of; none of them judges."""
+"""The measures. Each returns its value and the spread of what it was made of; none of them judges."""
 
 import statistics
 import subprocess
@@ -300,6 +300,60 @@ def _status_mb(key: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
+# --- population -------------------------------------------------------------------------------------------------------
+
+POPULATIONS, SHARES, PARTICIPANTS = (100, 1000, 10_000), (0.02, 0.06), 20
+
+
+def population(effort: Effort, device: str) -> Result:
+    """A round of IST with 20 participants of 10,000 clients over one of 100; and both shares of the paper of each.
+
+    Local engine; 30 units for each participant, a tenth of the paper's, so that 600 fit into memory.
+    """
+    few, many = POPULATIONS[0], POPULATIONS[-1]
+    same: dict[int, list[Json]] = {few: [], many: []}
+    for _ in range(effort.repeats):
+        for clients, runs in same.items():
+            runs.append(apart(_ist_rounds, clients, PARTICIPANTS, effort.rounds, device))
+    seconds = {clients: [s for run in runs for s in run["seconds"]] for clients, runs in same.items()}
+    peaks = {clients: statistics.median(run["extra-mb"] for run in runs) for clients, runs in same.items()}
+    names = (f"{PARTICIPANTS} of {many}", f"{PARTICIPANTS} of {few}")
+    time_ratio, sides = ratio(seconds[many], seconds[few], names)
+    sides["extra-mb"] = dict(zip(names, (peaks[many], peaks[few]), strict=True))
+    for share in SHARES:
+        for clients in POPULATIONS:
+            participants = round(share * clients)
+            run = apart(_ist_rounds, clients, participants, effort.rounds, device)
+            found = spread(run["seconds"])
+            each = {"ms": 1000 * found["median"] / participants, "extra-mb": run["extra-mb"] / participants}
+            sides[f"{participants} of {clients}"] = found | {"extra-mb": run["extra-mb"], "each": each}
+    value = {"time": time_ratio, "extra_mb": peaks[many] - peaks[few]}
+    return Result(value, sides, shown(_ist(Path(), few, PARTICIPANTS, effort.rounds, device)))
+
+
+def _ist(folder: Path, clients: int, participants: int, rounds: int, device: str) -> dict[str, Value]:
+    """Return the settings of a run of IST as in the paper's Table 1, on random images of 3,072 pixels."""
+    own: dict[str, Value] = {
+        "method": "ist", "model": "feature-mlp", "ist.width": 30, "clients-per-round": participants, "momentum": 0.9,
+        "partition": "dirichlet", "dirichlet-alpha": 100.0, "samples-per-client": SAMPLES, "batch-size": 32,
+        "local-steps": 1, "checkpoint-every": 1000,
+    }  # fmt: skip
+    return experiment(folder, clients, 1, rounds + 1, device) | own
+
+
+def _ist_rounds(clients: int, participants: int, rounds: int, device: str) -> Json:
+    """Return the seconds of a run's rounds without the first, and the peak of memory above that of the imports."""
+    import fedsub_app.client_app
+    import fedsub_app.server_app  # noqa: F401
+
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), CLIENTS * SAMPLES)
+        lines: list[Json] = []
+        settings = _ist(Path(folder), clients, participants, rounds, device)
+        extra_mb = _peak_above_now_mb(lambda: lines.extend(run_local(settings)[0]))
+    return {"seconds": [line["seconds"] for line in counted(lines, skip=1)], "extra-mb": extra_mb}
+
+
 # --- startup_s --------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +405,7 @@ MEASURES: dict[str, Callable[[Effort, str], Result]] = {
         overhead_1000_clients_s,
         wire_over_formula,
         averaging_over_bandwidth,
+        population,
         startup_s,
     )
 }

@@ -32,6 +32,7 @@ class Client(Worker):
         start = time.perf_counter()
         answer = self.train(sent, config)
         self.metrics["flops"] = self.flops
+        self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
         self.metrics["compute-seconds"] = time.perf_counter() - start
         return Update(self.id, answer, self.metrics, len(self.place.partition.train[self.id]))

@@ -78,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     analyse.add_argument("folder", type=Path, metavar="DIR")
     analyse.add_argument("--samples", type=int, default=256, metavar="N", help="training samples of each client")
+    analyse.add_argument(
+        "--approximation",
+        type=int,
+        metavar="ROUNDS",
+        help="instead: so many rounds from each checkpoint, federated and central; the cosine of both directions",
+    )
+    analyse.add_argument("--starts", type=Path, metavar="DIR", help="with it: start from the checkpoints of this run")
     analyse.set_defaults(command=_analyse)
 
     names = commands.add_parser("list", help="methods, datasets, models, experiments, tables, settings")
@@ -165,19 +172,27 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedsub_app.runs.report import compare, draw_curves
+    from fedsub_app.runs.report import compare, compare_costs, draw_curves
 
     print(draw_curves(options.folders, options.out))
     if len(options.folders) > 1:
         print(compare(options.folders))
+        print(f"\n{compare_costs(options.folders)}".rstrip())
     return 0
 
 
 def _analyse(options: argparse.Namespace) -> int:
-    from fedsub_app.runs.analysis import analyse
-
+    rounds = _between("--approximation", options.approximation, 1_000_000)
     samples = _between("--samples", options.samples, 1_000_000)
-    for path in analyse(options.folder, samples or 1):
+    if rounds:
+        from fedsub_app.runs.approximation import approximation
+
+        paths = approximation(options.folder, rounds, options.starts)
+    else:
+        from fedsub_app.runs.analysis import analyse
+
+        paths = analyse(options.folder, samples or 1)
+    for path in paths:
         print(path)
     return 0
 

@@ -32,8 +32,10 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import own_keys, resolve
+from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, costs_to_accuracy
+from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.runs.report import human_seconds
+from fedsub_app.runs.report import human_seconds, markdown
 from fedsub_app.settings import Settings
 from fedsub_app.tables import Row, Table, read_table
 
@@ -245,21 +247,56 @@ def _over_seeds(values: Sequence[float], spread: str) -> str:
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
+COST_HEADER = ("setting", "method", "threshold (%)", *COLUMNS[:3], "paper", *COLUMNS[3:], "paper")
+
+
+def _cost_cells(rows: list[Row], jobs: list[Job]) -> list[list[str]]:
+    """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed."""
+    found: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
+    for setting, seed in dict.fromkeys((job.row.setting, job.seed) for job in jobs):
+        group = [job for job in jobs if (job.row.setting, job.seed) == (setting, seed) and job.summary()]
+        if group:
+            key = f"{group[0].settings.evaluations[0]}-accuracy"
+            threshold, costs = costs_to_accuracy({job.row.label: read_rounds(job.folder) for job in group}, key)
+            for label, cost in costs.items():
+                found.setdefault((setting, label), []).append((threshold, cost))
+    cells = []
+    for row in rows:
+        mine = found.get((row.setting, row.label), [])
+        thresholds = ", ".join(f"{threshold:.2f}" for threshold, _ in mine) or "failed"
+        best, rounds, gigabytes, published, gflops = reached_cells([cost for _, cost in mine])
+        shown = [thresholds, best, rounds, gigabytes, row.paper.gigabytes, published, gflops, row.paper.gflops]
+        cells.append([row.setting, row.label, *shown])
+    return cells
+
+
 def _write(out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[Job]) -> None:
     spread = table.spread
-    cells = [_cells(row, jobs, spread) for row in rows]
-    used = [column for column in range(len(HEADER)) if any(row[column] for row in cells)]
+    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
+        name: (HEADER, [_cells(row, jobs, spread) for row in rows])
+    }
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over seeds. MB by the",
         "papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
         "",
-        *(f"| {' | '.join(row[column] for column in used)} |" for row in (HEADER, ("---",) * len(HEADER), *cells)),
+        _filled_columns(*tables[name]),
         "",
     ]
+    if table.cost_to_accuracy:
+        costs = tables[f"{name}-cost-to-accuracy"] = (COST_HEADER, _cost_cells(rows, jobs))
+        lines += ["## Cost to accuracy", "", f"Per seed, among the methods of this table. {ABOUT}", ""]
+        lines += [_filled_columns(*costs), ""]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
-    with (out / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        writer.writerows(cells)
+    for file_name, (header, content) in tables.items():
+        with (out / f"{file_name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(header)
+            writer.writerows(content)
+
+
+def _filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:
+    """Return a Markdown table of the columns in which any row has something."""
+    used = [column for column in range(len(header)) if any(row[column] for row in cells)]
+    return markdown([header[column] for column in used], [[row[column] for column in used] for row in cells])

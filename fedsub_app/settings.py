@@ -30,6 +30,7 @@ LOCATION_KEYS = (
     "run-dir",
     "resume",
     "data-dir",
+    "backbone-dir",
     "placement",
     "message-clients",
     "message-mb",

@@ -34,10 +34,12 @@ class Entry(BaseModel):
 
 
 class Paper(Entry):
-    """What the paper reports of a row, as text: rounds to the target, accuracy at the end in percent."""
+    """What the paper reports of a row, as text: rounds to the target, final accuracy in percent, cost to accuracy."""
 
     rounds: str = ""
     final: str = ""
+    gigabytes: str = ""
+    gflops: str = ""
 
 
 class TableSetting(Entry):
@@ -62,6 +64,7 @@ class Table(Entry):
     title: str
     seeds: Count
     spread: Literal["deviation", "range"] = "deviation"
+    cost_to_accuracy: bool = Field(alias="cost-to-accuracy", default=False)
     settings: list[TableSetting] = Field(alias="setting", min_length=1)
     methods: list[TableMethod] = Field(alias="method", min_length=1)
 

@@ -49,7 +49,7 @@ WAITING_BYTES = (
 )  # of contributions that are summed at a time: one after the other costs three times the memory traffic
 MOST_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
 MOST_PASSES = 4  # forward and backward passes of the whole network that a method makes on a sample at most, an epoch
-COSTS = ("flops", "subnet-flops", "compute-seconds")
+COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class SubnetStrategy(Strategy):
             "train-loss": Range(0, MOST_LOSS, loss=True),
             "flops": flops,
             "subnet-flops": flops,
+            "published-flops": flops,
             "compute-seconds": seconds,
         }
 
@@ -282,9 +283,8 @@ class SubnetStrategy(Strategy):
         updates = merging.updates
         names = {name: None for update in updates for name in update.metrics if name not in COSTS}
         metrics = _means(updates, names) | _sums(updates, COSTS)
-        phase.report = {**metrics, **phase.report} | _middle(
-            guard.norms("update")
-        )  # what the server measures comes last
+        # What the server measures has the last word.
+        phase.report = {**metrics, **phase.report} | _middle(guard.norms("update"))
         phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
         phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
         phase.report |= self._lost("lost-state", updates)

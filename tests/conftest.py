@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import Brightness
 
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.data import features
+from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.server_app import run_experiment
@@ -40,6 +43,26 @@ def _log_of_this_test_only() -> Iterator[None]:
     handlers, propagate = log.handlers[:], log.propagate
     yield
     log.handlers[:], log.propagate = handlers, propagate
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty data folder, and an empty cache."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("FEDSUB_DATA", str(folder))
+    monkeypatch.setenv("FEDSUB_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def brightness(monkeypatch: pytest.MonkeyPatch) -> type[Brightness]:
+    """Networks that take no time in the place of the backbones, whose features are then kept in groups of four."""
+    sizes = {"resnet101": 2048, "densenet121": 1024}
+    monkeypatch.setattr(Backbone, "build", lambda self: Brightness(sizes[self.name]))
+    monkeypatch.setattr(features, "GROUP", 4)
+    Brightness.seen = 0
+    return Brightness
 
 
 @pytest.fixture

@@ -67,18 +67,26 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("final =", "finall =", "setting 1, paper, FedAvg: 'finall': unknown key; allowed are rounds, final"),
+        (
+            "final =",
+            "finall =",
+            "setting 1, paper, FedAvg: 'finall': unknown key; allowed are rounds, final, gigabytes, gflops",
+        ),
         (
             '{ rounds = "7", final = "12.3 ± 0.4" }',
             '["7", "12.3"]',
-            "setting 1, paper, FedAvg: ['7', '12.3']: must be a table of rounds, final",
+            "setting 1, paper, FedAvg: ['7', '12.3']: must be a table of rounds, final, gigabytes, gflops",
         ),
         ('rounds = "7"', "rounds = 7", "setting 1, paper, FedAvg, rounds = 7: must be string"),
         ("paper.FedAvg", "paper.FedAvgg", "setting 1, paper.FedAvgg: no such method; allowed are FedAvg, local"),
         ('label = "local"', 'name = "local"', "method 2: 'name': unknown key; allowed are label, set"),
         ('label = "local"\n', "", "method 2, label: missing"),
         ("seeds = 2", "seeds = 0", "seeds = 0: must be greater than or equal to 1"),
-        ("seeds = 2", "seed = 2", "'seed': unknown key; allowed are title, seeds, spread, setting, method"),
+        (
+            "seeds = 2",
+            "seed = 2",
+            "'seed': unknown key; allowed are title, seeds, spread, cost-to-accuracy, setting, method",
+        ),
         ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
     ],
 )

@@ -11,11 +11,13 @@ A name is one of (see :func:`dataset_names`):
 * ``<name>`` for your own ``<name>.npz`` (train_images, train_labels, test_images, test_labels; uint8 NHW or NHWC),
   image folder ``<name>/{train,test}/<class>/*`` or the same folder as ``<name>.tar``, ``.tar.gz``, ``.tar.xz``, or
   without a test part ``<name>/<class>/*`` (Mini-ImageNet) and ``<name>/<domain>/<class>/*`` (Office-Home);
+* ``cub200``, ``flowers102``, ``fgvc-aircraft``, ``dtd``, ``stanford-cars``: image files as they are published;
 * ``cifar10-c``: the files of CIFAR-10-C, its corruptions as domains;
 * ``a+b+c``: several of these image sets as one, their labels one after the other.
 
 Files are looked for in ``data-dir`` and its direct subfolders; it may be read-only unless something must be downloaded.
-What has to be unpacked or decoded is kept in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``).
+What has to be unpacked or decoded is kept in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
+features of images that pretrained networks extract (:mod:`fedsub_app.data.features`).
 """
 
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset

@@ -13,8 +13,9 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
-from fedsub_app.data import synthetic
-from fedsub_app.data.sources import ALIASES, Source, check_hidden, data_folder, load_sources
+from fedsub_app.data import features, synthetic
+from fedsub_app.data.features import Features, Pictures
+from fedsub_app.data.sources import ALIASES, Source, Split, Wanted, check_hidden, data_folder, load_sources
 
 
 def _named(text: str) -> str:
@@ -45,8 +46,16 @@ class DataSettings(SeedSettings):
     normalise: Literal["standard", "half", "none"] = "standard"
     """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
 
-    Synthetic data is never normalised.
+    Synthetic data and features are never normalised.
     """
+    features: Features = "none"
+    """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or by random networks.
+
+    Extracted once and kept in $FEDSUB_CACHE, on a GPU if there is one (IST; fedsub_app/data/features.py). Images are
+    brought to the networks' size, so ``image-size`` must be 0.
+    """
+    backbone_dir: TextOrNone = None
+    """Folder of these networks' weights, in torchvision's files; "": torch's hub folder, downloaded if need be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,20 +102,31 @@ def _load(settings: DataSettings) -> Dataset:
         raise UserError(f"domains = {', '.join(domains)!r}: one is named twice")
     if domains and len(names) > 1:
         raise UserError(f"domains = {', '.join(domains)!r}: needs a single set, dataset = {settings.dataset!r}")
+    listed = settings.features != "none"
+    if listed and set(names) & set(synthetic.NAMES):
+        raise UserError(
+            f"features = {settings.features!r}: must be 'none' with dataset = {settings.dataset!r}: no images"
+        )
+    if listed and settings.image_size:
+        raise UserError(f"image-size = {settings.image_size}: must be 0 with features = {settings.features!r}")
     known: dict[str, Source] = {}
     first_label, num_classes = [], 0
     for name in names:
-        found = load_sources(name, data_folder(settings.data_dir), settings.seed, settings.image_size, domains)
+        data = data_folder(settings.data_dir)
+        found = load_sources(Wanted(name, data, settings.seed, settings.image_size, domains, listed))
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
-        known |= {part: _choose(part, source, settings) for part, source in found.items()}
+        for part, source in found.items():
+            chosen = _choose(part, _pictures(source) if listed else source, settings)
+            known[part] = _with_features(part, chosen, settings) if listed else chosen
         first_label += [num_classes] * len(found)
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
     train, test = [source.train for source in sources], [source.test for source in sources]
-    _check_size([x for x, _ in train + test], settings)
-    train_x, test_x = _one_form([x for x, _ in train + test], settings.image_size, len(sources))
-    if names[0] not in synthetic.NAMES:
+    all_x = [x for x, _ in train + test if isinstance(x, Tensor)]
+    _check_size(all_x, settings)
+    train_x, test_x = _one_form(all_x, settings.image_size, len(sources))
+    if train_x.ndim == 4 and names[0] not in synthetic.NAMES:
         _normalise(train_x, test_x, settings.normalise)
     return Dataset(
         name=settings.dataset,
@@ -118,8 +138,30 @@ def _load(settings: DataSettings) -> Dataset:
         test_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(test)]),
         num_classes=num_classes,
         sources=tuple(known),
-        notes=tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes),
+        notes=tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
+        + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
     )
+
+
+def _pictures(source: Source) -> Source:
+    """Return a source whose images are looked at one by one."""
+
+    def lazily(split: Split) -> Split:
+        x, y = split
+        return (x if isinstance(x, Pictures) else Pictures.all_of(x)), y
+
+    return replace(source, train=lazily(source.train), test=lazily(source.test))
+
+
+def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
+    """Return a source with the features of its images in their place."""
+
+    def of(split: Split, random_crops: bool) -> Split:
+        x, y = split
+        assert isinstance(x, Pictures)
+        return features.extracted(name, x, random_crops, settings.features, settings.backbone_dir), y
+
+    return replace(source, train=of(source.train, source.random_crops), test=of(source.test, False))
 
 
 def _choose(name: str, source: Source, settings: DataSettings) -> Source:

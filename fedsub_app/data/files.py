@@ -30,6 +30,7 @@ from fedsub_app.common.memory import check_memory
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
+Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 
 ARCHIVES = (".tar.xz", ".tar.gz", ".tgz", ".tar")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
@@ -164,18 +165,52 @@ def read_images(path: Path, image_size: int | None = None, classes: Sequence[str
     of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
     file's size or time changes.
     """
-    split = path.is_file() or folder_form(path) == "split"
-    files = [path] if path.is_file() else sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())
+    if not path.is_file():
+        return decoded(path, list_images(path), image_size, classes)
+    return _decoded_once(path, [path], partial(_archived, path), image_size, classes)
+
+
+def decoded(
+    path: Path, listed: Sequence[Listed], image_size: int | None, classes: Sequence[str] = ()
+) -> tuple[Split, Split]:
+    """Read image files as :func:`read_images` does; ``path`` is the folder in which they are, for the messages."""
+    files = [file for _, file in listed]
+    return _decoded_once(path, files, lambda: ((parts, f.read_bytes()) for parts, f in listed), image_size, classes)
+
+
+def _decoded_once(
+    path: Path,
+    files: Sequence[Path],
+    encoded: Callable[[], Iterator[tuple[tuple[str, ...], bytes]]],
+    image_size: int | None,
+    classes: Sequence[str],
+) -> tuple[Split, Split]:
     cached = cache_folder() / f"{path.name}-{fingerprint(files, f'{image_size} {classes}')}.npz"
     if cached.exists():
         try:
             return read_npz(cached)
         except UserError:  # damaged: decode again
             pass
-    encoded = _archived(path) if path.is_file() else _unarchived(path, files) if split else _unsplit(path, files)
-    arrays = _stack(path, encoded, image_size, classes, split)
+    arrays = _stack(path, encoded(), image_size, classes, path.is_file() or folder_form(path) != "classes")
     _keep(cached, partial(_save, arrays))
     return read_npz(cached)
+
+
+def list_images(path: Path) -> list[Listed]:
+    """Return the images of a folder, split as :func:`read_images` says, in the order of their paths."""
+    split = folder_form(path) == "split"
+    files = sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())
+    if split:
+        parts_of = ((f.relative_to(path).parts, f) for f in files)
+        return [(parts, f) for parts, f in parts_of if _is_image(parts)]
+    listed: list[Listed] = []
+    seen: Counter[str] = Counter()
+    for file in files:
+        if _is_image(("train", *file.relative_to(path).parts)):
+            seen[file.parent.name] += 1
+            part = "train" if seen[file.parent.name] % HOLD_OUT else "test"
+            listed.append(((part, file.parent.name, file.name), file))
+    return listed
 
 
 def _keep(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -224,22 +259,6 @@ def _check_idx(path: Path, original: Path, dimensions: int) -> None:
         raise UserError(f"{original}: empty, its header is {shape}")
     if path.stat().st_size != expected:
         raise UserError(f"{original}: {path.stat().st_size} bytes unpacked, its header {shape} needs {expected}")
-
-
-def _unarchived(path: Path, files: Sequence[Path]) -> Iterator[tuple[tuple[str, ...], bytes]]:
-    for file in files:
-        parts = file.relative_to(path).parts
-        if _is_image(parts):
-            yield parts, file.read_bytes()
-
-
-def _unsplit(path: Path, files: Sequence[Path]) -> Iterator[tuple[tuple[str, ...], bytes]]:
-    images = [file for file in files if _is_image(("train", *file.relative_to(path).parts))]
-    seen: Counter[str] = Counter()
-    for file in images:
-        seen[file.parent.name] += 1
-        split = "train" if seen[file.parent.name] % HOLD_OUT else "test"
-        yield (split, file.parent.name, file.name), file.read_bytes()
 
 
 def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:

@@ -6,8 +6,7 @@
 import importlib.util
 import os
 import re
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,16 +18,19 @@ import torch
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
+from fedsub_app.data.features import Pictures, impatient
 from fedsub_app.data.files import (
     ARCHIVES,
     HOLD_OUT,
     NPZ_KEYS,
     Array,
-    Split,
+    Listed,
     checked,
+    decoded,
     find,
     folder_form,
     hold_out,
+    list_images,
     npz_keys,
     read_images,
     read_npy,
@@ -43,26 +45,32 @@ MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled 
 )
 EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
-DOWNLOAD_SILENCE_S = 30.0
+
+Split = tuple[torch.Tensor | Pictures, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    # x is uint8 or float32 in [0, 1] for images, [n, c, h, w]; [n, 5] for synthetic data
+    # x is uint8 or float32 in [0, 1] for images, [n, c, h, w]; [n, 5] for synthetic data; files that are only listed
     train: Split
     test: Split
     num_classes: int
     notes: tuple[str, ...] = ()
+    random_crops: bool = False  # of training images, where features are extracted from them
 
 
 class Wanted(NamedTuple):
-    """What a loader is asked for; ``domains``: those wanted of a set that has some, none for all."""
+    """What a loader is asked for.
+
+    ``domains``: those wanted of a set that has some, none for all; ``listed``: image files are not decoded but listed.
+    """
 
     name: str
     data: Path
     seed: int
     image_size: int | None
     domains: Sequence[str]
+    listed: bool
 
 
 @dataclass(frozen=True)
@@ -91,13 +99,13 @@ def dataset_names(data_dir: str | None = None) -> dict[str, str]:
     return known | aliases | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
 
-def load_sources(name: str, data: Path, seed: int, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
+def load_sources(wanted: Wanted) -> dict[str, Source]:
     """Return the sources of one set, all of them: its domains, which have the same classes, or else itself.
 
-    ``name`` is without ``+``; ``domains`` are those wanted, none for all. Raises :class:`UserError` where it cannot.
+    The name is without ``+``. Raises :class:`UserError` where it cannot.
     """
-    load = KNOWN[name].load if name in KNOWN else _own
-    return load(Wanted(name, data, seed, image_size, domains))
+    load = KNOWN[wanted.name].load if wanted.name in KNOWN else _own
+    return load(wanted)
 
 
 def check_hidden(name: str, data: Path) -> None:
@@ -203,6 +211,90 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
     return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
 
 
+def _cub200(wanted: Wanted) -> Source:
+    """Read CUB-200-2011 as it is published: lists of numbered images, their classes and whether they are training's."""
+    folder = find(wanted.data, "CUB_200_2011")
+    if folder is None:
+        needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
+        raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
+    names = _numbered(folder / "images.txt")
+    labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
+    classes = _numbered(folder / "classes.txt")
+    if not names.keys() == labels.keys() == in_train.keys():
+        raise UserError(f"{folder}: images.txt, image_class_labels.txt and train_test_split.txt number other images")
+    splits: dict[str, list[tuple[Path, int]]] = {"1": [], "0": []}
+    for number, name in names.items():
+        if in_train[number] not in splits or labels[number] not in classes:
+            found = f"label {labels[number]!r}, training {in_train[number]!r}"
+            raise UserError(f"{folder}: image {number} has {found}, expected a class of classes.txt, and 0 or 1")
+        splits[in_train[number]].append((folder / "images" / name, int(labels[number]) - 1))
+    return replace(_files(wanted, folder, splits["1"], splits["0"], len(classes)), random_crops=True)
+
+
+def _numbered(file: Path) -> dict[str, str]:
+    """Read lines of a number and what it stands for."""
+    try:
+        return dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not a readable list of numbers and values ({one_line(error)})") from error
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set of image files that torchvision reads: class, folder in the data folder, folders it has, splits."""
+
+    kind_name: str
+    base: str
+    holds: tuple[str, ...]
+    test: tuple[str, ...]
+    random_crops: bool = True
+    downloads: bool = True
+
+
+def _published(wanted: Wanted, about: Published) -> Source:
+    """Let torchvision read a set's lists; its validation images go to the test images, as in IST's paper."""
+    from torchvision import datasets
+
+    kind = getattr(datasets, about.kind_name)
+    root = find(wanted.data, about.base)
+    needed = f"{about.base}/{{{', '.join(about.holds)}}}"
+    if root is None or not all((root / name).exists() for name in about.holds):
+        if not about.downloads:
+            raise UserError(
+                f"dataset = {wanted.name!r}: {wanted.data} has no {needed}; torchvision cannot download it any more"
+            )
+        _download(wanted, needed, lambda: kind(str(wanted.data), download=True))
+        root = wanted.data / about.base
+    try:
+        splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *about.test)}
+        classes = splits["train"].classes  # torchvision's DTD numbers those of each split
+        samples = {
+            split: [
+                (file, classes.index(listed.classes[label])) for file, label in (listed[n] for n in range(len(listed)))
+            ]
+            for split, listed in splits.items()
+        }
+    except Exception as error:  # torchvision and SciPy raise many types on damaged lists
+        raise UserError(f"{root}: {one_line(error)}") from error
+    test = [sample for split in about.test for sample in samples[split]]
+    return replace(_files(wanted, root, samples["train"], test, len(classes)), random_crops=about.random_crops)
+
+
+PUBLISHED = {
+    "flowers102": Published("Flowers102", "flowers-102", ("jpg", "imagelabels.mat", "setid.mat"), ("val", "test")),
+    "fgvc-aircraft": Published("FGVCAircraft", "fgvc-aircraft-2013b", ("data",), ("val", "test")),
+    "dtd": Published("DTD", "dtd", ("dtd",), ("val", "test")),
+    "stanford-cars": Published(
+        "StanfordCars",
+        "stanford_cars",
+        ("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat"),
+        ("test",),
+        random_crops=False,
+        downloads=False,
+    ),
+}
+
+
 def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
     """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
 
@@ -231,15 +323,51 @@ def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
     return found
 
 
-def _image_domains(folder: Path, image_size: int | None, domains: Sequence[str]) -> dict[str, Source]:
+def _files(
+    wanted: Wanted, folder: Path, train: Iterable[tuple[Path, int]], test: Iterable[tuple[Path, int]], num_classes: int
+) -> Source:
+    """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
+    listed: list[Listed] = []
+    for split, samples in (("train", train), ("test", test)):
+        listed += [((split, f"{label:04}", file.name), file) for file, label in samples]
+    return Source(*_read(wanted, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
+
+
+def _read(wanted: Wanted, folder: Path, listed: Sequence[Listed], classes: Sequence[str]) -> tuple[Split, Split]:
+    """Return image files by class and name, decoded or, where that is wanted, listed."""
+    if not wanted.listed:
+        return decoded(folder, listed, wanted.image_size, classes)
+    found: list[Split] = []
+    for split in ("train", "test"):
+        of_split = sorted((parts, file) for parts, file in listed if parts[0] == split)
+        if not of_split:
+            raise UserError(f"{folder}: no image in {split}/<class>/")
+        unknown = sorted({parts[1] for parts, _ in of_split} - {*classes})
+        if unknown:
+            raise UserError(f"{folder}: class {unknown[0]} is in {split}/ but not in train/")
+        labels = torch.tensor([classes.index(parts[1]) for parts, _ in of_split])
+        found.append((Pictures.all_of([file for _, file in of_split]), labels))
+    return found[0], found[1]
+
+
+def _read_folder(wanted: Wanted, path: Path, classes: Sequence[str] = ()) -> tuple[Split, Split]:
+    """Return the images of a folder, decoded or listed, or of an archive."""
+    if path.is_file() or not wanted.listed:
+        return read_images(path, wanted.image_size, classes)
+    listed = list_images(path)
+    return _read(wanted, path, listed, classes or sorted({parts[1] for parts, _ in listed if parts[0] == "train"}))
+
+
+def _image_domains(folder: Path, wanted: Wanted) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
+    domains = wanted.domains
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     unknown = [domain for domain in domains if domain not in known]
     if unknown:
         raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(known)}")
     classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
     return {
-        domain: Source(*read_images(known[domain], image_size, classes), len(classes), (HELD_OUT,))
+        domain: Source(*_read_folder(wanted, known[domain], classes), len(classes), (HELD_OUT,))
         for domain in domains or known
     }
 
@@ -248,12 +376,12 @@ def _own(wanted: Wanted) -> dict[str, Source]:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
     file = _own_files(wanted.data).get(wanted.name)
     if file and folder_form(file) == "domains":
-        return _image_domains(file, wanted.image_size, wanted.domains)
+        return _image_domains(file, wanted)
     return _without_domains(partial(_own_single, file), wanted)
 
 
 def _own_single(file: Path | None, wanted: Wanted) -> Source:
-    name, data, image_size = wanted.name, wanted.data, wanted.image_size
+    name, data = wanted.name, wanted.data
     if name == "chestmnist":
         raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
     if file is None and re.fullmatch(r"[\w.-]+", name):
@@ -264,7 +392,7 @@ def _own_single(file: Path | None, wanted: Wanted) -> Source:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = ", ".join(dataset_names(str(data)))
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
-    train, test = read_npz(file) if file.suffix == ".npz" else read_images(file, image_size)
+    train, test = read_npz(file) if file.suffix == ".npz" else _read_folder(wanted, file)
     num_classes = int(max(train[1].max(), test[1].max())) + 1
     if empty := sorted(set(range(num_classes)) - set(train[1].tolist())):
         reason = f"labels up to {num_classes - 1}, but no training image of class {empty[0]}"
@@ -295,18 +423,15 @@ def _own_files(data: Path) -> dict[str, Path]:
 def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> None:
     """Let torchvision or medmnist download; where that fails, say what is missing and what is there instead."""
     name, data = wanted.name, wanted.data
-    silence = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(DOWNLOAD_SILENCE_S)  # without it a network that drops all packets blocks without end
     try:
         data.mkdir(parents=True, exist_ok=True)
-        attempt()
+        with impatient():
+            attempt()
     except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
         similar = [other for other in _own_files(data) if other.startswith(name)]
         instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
         how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
         raise UserError(f"dataset = {name!r}: {data} has no {needed}; {how}{instead}") from error
-    finally:
-        socket.setdefaulttimeout(silence)
 
 
 def data_folder(setting: str | None) -> Path:
@@ -333,4 +458,15 @@ KNOWN: dict[str, Known] = {
         "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)", _cifar10_c
     ),
     **{name: _one("MedMNIST v2, 28x28", _medmnist) for name in MEDMNIST},
+    "cub200": _one("CUB-200-2011, birds, RGB of many sizes, 200 classes", _cub200),
+    "flowers102": _one(
+        "Oxford's flowers, RGB of many sizes, 102 classes", partial(_published, about=PUBLISHED["flowers102"])
+    ),
+    "fgvc-aircraft": _one(
+        "FGVC Aircraft, RGB of many sizes, 100 variants", partial(_published, about=PUBLISHED["fgvc-aircraft"])
+    ),
+    "dtd": _one("Describable Textures, RGB of many sizes, 47 classes", partial(_published, about=PUBLISHED["dtd"])),
+    "stanford-cars": _one(
+        "Stanford Cars, RGB of many sizes, 196 classes", partial(_published, about=PUBLISHED["stanford-cars"])
+    ),
 }

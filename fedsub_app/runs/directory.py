@@ -395,6 +395,7 @@ TOTALS = (
     "formula-bytes-down",
     "formula-bytes-up",
     "flops",
+    "published-flops",
     "subnet-flops",
     "seconds",
     "compute-seconds",

@@ -1,13 +1,14 @@
 """What is printed and drawn of a run: a line a round, a table at the end, learning curves."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.tensors import Json
+from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.runs.directory import ACCURACIES, read_rounds
 from fedsub_app.settings import Settings
 
@@ -170,7 +171,7 @@ def compare(folders: Sequence[Path]) -> str:
         "at the end (%)",
         *(text for cost in COSTS for text in (cost, "first run by then (%)")),
     )
-    rows = [header, ("---",) * len(header)]
+    rows = []
     for folder, name in zip(folders, _names(folders), strict=True):
         lines = _with_costs(folder)
         for key in ACCURACIES:
@@ -181,8 +182,27 @@ def compare(folders: Sequence[Path]) -> str:
                 spent = lines[-1][cost]
                 by_then = [line[key] for line in first if key in line and line[cost] <= spent]
                 row += [f"{spent:.1f}", f"{by_then[-1]:.2f}" if by_then else "–"]
-            rows.append(tuple(row))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            rows.append(row)
+    return markdown(header, rows)
+
+
+def compare_costs(folders: Sequence[Path]) -> str:
+    """Return a Markdown table: what 90 % of the best run's accuracy has cost each run; "" where they share none.
+
+    The accuracy is the first of those that all runs have measured.
+    """
+    runs = {name: read_rounds(folder) for folder, name in zip(folders, _names(folders), strict=True)}
+    key = next((key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())), None)
+    if key is None:
+        return ""
+    threshold, costs = costs_to_accuracy(runs, key)
+    table = markdown(("run", *COLUMNS), [[name, *cells([cost])] for name, cost in costs.items()])
+    return f"Cost of {threshold:.2f} % {key.removesuffix('-accuracy')} accuracy. {ABOUT}\n\n{table}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

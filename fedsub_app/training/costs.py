@@ -1,7 +1,7 @@
 """What a round costs in FLOPs, by counting operations.
 
 FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations
-and pooling are free. Papers that count one MAC as one FLOP (IST) state half of these numbers.
+and pooling are free. The IST paper counts otherwise: :func:`published_flops`.
 """
 
 import copy
@@ -52,6 +52,20 @@ def training_flops(
     needs: the total is a little below three times the forward pass. The optimizer's step is not counted.
     """
     return _flops_by_module(model, in_shape, training=True, names=names)[""] * batch_size // 2
+
+
+def published_flops(forward: float, contrastive: bool) -> float:
+    """Return what the IST paper's tables count for a training step: one MAC is one FLOP, no backward pass.
+
+    Hu et al. 2023. Appendix B.2 says that the forward pass counts twice for the backward one, which the tables do not
+    have: FedAvg's GFLOPs and GB in Table 2 are 25 local steps apart, as many as it makes, and not 50.
+
+    Parameters
+    ----------
+    forward : FLOPs of the forward pass, 2 x MAC.
+    contrastive : MOON's two further forward passes, which the paper counts as one.
+    """
+    return forward / 2 * (2 if contrastive else 1)
 
 
 def subnet_flops(

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Network, Output
 from fedsub_app.settings import Settings
+from fedsub_app.training import costs
 from fedsub_app.training.objectives import Forward, Objective
 from fedsub_app.training.optimizer import Optimizer
 from fedsub_app.training.workplace import Workplace
@@ -30,6 +31,7 @@ class Trainee(Protocol):
     state: Tensors
     metrics: dict[str, float]
     flops: float
+    published_flops: float
 
     @property
     def x(self) -> Tensor:
@@ -120,6 +122,8 @@ class Training:
         whole = client.place.training_flops(self.network)
         partly = client.place.training_flops(self.network, self.names)
         client.flops += (self.samples - before) * (partly + self.objective.passes * whole) + self._extra - extra
+        forward = client.place.forward_flops(self.network)
+        client.published_flops += (self.samples - before) * costs.published_flops(forward, self.objective.passes > 0)
         client.state |= self.objective.remember(self.network.tensors)
 
     def descend(self, x: Tensor, y: Tensor, forward: Forward | None = None) -> Tensor:
@@ -143,7 +147,9 @@ class Training:
 
     def spend(self, samples: int) -> None:
         """Count a forward and a backward pass of the whole network on ``samples`` more."""
-        self._extra += samples * self.client.place.training_flops(self.network)
+        place = self.client.place
+        self._extra += samples * place.training_flops(self.network)
+        self.client.published_flops += samples * costs.published_flops(place.forward_flops(self.network), False)
 
 
 def _factor(positions: Tensor, parameter: Tensor) -> Tensor:

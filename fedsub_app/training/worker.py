@@ -32,6 +32,7 @@ class Worker:
     previous : MOON's z_p, the model at the end of the last round, in the shapes of the network; {} in the first.
     metrics : finite numbers that the client reports, by name.
     flops : of the passes over the data so far, those of frozen tensors' gradients left out.
+    published_flops : those of the training steps as the IST paper counts them.
     """
 
     def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
@@ -44,7 +45,7 @@ class Worker:
         self.state = state
         self.previous = unprefixed(PREVIOUS, state)
         self.metrics: dict[str, float] = {}
-        self.flops = 0.0
+        self.flops = self.published_flops = 0.0
         self._loaded: Mapping[str, Tensor] = {}
         self._runs = itertools.count()
 

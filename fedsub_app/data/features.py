@@ -1,0 +1,325 @@
+"""Features of images by two pretrained networks: each image goes through them once, and the features are kept.
+
+Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Section 4.1 and Appendix A: torchvision's
+ResNet-101 (2,048 features) and DenseNet-121 (1,024), trained on ImageNet, without their last linear layer. The paper's
+text has the two numbers the other way round. As in the authors' code DenseNet's features are averaged without the ReLU
+that torchvision puts before the average.
+
+Images are resized to 256 pixels (the shorter side), cropped to the central 224 and normalised, as torchvision publishes
+for these weights. Training images of the sets that the paper names (birds, flowers, aircraft, textures) are instead
+cut out, resized and flipped at random, once: a sample has the same features in every round, and with every seed.
+
+Features are kept in the cache folder (``$FEDSUB_CACHE``), by the content of the weights' files and by the images: the
+pixels of a set that is in memory, else the files' names, sizes and times of change. A safetensors file is written after
+each ``GROUP`` images, so an extraction that is killed goes on where it was; where several processes want the same ones,
+one extracts and the others wait. A run on a GPU extracts there, whatever ``device`` says.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from uuid import uuid4
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.files import write_atomic
+from fedsub_app.common.seeds import derive
+from fedsub_app.data.files import cache_folder
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("fedsub")
+
+Features = Literal["none", "resnet101-densenet121", "resnet101-densenet121-random"]
+RANDOM = "-random"
+SIZE = 2048 + 1024
+GROUP = 128  # images of a file: half a minute's work of a CPU's core
+BATCH = 16
+SAY_SECONDS = 30.0
+DOWNLOAD_SILENCE_S = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Images of one split of a data set, or some of them, decoded when they are wanted.
+
+    Attributes
+    ----------
+    images : all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
+    index : those that are meant, int64.
+    """
+
+    images: Tensor | Sequence[Path]
+    index: Tensor
+
+    @classmethod
+    def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
+        """Return all images of a split."""
+        return cls(images, torch.arange(len(images)))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, chosen: Tensor) -> "Pictures":
+        """Return those of these positions, or where a bool tensor is true."""
+        return replace(self, index=self.index[chosen])
+
+    def read(self, number: int) -> Image.Image:
+        """Return one image of the split, RGB."""
+        if isinstance(self.images, Tensor):
+            pixels = self.images[number].permute(1, 2, 0).expand(-1, -1, 3)
+            if pixels.is_floating_point():
+                pixels = (pixels * 255).round().to(torch.uint8)
+            return Image.fromarray(pixels.contiguous().numpy())
+        try:
+            with Image.open(self.images[number]) as image:
+                return image.convert("RGB")
+        except Exception as error:  # PIL's decoders raise many types on damaged bytes
+            raise UserError(f"{self.images[number]} is not readable ({one_line(error)})") from error
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all images of the split, 16 hex digits."""
+        found = hashlib.sha256()
+        if isinstance(self.images, Tensor):
+            found.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
+            found.update(self.images.contiguous().numpy().tobytes())
+        else:
+            top = os.path.commonpath([file.parent for file in self.images])
+            for file in self.images:
+                stat = file.stat()
+                name = file.relative_to(top).as_posix()
+                found.update(f"{name}\0{stat.st_size}\0{int(stat.st_mtime)}\n".encode())
+        return found.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """One of the networks: its name in torchvision, its weights' file (None: random ones) and that file's SHA-256."""
+
+    name: Literal["resnet101", "densenet121"]
+    file: Path | None
+    sha256: str = ""
+
+    def build(self) -> nn.Module:
+        """Return the network from images to features, in evaluation mode."""
+        from torchvision import models
+
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive("backbone", self.name))
+            net = getattr(models, self.name)(weights=None)
+        if self.file:
+            try:
+                state = torch.load(self.file, map_location="cpu", weights_only=True)
+                # DenseNet's file has names of before torchvision 0.3: "denselayer1.norm.1.weight".
+                net.load_state_dict(
+                    {re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name): t for name, t in state.items()}
+                )
+            except Exception as error:  # torch's loader raises many types
+                raise UserError(
+                    f"{self.file}: not torchvision's weights of {self.name} ({one_line(error)[:200]})"
+                ) from error
+        if self.name == "resnet101":
+            net.fc = nn.Identity()
+        else:
+            net = nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        built: nn.Module = net.eval()
+        return built
+
+
+@lru_cache(maxsize=2)
+def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
+    """Return the networks, their weights looked for and, where ``folder`` is None, downloaded.
+
+    Raises
+    ------
+    UserError
+        A file is not there and cannot be downloaded.
+    """
+    from torchvision import models
+
+    published: dict[Literal["resnet101", "densenet121"], WeightsEnum] = {
+        "resnet101": models.ResNet101_Weights.IMAGENET1K_V1,
+        "densenet121": models.DenseNet121_Weights.IMAGENET1K_V1,
+    }
+    if features.endswith(RANDOM):
+        return tuple(Backbone(name, None, "random") for name in published)
+    found = []
+    for name, weights in published.items():
+        file = Path(folder or f"{torch.hub.get_dir()}/checkpoints").expanduser() / Path(weights.url).name
+        reason = "not there"
+        if not file.exists() and not folder:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with impatient():
+                    torch.hub.download_url_to_file(weights.url, str(file), file.stem.split("-")[1], progress=False)
+            except Exception as error:  # no network, a full disk, a wrong checksum
+                reason = one_line(error)[:200]
+        try:
+            with file.open("rb") as content:
+                found.append(Backbone(name, file, hashlib.file_digest(content, "sha256").hexdigest()))
+        except OSError:
+            raise UserError(f"features = {features!r}: needs {file}, from {weights.url} ({reason})") from None
+    return tuple(found)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Give up a download after half a minute of silence: a network that drops all packets blocks without end."""
+    silence = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_SILENCE_S)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(silence)
+
+
+def notes(features: Features, folder: str | None) -> tuple[str, ...]:
+    """Return what a run says of its features: the weights' files, or that there are none."""
+    if features.endswith(RANDOM):
+        return ("features of backbones with random weights, not pretrained",)
+    names = []
+    for backbone in backbones(features, folder):
+        assert backbone.file
+        own = (
+            "" if backbone.sha256.startswith(backbone.file.stem.split("-")[1]) else ", not torchvision's published file"
+        )
+        names.append(f"{backbone.file.name} (sha256 {backbone.sha256[:8]}{own})")
+    return (f"features by {', '.join(names)}",)
+
+
+def extracted(name: str, pictures: Pictures, random_crops: bool, features: Features, folder: str | None) -> Tensor:
+    """Return the features of some pictures, float32 ``[len(pictures), 3072]``, from the cache or by the networks.
+
+    Parameters
+    ----------
+    name : of the data set, for the log.
+    random_crops : cut out and flip at random, each image with draws of its own, instead of the central crop.
+    features, folder : the settings ``features`` and ``backbone-dir``.
+    """
+    networks = backbones(features, folder)
+    weights = hashlib.sha256("".join(f"{net.name} {net.sha256}" for net in networks).encode()).hexdigest()[:16]
+    crops = "random" if random_crops else "central"
+    kept = cache_folder() / "features" / f"{features}-{weights}" / f"{name}-{pictures.digest}-{crops}"
+    found = torch.empty(len(pictures.images), SIZE)
+    known = _read(kept, found)
+    if not known[pictures.index].all():
+        with _alone(kept):
+            known = _read(kept, found)  # another process may have extracted them meanwhile
+            missing = pictures.index[~known[pictures.index]].unique()
+            _extract(name, pictures, missing, random_crops, networks, kept, found)
+    return found[pictures.index]
+
+
+def _read(folder: Path, found: Tensor) -> Tensor:
+    """Read a cache folder into ``found``; returns which of its rows are known. Damaged files are deleted."""
+    known = torch.zeros(len(found), dtype=torch.bool)
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                index, rows = file.get_tensor("index"), file.get_tensor("features")
+            found[index] = rows
+            known[index] = True
+        except (SafetensorError, IndexError, RuntimeError):
+            log.warning("%s: damaged, its images are extracted again", path)
+            path.unlink(missing_ok=True)
+    return known
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for the only right to write to a cache folder, where the file system has locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with file:
+        if fcntl:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder")
+
+
+def _extract(
+    name: str,
+    pictures: Pictures,
+    missing: Tensor,
+    random_crops: bool,
+    networks: Sequence[Backbone],
+    folder: Path,
+    found: Tensor,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    built = [network.build().to(device) for network in networks]
+    transform = _transform(random_crops)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    log.info("features of %d images of %s, on %s", len(missing), name, device)
+    start = said = time.monotonic()
+    done = 0
+    try:
+        for group in missing.split(GROUP):
+            for batch in group.split(BATCH):
+                x = torch.stack([transform(pictures.read(number), number) for number in batch.tolist()]).to(device)
+                with torch.inference_mode():
+                    found[batch] = torch.cat([network(x) for network in built], dim=1).cpu()
+                done += len(batch)
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    rate = done / (said - start)
+                    left = (len(missing) - done) / rate / 60
+                    log.info("features: %d of %d images, %.1f a second, left %.0f min", done, len(missing), rate, left)
+            header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
+            try:
+                content = save({"index": group, "features": found[group]}, header)
+                write_atomic(folder / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
+            except OSError as error:
+                raise _unwritable(folder, error) from error
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _transform(random_crops: bool) -> Callable[[Image.Image, int], Tensor]:
+    """Return what makes of an image and its number the networks' input, float32 ``[3, 224, 224]``."""
+    from torchvision.models import ResNet101_Weights
+    from torchvision.transforms import v2
+
+    central = ResNet101_Weights.IMAGENET1K_V1.transforms()  # DenseNet's are the same
+    if not random_crops:
+        return lambda image, number: central(image)
+    steps = [v2.PILToTensor(), v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(central.mean, central.std)]
+    random = v2.Compose(steps)
+
+    def cut_out(image: Image.Image, number: int) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive("crop", number))
+            made: Tensor = random(image)
+        return made
+
+    return cut_out

@@ -1,0 +1,183 @@
+"""How well federated rounds stand in for central training: the cosine between the directions that both take.
+
+Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Section 6.3 and Figure 2. From a model M some
+federated rounds lead to M^, and "processing exactly the same set of data centrally, via a series of mini-batches" to
+M*. The similarity is ``(M^ - M) . (M* - M) / (|M^ - M| |M* - M|)``, over all trained tensors of the global network.
+
+Where this leaves the paper, or the paper leaves a choice:
+
+- M are the checkpoints of the run, or those of another run of the same network. The paper's are the epochs of central
+  training: a run with one client, such as the experiment ``ist/central``.
+- The same data are the mini-batches that the clients of these rounds train on. The samples of all clients' first
+  mini-batches are shuffled and cut into as many mini-batches again, then those of their second ones, and so on: one
+  client's central training is its own, in the same steps. The paper's appendix has an epoch over all samples of the
+  clients, also where a client takes one step.
+- Central training takes the settings' optimizer, fresh in every round as the clients' are, and the loss without an
+  objective's term.
+- The running mean of the curve is over ten checkpoints; the paper does not say over how many.
+"""
+
+import csv
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from flwr.app import ConfigRecord
+from torch import Tensor
+
+from client_apps.base import Client
+from fedsub_app.client_app import app
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.protocol import to_arrays, to_tensors
+from fedsub_app.methods import METHODS
+from fedsub_app.runs.directory import Checkpoint, checkpoints, read_checkpoint, settings_of
+from fedsub_app.runs.report import COLOURS, figure
+from fedsub_app.training.local import Training
+from fedsub_app.training.objectives import Objective
+from fedsub_app.training.workplace import Workplace, workplace
+
+WINDOW = 10
+
+
+def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list[Path]:
+    """Compare both directions from each checkpoint; write and draw ``approximation.csv`` and ``.png`` into ``folder``.
+
+    Parameters
+    ----------
+    folder : of the run whose method and clients are compared; nothing else in it changes.
+    rounds : federated rounds from each checkpoint, at least 1: those that follow it in a run of these settings.
+    starts : run whose checkpoints are the models M, ``None`` for this one's. Its server's and clients' states are not
+        used.
+
+    Raises
+    ------
+    UserError
+        A folder is not that of a run or has no checkpoint, or ``starts`` is of another network.
+    """
+    settings = settings_of({"run-dir": str(folder), "resume": True})
+    place = workplace(settings)
+    found = checkpoints(starts or folder)
+    if not found:
+        raise UserError(f"{starts or folder}: no checkpoint to start from")
+    rows: list[tuple[int, float, float]] = []
+    for path in found:
+        start = read_checkpoint(path)
+        shapes = {name: tuple(tensor.shape) for name, tensor in start.model.items()}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in place.network.tensors.items()}:
+            raise UserError(f"{path}: a model of another network than that of {folder}")
+        federated, clients = _federated(place, start, rounds, None if starts else folder / "clients", not starts)
+        central = start.model
+        for number, of_round in enumerate(clients, start.round + 1):
+            central = train_centrally(place, central, number, of_round)
+        trained = {name: start.model[name] for name in place.network.parameters}
+        similarity = cosine(trained, federated, central)
+        recent = [value for _, value, _ in rows[1 - WINDOW :]] + [similarity]
+        rows.append((start.round, similarity, sum(recent) / len(recent)))
+    return _written(folder, rounds, rows)
+
+
+def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the cosine of the angle between ``one - start`` and ``other - start``, over all tensors of ``start``.
+
+    NaN where one of them has not moved.
+    """
+    product = first = second = 0.0
+    for name, tensor in start.items():
+        from_here = tensor.cpu().double()
+        a, b = one[name].cpu().double() - from_here, other[name].cpu().double() - from_here
+        product, first, second = (
+            product + float((a * b).sum()),
+            first + float(a.norm()) ** 2,
+            second + float(b.norm()) ** 2,
+        )
+    return product / math.sqrt(first * second) if first and second else math.nan
+
+
+def _federated(
+    place: Workplace, start: Checkpoint, rounds: int, states: Path | None, with_state: bool
+) -> tuple[Tensors, list[list[int]]]:
+    """Return the global model after some rounds, and the clients of each; clients read copies of their ``states``."""
+    settings = place.settings
+    strategy = METHODS[settings.method].strategy(settings, place.network.module)
+    if with_state:
+        strategy.load_state(start.state)
+    grid = LocalGrid(app, {})
+    clients = []
+    with TemporaryDirectory(prefix="fedsub-") as scratch:
+        if states and states.is_dir():
+            shutil.copytree(states, scratch, dirs_exist_ok=True)
+        told = settings.flat() | {"experiment": "", "resume": False}
+        strategy.connect(Federation(settings, {"run": "approximation", "state-dir": scratch}, told))
+        arrays = to_arrays({name: start.model[name] for name in strategy.current})
+        for number in range(start.round + 1, start.round + rounds + 1):
+            config = ConfigRecord({"committed": start.round})
+            phase = strategy.configure_train(number, arrays, config, grid)
+            merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
+            if merged is None:
+                raise UserError(
+                    f"round {number} from checkpoint {start.round} was abandoned: {strategy.phase.report['abandoned']}"
+                )
+            arrays = merged
+            clients.append(sorted(strategy.phase.asked))
+    return to_tensors(arrays), clients
+
+
+def train_centrally(place: Workplace, model: Tensors, number: int, clients: Sequence[int]) -> Tensors:
+    """Return ``model`` after the mini-batches of these clients in round ``number``, one central step each."""
+    x, y, batches = pooled(place, number, clients)
+    central = Client(place, clients[0], number, {})
+    vars(central).update(x=x, y=y)
+    central.load(model)
+    Training(central, objective=Objective()).run(batches)
+    return central.trained()
+
+
+def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return what some clients train on in a round as the samples of one, and mini-batches of it.
+
+    Returns
+    -------
+    x, y : samples and labels in the order of the clients' steps; one that is used twice is there twice.
+    batches : indices into them, int64: as many mini-batches in each step as clients take part in it.
+    """
+    workers = [Client(place, client, number, {}) for client in clients]
+    x, y, batches = [], [], []
+    first = 0
+    for step, taken in enumerate(zip_longest(*(worker.batches() for worker in workers))):
+        own = [
+            (worker, index.to(place.device)) for worker, index in zip(workers, taken, strict=True) if index is not None
+        ]
+        x += [worker.x[index] for worker, index in own]
+        y += [worker.y[index] for worker, index in own]
+        size = sum(len(index) for _, index in own)
+        order = torch.randperm(size, generator=generator(place.settings.seed, number, step, "central"))
+        batches += [part + first for part in order.tensor_split(len(own))]
+        first += size
+    return torch.cat(x), torch.cat(y), batches
+
+
+def _written(folder: Path, rounds: int, rows: Sequence[tuple[int, float, float]]) -> list[Path]:
+    files = [folder / "approximation.csv", folder / "approximation.png"]
+    with files[0].open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("checkpoint", "rounds", "similarity", "mean of ten"))
+        writer.writerows([number, rounds, f"{similarity:.6f}", f"{mean:.6f}"] for number, similarity, mean in rows)
+    drawing = figure(6, 4)
+    axes = drawing.subplots()
+    numbers, similarities, means = zip(*rows, strict=True)
+    axes.plot(numbers, similarities, ".", color=COLOURS[0], alpha=0.4, label="one checkpoint")
+    axes.plot(numbers, means, color=COLOURS[0], label=f"mean of the last {WINDOW}")
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set(xlabel="checkpoint", ylabel=f"cosine with central training, {rounds} rounds")
+    axes.locator_params(axis="x", integer=True)
+    axes.legend()
+    drawing.savefig(files[1], dpi=120)
+    return files

@@ -1,0 +1,138 @@
+"""What a method has to send and to compute until it is accurate: bytes and FLOPs to 90 % of the best method's accuracy.
+
+Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Sections 4.3, 4.4 and Appendix B.3. A run's
+accuracy is the mean over the last ten rounds, its best one is compared, and the threshold is 90 % of the best run's. A
+run has reached it at the end of the fifth round in a row that is at or above it. Where it never is, it fails.
+
+What the paper leaves open:
+
+- Before round 10 the mean is over the rounds so far: some of the paper's methods arrive after five. The best one is of
+  ten rounds where the run has as many. The initial model, round 0, is in no mean.
+- With ``eval-every`` above 1 the mean is over the evaluations of the last ten rounds, and five rounds in a row are all
+  evaluations of a span of five rounds or more: with ``eval-every = 5`` two. What is reached between two evaluations is
+  seen at the second one.
+- A run that ends by ``num-rounds`` or by a budget before its fifth round has failed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fedsub_app.common.tensors import Json
+
+WINDOW = 10  # rounds of a mean
+HELD = 5  # rounds in a row
+FRACTION = 0.9  # of the best accuracy
+
+Averages = list[tuple[int, float]]
+
+
+class Reached(NamedTuple):
+    """The round at whose end a run has held the threshold, and what it has cost by then.
+
+    ``gigabytes``: 1e9 bytes, down and up, by the papers' formula. ``gflops``: 1e9 FLOPs, 2 x MAC, forward and backward.
+    ``published_gflops``: :func:`~fedsub_app.training.costs.published_flops`; NaN in runs that did not record them.
+    """
+
+    round: int
+    gigabytes: float
+    published_gflops: float
+    gflops: float
+
+
+class Cost(NamedTuple):
+    """A run's best ten-round accuracy (percent), and what the threshold has cost; ``None``: it was not reached."""
+
+    best: float
+    reached: Reached | None
+
+
+def averages(lines: Sequence[Json], key: str) -> Averages:
+    """Return the mean of ``key`` over the evaluations of the last ten rounds, at each evaluated round.
+
+    Parameters
+    ----------
+    lines : of a run's rounds, in order.
+    key : an accuracy, such as ``global-accuracy``, percent.
+    """
+    measured = [(line["round"], line[key]) for line in lines if line["round"] > 0 and key in line]
+    found = []
+    for last, (number, _) in enumerate(measured, 1):
+        window = [value for of, value in measured[max(0, last - WINDOW) : last] if of > number - WINDOW]
+        found.append((number, sum(window) / len(window)))
+    return found
+
+
+def best(found: Averages) -> float:
+    """Return the highest of :func:`averages`, of which there must be one, of whole windows where there are any."""
+    whole = min(WINDOW, found[-1][0])
+    return max(mean for number, mean in found if number >= whole)
+
+
+def round_reached(found: Averages, threshold: float) -> int | None:
+    """Return the round at whose end the averages have been at or above the threshold for five rounds in a row."""
+    since = None
+    for number, mean in found:
+        if mean < threshold:
+            since = None
+            continue
+        since = number if since is None else since
+        if number - since >= HELD - 1:
+            return number
+    return None
+
+
+def costs_to_accuracy(runs: Mapping[str, Sequence[Json]], key: str) -> tuple[float, dict[str, Cost]]:
+    """Return the threshold (percent) that the best of some runs sets, and what it has cost each of them.
+
+    Parameters
+    ----------
+    runs : name -> the lines of its rounds, of which one after round 0 at least has ``key``.
+    key : an accuracy, such as ``global-accuracy``.
+    """
+    smooth = {name: averages(lines, key) for name, lines in runs.items()}
+    threshold = FRACTION * max(best(found) for found in smooth.values())
+    costs = {}
+    for name, lines in runs.items():
+        number = round_reached(smooth[name], threshold)
+        costs[name] = Cost(best(smooth[name]), None if number is None else _spent(lines, number))
+    return threshold, costs
+
+
+def _spent(lines: Sequence[Json], last_round: int) -> Reached:
+    trained = [line for line in lines if 0 < line["round"] <= last_round]
+
+    def total(*keys: str) -> float:
+        return float(sum(line.get(key, 0) for line in trained for key in keys)) / 1e9
+
+    recorded = all("published-flops" in line for line in trained)
+    return Reached(
+        last_round,
+        total("formula-bytes-down", "formula-bytes-up"),
+        total("published-flops") if recorded else float("nan"),
+        total("flops"),
+    )
+
+
+COLUMNS = ("best (%)", "rounds", "GB", "GFLOPs, paper's count", "GFLOPs")
+ABOUT = (
+    "Best: the highest mean accuracy of ten rounds. Threshold: 90 % of the highest of all methods. Rounds, GB (4 bytes "
+    "a number, down and up) and GFLOPs until the mean has been at or above it for five rounds in a row; FAIL: never. "
+    "The paper's count: one MAC is one FLOP, no backward pass, MOON twice; the other: 2 x MAC, with the backward pass."
+)
+
+
+def cells(costs: Sequence[Cost]) -> list[str]:
+    """Return the text of ``COLUMNS`` for the runs of a row, one a seed."""
+    reached = [cost.reached for cost in costs]
+    columns = [[f"{cost.best:.2f}" for cost in costs]]
+    columns.append([str(found.round) if found else "FAIL" for found in reached])
+    for part in Reached._fields[1:]:
+        columns.append([_rounded(getattr(found, part)) if found else "FAIL" for found in reached])
+    return [", ".join(column) for column in columns]
+
+
+def _rounded(amount: float) -> str:
+    if math.isnan(amount):
+        return "–"
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
