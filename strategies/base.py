@@ -261,14 +261,15 @@ class SubnetStrategy(Strategy):
         # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
         names = {name: None for update in updates for name in update.metrics if name not in COSTS}
         metrics = _means(updates, names) | _sums(updates, COSTS)
-        phase.report = metrics | phase.report | _middle(norms, refused)  # what the server measures has the last word
+        # What the server measures has the last word.
+        phase.report = {**metrics, **phase.report, **_middle(norms, refused)}
         formula_up = sum(formula_bytes(update.tensors) for update in updates)
         phase.report |= {"bytes-up": bytes_up, "formula-bytes-up": formula_up}
         merged, reason = self._merged(updates, contributions, diverged)
         phase.report |= self.accepted(updates if merged is not None else [])
         phase.report["dropped"] = _reasons(phase.dropped)
         if merged is None:
-            phase.report["abandoned"] = reason
+            phase.report |= {"abandoned": reason}
             return None, MetricRecord(dict(metrics))
         self.current = merged
         return to_arrays(merged), MetricRecord(dict(metrics))
