@@ -9,6 +9,9 @@ from torch import Tensor
 
 BLOCK = 1 << 17  # elements that are subtracted at a time, in a buffer that stays in the processor's cache
 MAJORITY = 3  # the median of fewer norms does not tell which of them is odd
+# Of the model's norm: a median counts as at least that. Clients whose own task is solved hardly move the model (those of
+# FedRep, on a few classes), and one with more to learn may move it a hundred times as far.
+LEAST = 0.01
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
@@ -36,8 +39,10 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
         for some, norms in zip(columns.split(height), found[k].split(height), strict=True):
             away = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
             torch.linalg.vector_norm(away, dim=1, out=norms)
-    total: list[float] = found.double().square().sum(0).tolist()
-    return total
+    total = torch.zeros(len(flat), dtype=torch.float64)
+    for norms in found:
+        total += norms.double().square()
+    return total.tolist()
 
 
 def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
@@ -48,12 +53,12 @@ def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
     return float(torch.linalg.vector_norm(away)) ** 2
 
 
-def too_large(norms: Sequence[Mapping[str, float]], most: float, otherwise: float) -> dict[int, str]:
+def too_large(norms: Sequence[Mapping[str, float]], most: float, model: float) -> dict[int, str]:
     """Return which of a round's updates are far larger than the others: position -> reason.
 
-    A norm is too large where it exceeds ``most`` times the median of all that are above 0, so that one hostile client
-    cannot move the median far, nor clients that did not train make it 0. Fewer than three have no majority: then it is
-    held against ``otherwise``.
+    A norm is too large where it exceeds ``most`` times the median of all that are above 0: one hostile client cannot
+    move the median far, nor clients that did not train make it 0. Fewer than three have no majority: they are held
+    against the norm of the model itself, and no median counts as less than a hundredth of that.
 
     The median is known when all updates of the round are there. A mean that is summed as the answers come in needs
     nothing of them but these norms until then; it must hold back the summing, or sum in a second pass.
@@ -62,16 +67,18 @@ def too_large(norms: Sequence[Mapping[str, float]], most: float, otherwise: floa
     ----------
     norms : for each update, what is measured -> Euclidean norm, >= 0.
     most : multiple of the median, > 0.
-    otherwise : what stands for the median of fewer than three; 0: nothing but infinite norms is refused then.
+    model : norm of the model that the updates started from, >= 0.
     """
     refused: dict[int, str] = {}
     for kind in {kind: None for said in norms for kind in said}:
         found = {k: said[kind] for k, said in enumerate(norms) if said.get(kind)}
-        enough = len(found) >= MAJORITY
-        usual = median(found.values()) if enough else otherwise
+        usual, whose = model, "the model's own"
+        if len(found) >= MAJORITY:
+            usual, whose = max(
+                (median(found.values()), "the round's median"), (LEAST * model, "a hundredth of the model's")
+            )
         for k, value in found.items():
             if not math.isfinite(value) or 0 < most * usual < value:
-                against = "the round's median" if enough else "the model's own"
-                limit = f"max-update-norm = {most:g} times {against} {usual:.3g}"
+                limit = f"max-update-norm = {most:g} times {whose} {usual:.3g}"
                 refused.setdefault(k, f"{kind} of norm {value:.3g}: more than {limit}")
     return refused
