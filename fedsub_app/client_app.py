@@ -104,8 +104,11 @@ def _answer(message: Message, context: Context) -> Message:
 
 def _keep_settings(header: Json, folder: Path) -> None:
     """Keep a run's settings beside its clients' state; later messages, maybe to other processes, have their digest."""
-    path, text = _settings_file(folder, header["digest"]), header["settings"]
-    if _texts.get(path) != text:
+    text = header["settings"]
+    if header["digest"] != text_digest(text):
+        raise UserError(f"digest = {header['digest']!r}: not that of the settings")
+    path = _settings_file(folder, header["digest"])
+    if path not in _texts:
         _texts[path] = text
         with suppress(OSError):  # a process that finds no file asks for them
             write_atomic(path, text.encode())

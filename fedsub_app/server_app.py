@@ -161,12 +161,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        measured = {"round": number, "status": status, "seconds": time.perf_counter() - start}
-        line: Json = {
-            **measured,
-            **strategy.phase.report,
-            **measured,
-        }  # in this order, and the server has the last word
+        measured: Json = {"round": number, "status": status, "seconds": time.perf_counter() - start}
+        line = measured | strategy.phase.report | measured  # in this order, and the server has the last word
         over = used_up([*run.lines, line], settings)
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)

@@ -284,7 +284,7 @@ class SubnetStrategy(Strategy):
         names = {name: None for update in updates for name in update.metrics if name not in COSTS}
         metrics = _means(updates, names) | _sums(updates, COSTS)
         # What the server measures has the last word.
-        phase.report = {**metrics, **phase.report} | _middle(guard.norms("update"))
+        phase.report = {**metrics, **phase.report, **_middle(guard.norms("update"))}
         phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
         phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
         phase.report |= self._lost("lost-state", updates)
@@ -293,7 +293,7 @@ class SubnetStrategy(Strategy):
         phase.report |= {"merge-seconds": merging.seconds} | self.accepted(updates if merged is not None else [])
         phase.report["dropped"] = _reasons(phase.dropped)
         if merged is None:
-            phase.report["abandoned"] = reason
+            phase.report |= {"abandoned": reason}
             return None, MetricRecord(dict(metrics))
         self.current = merged
         return to_arrays(merged), MetricRecord(dict(metrics))

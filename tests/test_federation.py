@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from helpers import METHOD_KEYS, rounds
 from safetensors.torch import load_file
 
 import fedsub_app.client_app
+import fedsub_app.federation.nodes
 from fedsub_app.client_app import app
+from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
@@ -22,7 +24,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Dropped, Federation, Node, Phase
-from fedsub_app.federation.protocol import STAMP, Spec, Task, pack, to_arrays, to_tensors, unpack
+from fedsub_app.federation.protocol import HEADER, STAMP, TENSORS, Spec, Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
 
@@ -280,6 +282,72 @@ def test_after_the_deadline_it_says_who_is_missing(away: set[int], min_nodes: in
     assert str(caught.value) == f"node-timeout = 0.05: {missing}"
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"partition-id": 0, "num-partitions": 5_000_000},
+            "partition-id, num-partitions = 0, 5000000: must be integers, ",
+        ),
+        ({"partition-id": 1, "num-partitions": 10**15}, "partition-id, num-partitions = 1, 1000000000000000: must be "),
+        ({"partition-id": 1, "num-partitions": 3}, "num-partitions = 3: the nodes before it say 2"),
+    ],
+)
+def test_how_many_nodes_there_are(config: dict[str, Any], said: str) -> None:
+    grid = LocalGrid(app, {}, 2)
+    grid.contexts[3].node_config = config
+    with pytest.raises(UserError, match=f"^node 3: {said}"):
+        federation().meet(grid)
+
+
+def test_many_missing_nodes_are_one_short_line() -> None:
+    grid = LocalGrid(app, {})
+    grid.contexts[2].node_config["num-partitions"] = 50_000
+    missing = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 49989 more of 50000"
+    with pytest.raises(UserError, match=f"missing: nodes with partition-id {missing}$"):
+        federation(node_timeout=0.05).meet(grid)
+
+
+def test_a_second_node_of_a_taken_partition_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """The live one stays for as long as Flower lists it; then the other has its place, without another roll call."""
+    grid = LocalGrid(app, {}, 2)
+    fed = federation()
+    fed.meet(grid)
+    live = dict(fed.nodes)
+    grid.contexts[77] = Context(1, 77, dict(grid.contexts[3].node_config), RecordDict(), {})
+    with caplog.at_level("INFO", "fedsub"):
+        for _ in range(3):
+            fed.meet(grid)
+            assert fed.nodes == live
+    said = "node 77 waits: partition-id = 1 is that of node 3, which Flower still lists"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    del grid.contexts[3]
+    grid.app = None  # nobody is asked again
+    fed.meet(grid)
+    assert {node.node_id: node.partition_id for node in fed.nodes.values()} == {2: 0, 77: 1}
+
+
+def test_a_node_that_never_answers_is_waited_for_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedsub_app.federation.nodes, "LATE_ROLL_CALL_S", 0.0)
+
+    class Mute(LocalGrid):
+        asked = 0
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            sent = list(messages)
+            self.asked += sum(message.metadata.dst_node_id == 99 for message in sent)
+            return super().push_messages([message for message in sent if message.metadata.dst_node_id != 99])
+
+    grid = Mute(app, {}, 2)
+    fed = federation()
+    fed.meet(grid)
+    grid.contexts[99] = grid.contexts[3]
+    for _ in range(6):
+        fed.meet(grid)
+    assert grid.asked == 3
+    assert set(fed.nodes) == {2, 3}
+
+
 def test_min_nodes_are_enough() -> None:
     fed = federation(node_timeout=0.05, min_nodes=2)
     fed.meet(Comings(app, {}, lambda _: {1}))
@@ -460,6 +528,25 @@ def test_a_second_reply_is_ignored() -> None:
     assert answers == once
 
 
+def test_a_reply_sent_again_in_a_later_round_is_refused(run_local: RunLocal) -> None:
+    """The node of client 1 answers round 2 with its answer to round 1, on which it writes round 2."""
+    kept: list[RecordDict] = []
+
+    def run(message: Message, context: Context) -> Message:
+        reply = app(message=message, context=context)
+        if (context.node_id, message.metadata.message_type) == (3, MessageType.TRAIN):
+            kept.append(reply.content)
+            text = str(kept[0][HEADER]["json"])  # type: ignore[index, call-overload]
+            again = ConfigRecord({"json": text.replace('"round":1', f'"round":{len(kept)}')})
+            return Message(RecordDict({HEADER: again, TENSORS: kept[0][TENSORS]}), reply_to=message)
+        return reply
+
+    _, folder = run_local(grid=lambda _, keys: LocalGrid(run, keys, 2), placement="pinned", num_rounds=2)  # type: ignore
+    run_id = json.loads((folder / "settings.json").read_text())["run-id"]
+    reason = f"stale reply: run, round, phase = ('{run_id}', 2, 'train'), of another message"
+    assert [line["dropped"] for line in rounds(folder)[1:]] == [[], [{"client": 1, "reason": reason}]]
+
+
 def test_replies_to_an_earlier_round_are_ignored() -> None:
     """A reply that arrives after its round's timeout must not count as one of the next round."""
     grid = LocalGrid(lambda message, context: Message(both({"run": "this", "round": 1}, 0), reply_to=message), {})  # type: ignore[arg-type]
@@ -498,6 +585,69 @@ def test_a_node_that_fails_loses_its_own_clients_only(run_local: RunLocal) -> No
     )
     assert rounds(folder)[1]["dropped"] == [{"client": 1, "reason": "node failed: OSError: disk full"}]
     assert rounds(folder)[1]["status"] == "ok"
+
+
+# --- what the server says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["../../etc", "/etc", "..", "", "a/b", "x" * 65, "a\n"])
+def test_a_run_that_is_a_path_is_refused_by_the_node(run: str, tmp_path: Path) -> None:
+    grid = LocalGrid(app, {})
+    grid.contexts[2].node_config["state-dir"] = str(tmp_path / "node" / "state")
+    said = asked_by(grid, {"run": run}, 0)[0]["error"]
+    assert said == f"run = {run!r}: must be the id of a run, letters and digits"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("client", [-1, 2, 10**9, True, "0", None, "../x"])
+def test_a_client_that_there_is_not_is_refused_by_the_node(client: Any, tmp_path: Path) -> None:
+    grid = LocalGrid(app, {})
+    grid.contexts[2].node_config["state-dir"] = str(tmp_path)
+    header, parts = asked_by(grid, {}, client)
+    assert "error" not in header
+    assert [config["error"] for config, _ in parts] == [
+        f"UserError: client = {client!r}: must be an integer from 0 to 1"
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["abc"]
+    assert [path.name[:10] for path in (tmp_path / "abc").iterdir()] == [".settings-"]
+
+
+@pytest.mark.parametrize("digest", ["../../../x", "0" * 16, "", 5, None])
+def test_settings_under_another_digest_are_refused_by_the_node(digest: Any, tmp_path: Path) -> None:
+    grid = LocalGrid(app, {})
+    grid.contexts[2].node_config["state-dir"] = str(tmp_path / "state")
+    said = asked_by(grid, {"digest": digest}, 0)[0]["error"]
+    assert said == f"digest = {digest!r}: not that of the settings"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tmp_path: Path) -> None:
+    """As one that was restarted on an empty disk: its clients' round is not lost."""
+    headers: list[Json] = []
+
+    def run(message: Message, context: Context) -> Message:
+        header, _ = unpack(message.content)
+        headers.append(header)
+        if len(headers) in (2, 4):
+            fedsub_app.client_app._texts.clear()
+            for file in tmp_path.rglob(".settings-*"):
+                file.unlink()
+        return app(message=message, context=context)
+
+    _, whole = run_local("whole")
+    _, folder = run_local("lost", grid=lambda _, keys: LocalGrid(run, keys))  # type: ignore[arg-type]
+    assert rounds(folder) == rounds(whole)
+    assert ["settings" in header for header in headers[:6]] == [True, False, True, False, True, False]
+
+
+def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:
+    """Ask the node to train a client, with this in the message's header; returns its reply."""
+    said = {"run": "abc", "round": 1, "phase": "train", "nonce": "0", "code": code_digest(), "committed": 0}
+    text = json.dumps(resolve({"method": "local"}).flat() | {"experiment": ""})
+    told = {"settings": text, "digest": text_digest(text), "state-dir": "nowhere"}
+    content = pack(said | told | header, [({"client": client}, {})])
+    (reply,) = grid.send_and_receive([Message(content, 2, MessageType.TRAIN, group_id="1")])
+    return unpack(reply.content)
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------

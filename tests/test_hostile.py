@@ -257,7 +257,7 @@ HURT: list[tuple[str, str, Spoil, str]] = [
     ("a million empty values", "fedpews", shaped("fc1.bias", 10**6, 0), "tensor 'fc1.bias': 1000000 rows, of which at"),
     ("a tensor twice", "fedavg", spoiling(twice), "not fedsub's wire format (ValueError: a part has two tensors"),
     ("1e30, finite", "fedavg", filled("fc1.weight", 1e30), "update of norm inf: more than max-update-norm = 100 times"),
-    ("1e5", "fedavg", filled("fc1.weight", 1e5), "update of norm 2.53e+07: more than max-update-norm = 100 times the"),
+    ("1e5", "fedavg", filled("fc1.weight", 1e5), "update of norm 2.53e+07: more than max-update-norm = 100 times"),
     ("1e30, at its positions", "fedpews", filled("fc1.bias", 1e30), "update of norm inf: more than"),
     ("1e5 in a slice", "ist", filled("fc1.weight", 1e5), "update of norm 9"),
     ("moments", "fedpart", filled("first/fc1.weight", 3e38), "first moments of norm inf: more than max-update-norm"),

@@ -1,8 +1,11 @@
 """FedAvg, FedProx and local training: numbers by hand, invariants, evaluation as it is named."""
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,13 +127,76 @@ def test_arrays_and_tensors_convert_both_ways() -> None:
     assert all(torch.equal(tensors[name], back[name]) for name in tensors)
 
 
-def test_a_mean_that_overflows_leaves_the_model_alone(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value is finite, their weighted sum is not."""
+def test_values_whose_sum_overflows_leave_the_model_alone(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value is finite."""
     monkeypatch.setattr(
         Client, "trained", lambda self: {k: torch.full_like(v, 3e38) for k, v in self.network.tensors.items()}
     )
-    with pytest.raises(RunFailed, match=r"the mean of '\S+' is not finite"):
+    with pytest.raises(
+        RunFailed, match=r"fewer than min-replies = 1 valid replies; update of norm inf: more than max-"
+    ):
         run_local(num_rounds=5)
+
+
+def blown_up(monkeypatch: pytest.MonkeyPatch, factor: float, clients: set[int], number: int) -> None:
+    """In one round what these clients have trained is multiplied."""
+    trained = Client.trained
+
+    def blow(self: Client) -> Tensors:
+        by = factor if self.id in clients and self.round == number else 1.0
+        return {name: tensor * by for name, tensor in trained(self).items()}
+
+    monkeypatch.setattr(Client, "trained", blow)
+
+
+def test_a_model_that_has_diverged_is_not_merged(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last good one stays, and what the method remembers of that round; the next round starts from them."""
+    blown_up(monkeypatch, 1e5, {0, 1}, 2)
+    keys: dict[str, Any] = {"num_clients": 2, "num_rounds": 3, "max_update_norm": 1e6, "method": "scaffold"}
+    _, folder = run_local(**keys)
+    start, first, second, third = read_rounds(folder)
+    assert [line["status"] for line in (first, second, third)] == ["ok", "abandoned", "ok"]
+    assert second["abandoned"].startswith("diverged: the merged model's loss is ")
+    assert second["global-loss"] == first["global-loss"] != third["global-loss"]
+    assert third["train-loss"] < first["train-loss"] < start["global-loss"] * 2
+
+
+def test_two_clients_are_held_against_the_model(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    blown_up(monkeypatch, 1e8, {1}, 2)
+    _, folder = run_local(num_clients=2, num_rounds=3)
+    (dropped,) = read_rounds(folder)[2]["dropped"]
+    assert dropped["client"] == 1
+    said = r"update of norm \S+e\+09: more than max-update-norm = 100 times the model's own \S+"
+    assert re.fullmatch(said, dropped["reason"])
+
+
+def test_a_tight_norm_is_the_users(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times the way of the others passes 100 medians and not 3; what was measured stands in the line."""
+    train = Client.train
+
+    def further(self: Client, sent: Tensors, config: Json) -> Tensors:
+        trained = train(self, sent, config)
+        return {n: sent[n] + 10 * (t - sent[n]) for n, t in trained.items()} if self.id == 1 else trained
+
+    monkeypatch.setattr(Client, "train", further)
+    keys: dict[str, Any] = {"num_clients": 4, "num_rounds": 1, "partition": "iid"}
+    line = read_rounds(run_local("loose", **keys)[1])[1]
+    assert not line["dropped"]
+    assert 8 < line["largest-update-norm"] / line["update-norm"] < 12
+    line = read_rounds(run_local("tight", max_update_norm=3.0, **keys)[1])[1]
+    assert [drop["client"] for drop in line["dropped"]] == [1]
+    assert line["largest-update-norm"] < 2 * line["update-norm"]
+
+
+def test_where_training_diverges_on_most_clients_the_others_are_not_the_mean(
+    run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blown_up(monkeypatch, math.nan, {0, 1, 2}, 2)
+    _, folder = run_local(num_clients=5, num_rounds=3)
+    lines = read_rounds(folder)
+    assert [line["status"] for line in lines[1:]] == ["ok", "abandoned", "ok"]
+    assert lines[2]["abandoned"] == "training diverged on 3 of 5 clients"
+    assert lines[2]["global-loss"] == lines[1]["global-loss"]
 
 
 def test_a_client_that_exits_is_dropped_like_one_that_raises(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:

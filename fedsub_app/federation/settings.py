@@ -21,10 +21,11 @@ class FederationSettings(SeedSettings, ClientsSettings):
     server_lr: Positive = 1.0
     """Step from the global model towards the mean of the answers; 1: the mean."""
     max_update_norm: Positive = 100.0
-    """An update that changes the model by more than so many times the median of its round is refused.
+    """An update that changes the model by more than so many times the median of its round so far is refused.
 
-    Euclidean norms, of the round's updates that change anything; with fewer than three of them so many times the norm
-    of the model itself. Also of what else a method sends, such as moments and variates.
+    Euclidean norms, in the order of the clients, the first eight together, of updates that change anything; a median counts as at least a hundredth of the norm of
+    the model itself, and of fewer than three updates that norm does. Also of what else a method's server remembers,
+    such as moments and variates.
     """
     weighting: Literal["uniform", "examples"] = "uniform"
     """What a client counts in a mean: all alike, or by its training samples."""

@@ -13,6 +13,9 @@ T = TypeVar("T")
 BLOCK = 1 << 17  # elements that are subtracted at a time, in a buffer that stays in the processor's cache
 FIRST = 8  # updates that are compared with each other before any of them is summed
 MAJORITY = 3  # the median of fewer norms does not tell which of them is odd
+# Of the model's norm: a median counts as at least that. Clients whose own task is solved hardly move the model (those
+# of FedRep, on a few classes), and one with more to learn may move it a hundred times as far.
+LEAST = 0.01
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
@@ -40,8 +43,10 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
         for some, norms in zip(columns.split(height), found[k].split(height), strict=True):
             away = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
             torch.linalg.vector_norm(away, dim=1, out=norms)
-    total: list[float] = found.double().square().sum(0).tolist()
-    return total
+    total = torch.zeros(len(flat), dtype=torch.float64)
+    for norms in found:
+        total += norms.double().square()
+    return total.tolist()
 
 
 def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
@@ -59,16 +64,16 @@ class NormGuard(Generic[T]):
     of 0, of clients that did not train, do not count. The first ``FIRST`` updates are held back and compared with each
     other, so that a hostile client cannot move the median far unless most of the first ones are hostile. What is
     refused depends on the order of the clients alone. Fewer than three norms have no majority: they are held against
-    ``otherwise``.
+    the norm of the model itself, and no median counts as less than a hundredth of that.
 
     Parameters
     ----------
     most : multiple of the median, > 0.
-    otherwise : what stands for the median of fewer than three; 0: nothing but infinite norms is refused then.
+    model : norm of the model that the updates started from, >= 0.
     """
 
-    def __init__(self, most: float, otherwise: float) -> None:
-        self.most, self.otherwise = most, otherwise
+    def __init__(self, most: float, model: float) -> None:
+        self.most, self.model = most, model
         self._passed: dict[str, list[float]] = {}  # sorted
         self._waiting: list[tuple[T, Mapping[str, float]]] = []
         self._begun = False
@@ -102,7 +107,9 @@ class NormGuard(Generic[T]):
     def _usual(self, kind: str) -> tuple[float, str]:
         """Return what a norm is held against, and what that is."""
         found = [*self.norms(kind), *(norms[kind] for _, norms in self._waiting if norms.get(kind))]
-        return (median(found), "the round's median") if len(found) >= MAJORITY else (self.otherwise, "the model's own")
+        if len(found) < MAJORITY:
+            return self.model, "the model's own"
+        return max((median(found), "the round's median"), (LEAST * self.model, "a hundredth of the model's"))
 
     def _refuse(self, kind: str, value: float, usual: float, against: str) -> str:
         if math.isfinite(value) and not 0 < self.most * usual < value:
