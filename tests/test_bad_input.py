@@ -388,6 +388,49 @@ def test_a_wrong_command_says_one_line_and_writes_nothing(
     assert not folder.exists()
 
 
+WRONG_ARGUMENTS: list[tuple[str, str]] = [
+    (
+        "run fedpews/digits -s experiment=fedpews/cifar-mnist",
+        "-s experiment=fedpews/cifar-mnist: not beside fedpews/digits, which sets experiment",
+    ),
+    ("run --resume x -s run-dir=y", "-s run-dir=y: not beside --resume x, which sets run-dir"),
+    ("run --resume x -s resume=false", "-s resume=False: not beside --resume x, which sets resume"),
+    ("run -s method=fedselect -s fedpews.lambda=1", "fedpews.lambda = 1: does nothing with method = 'fedselect'"),
+    ("reproduce fedpews-table2 --seeds -1", "--seeds -1: must be 1 to 1000"),
+    ("reproduce fedpews-table2 --seeds 99999999999999999999", "--seeds 99999999999999999999: must be 1 to 1000"),
+    ("reproduce fedpews-table2 --workers -1", "--workers -1: must be 1 to 1000"),
+    (
+        "reproduce fedpews-table2 --only FedAvg -s fedpews.lambda=1",
+        "fedpews.lambda = 1: does nothing: no row of the table runs that method",
+    ),
+    ("analyse x --samples 0", "--samples 0: must be 1 to 1000000"),
+    ("report {run} --out /nodir/x.png", "/nodir/x.png: No such file or directory"),
+    ("report {run} --out x.xyz", "x.xyz: Format 'xyz' is not supported (supported formats: "),
+    ("report {run}/rounds.jsonl", "{run}/rounds.jsonl: not the directory of a run (no readable settings.json)"),
+    (f"run -s run-dir=/{'a' * 300}", f"run-dir = '/{'a' * 300}': cannot be made (File name too long)"),
+    (f"run -s dataset={'a' * 300}", f"dataset = '{'a' * 99}…: must be the name of a data set, or names joined by +"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG_ARGUMENTS, ids=[said[:40] for _, said in WRONG_ARGUMENTS])
+def test_a_wrong_argument_is_one_line(
+    arguments: str, said: str, a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments.format(run=a_run).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said.format(run=a_run)}")
+    assert not tree(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("a") / "run"
+    overrides: dict[str, Value] = {"model": "feature-mlp", "method": "fedavg", "num-rounds": 1, "run-dir": str(folder)}
+    run_experiment(LocalGrid(app, overrides), settings_of(overrides))
+    return folder
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test needs to be missing")
 def test_no_cuda(tmp_path: Path) -> None:
     done = fedsub(tmp_path, *command(tmp_path / "run", device="cuda"))

@@ -1,15 +1,20 @@
 """Settings: order of the sources, and one clear line for every wrong one."""
 
+import math
 import tomllib
+from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from fedsub_app import config
+from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.config import (
@@ -23,8 +28,11 @@ from fedsub_app.config import (
     resolve,
     spelled,
 )
+from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.flower import PROJECT
 from fedsub_app.methods import METHODS
+from fedsub_app.runs.directory import RunFailed, settings_of
+from fedsub_app.server_app import run_experiment
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
@@ -269,3 +277,41 @@ def test_a_wrong_setting_is_one_clear_line(keys: dict[str, str | int | float | b
     with pytest.raises(UserError) as caught:
         resolve(keys)
     assert str(caught.value) == line
+
+
+# --- whatever keys are set to: a run, or one line that says what is wrong ------------------------------------------
+
+VALUES = st.sampled_from(
+    [
+        *(-1, 0, 1, 2, 3, 10**6 + 1, 10**30, 10**400, True, False),
+        *(-1.0, 0.0, 1e-300, 0.5, 1.0, 100.0, 1e6, 1e300, math.nan, math.inf),
+        *("", "x", "a\0b", "\udcff", "a" * 300, "../x", "digits+digits", "head"),
+        *(",", "1, 2", "0.5, 0.5", "0 1, 2", "nan, inf"),
+        *([1], {"a": 1}, None, date(2026, 1, 1)),
+    ]
+)
+# The words that a key allows, as they are listed, so that not every text is refused.
+WORDS = {key: st.sampled_from(text.splitlines()[0].split()[1::2] or ["x"]) for key, text in describe().items()}
+
+
+@given(st.data(), st.sampled_from(sorted(METHODS)))
+@effort(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_values_of_any_keys_run_or_are_refused_in_one_line(data: st.DataObject, method: str) -> None:
+    general = sorted(key for key in defaults() if "." not in key and key not in ("method", "run-dir"))
+    own = sorted(key for key in defaults() if key.startswith(f"{method}."))
+    drawn = data.draw(st.lists(st.sampled_from(general + 4 * own), min_size=1, max_size=3, unique=True))
+    keys = {key: data.draw(VALUES | WORDS[key], label=key) for key in drawn}
+    refused = failed = ""
+    with TemporaryDirectory() as folder:
+        overrides: dict[str, Any] = {"num-rounds": 1, "model": "feature-mlp", "node-timeout": 0.1, "method": method}
+        overrides |= {"train-per-class": 6, "test-per-class": 2, "run-dir": f"{folder}/run", "data-dir": folder} | keys
+        try:
+            run_experiment(LocalGrid(app, overrides), settings_of(overrides))
+        except UserError as error:
+            refused = str(error)
+        except RunFailed as error:
+            failed = str(error)
+    assert not failed or "valid replies" in failed  # all clients' answers were refused
+    assert "\n" not in refused
+    assert len(refused) < 1200
+    assert not refused or any(word in refused for word in (*drawn, *(key.split(".")[-1] for key in drawn), method))

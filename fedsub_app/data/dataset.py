@@ -19,7 +19,7 @@ from fedsub_app.data.sources import ALIASES, Source, Split, Wanted, check_hidden
 
 
 def _named(text: str) -> str:
-    if not all(text.split("+")):
+    if not all(0 < len(name) < 200 for name in text.split("+")):
         raise ValueError("must be the name of a data set, or names joined by +")
     return text
 

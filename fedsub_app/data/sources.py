@@ -437,8 +437,13 @@ def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> Non
 def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
     folder = Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"data-dir = {str(folder)!r}: not a folder")
+    try:
+        if folder.stat() and not folder.is_dir():
+            raise UserError(f"data-dir = {str(folder)!r}: not a folder")
+    except FileNotFoundError:  # it may be made for a download
+        pass
+    except OSError as error:
+        raise UserError(f"data-dir = {str(folder)!r}: {error.strerror}") from None
     return folder
 
 

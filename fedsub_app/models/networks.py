@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.memory import check_memory
 from fedsub_app.common.seeds import derive
 
 Shape = tuple[int, ...]
@@ -208,6 +209,10 @@ def build_model(name: str, in_shape: Shape, num_classes: int, seed: int, width: 
             names = ", ".join(other for other, (_, made_by, _) in _NETWORKS.items() if made_by is _mlp)
             raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {names}")
         settings = settings | {"hidden": [width] * len(settings["hidden"])}  # type: ignore[arg-type]
+    if builder is not _resnet18:  # whose size does not depend on the images'
+        with torch.device("meta"):  # without values
+            shapes = builder(name, tuple(in_shape), num_classes, **settings)
+        check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in shapes.parameters()))
     # devices=[] and default_generator, not manual_seed(): that would seed the GPUs' generators as well.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive(seed, "model"))

@@ -273,15 +273,10 @@ def open_run(settings: Settings) -> Run:
     UserError
         The directory exists and is not empty, cannot be made, or (resume) is not one of a run.
     """
-    if settings.run_dir:
-        folder = Path(settings.run_dir).resolve()
-        if settings.resume:
-            recorded = _recorded(folder)
-            return Run(folder, settings, recorded["run-id"], recorded["digest"])
-        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
-    else:
-        folder = new_folder(settings)
+    folder = Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings)
+    if settings.resume:
+        recorded = _recorded(folder)
+        return Run(folder, settings, recorded["run-id"], recorded["digest"])
     run_id, settings_digest = uuid.uuid4().hex[:12], settings.digest()
     content = {
         "run-id": run_id,
@@ -296,6 +291,8 @@ def open_run(settings: Settings) -> Run:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk
         raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
+    if any(not path.name.startswith(".") for path in folder.iterdir()):
+        raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
     run = Run(folder, settings, run_id, settings_digest)
     try:
         write_json(folder / "settings.json", content)
