@@ -23,9 +23,9 @@ class FederationSettings(SeedSettings, ClientsSettings):
     max_update_norm: Positive = 100.0
     """An update that changes the model by more than so many times the median of its round so far is refused.
 
-    Euclidean norms, in the order of the clients, the first eight together, of updates that change anything; a median counts as at least a hundredth of the norm of
-    the model itself, and of fewer than three updates that norm does. Also of what else a method's server remembers,
-    such as moments and variates.
+    Euclidean norms, in the order of the clients, the first eight together, of updates that change anything. A median
+    counts as at least a hundredth of the norm of the model itself, and of fewer than three updates that norm does. Also
+    of what else a method's server remembers, such as moments and variates.
     """
     weighting: Literal["uniform", "examples"] = "uniform"
     """What a client counts in a mean: all alike, or by its training samples."""
