@@ -93,6 +93,8 @@ class Pictures:
             return Image.fromarray(pixels.contiguous().numpy())
         try:
             with Image.open(self.images[number]) as image:
+                if image.mode[0] in "IF":
+                    raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
                 return image.convert("RGB")
         except Exception as error:  # PIL's decoders raise many types on damaged bytes
             raise UserError(f"{self.images[number]} is not readable ({one_line(error)})") from error

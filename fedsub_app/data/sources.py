@@ -219,7 +219,7 @@ def _cub200(wanted: Wanted) -> Source:
         raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
-    classes = _numbered(folder / "classes.txt")
+    classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
     if not names.keys() == labels.keys() == in_train.keys():
         raise UserError(f"{folder}: images.txt, image_class_labels.txt and train_test_split.txt number other images")
     splits: dict[str, list[tuple[Path, int]]] = {"1": [], "0": []}
@@ -227,7 +227,7 @@ def _cub200(wanted: Wanted) -> Source:
         if in_train[number] not in splits or labels[number] not in classes:
             found = f"label {labels[number]!r}, training {in_train[number]!r}"
             raise UserError(f"{folder}: image {number} has {found}, expected a class of classes.txt, and 0 or 1")
-        splits[in_train[number]].append((folder / "images" / name, int(labels[number]) - 1))
+        splits[in_train[number]].append((folder / "images" / name, classes[labels[number]]))
     return replace(_files(wanted, folder, splits["1"], splits["0"], len(classes)), random_crops=True)
 
 
