@@ -1,0 +1,155 @@
+"""Measures of the local engine's processes: time over one process, over an ideal share of the work, peak of memory.
+
+``python -m bench.workers`` prints the curves of docs/scale.md: a round of clients that do not train, by their number
+and by the size of the model, on the local engine.
+"""
+
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.baselines import PlainClients, loop_rounds
+from bench.measures import (
+    BATCH,
+    CLIENTS,
+    SAMPLES,
+    WORKERS,
+    Effort,
+    Result,
+    apart,
+    counted,
+    experiment,
+    ratio,
+    run_local,
+    shown,
+    spread,
+    write_images,
+)
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation.workers import local_grid
+
+BIG_MODEL, BIG_CLIENTS, FEW_CLIENTS = "resnet18", 100, 20
+UNEVEN_CLIENTS, UNEVEN_SAMPLES = 100, 20_000
+LOOK_SECONDS = 0.02
+
+
+def grid(_: Any, overrides: Any, workers: int) -> Any:
+    """Return the local engine's grid with so many processes, as ``run_local`` wants it."""
+    return local_grid("fedsub_app.client_app", overrides, workers)
+
+
+def workers_over_loop(effort: Effort, device: str) -> Result:
+    """Round on the local engine with two workers over the plain one-thread loop that does the same training."""
+    return apart(_workers_over_loop, effort, device)
+
+
+def _workers_over_loop(effort: Effort, device: str) -> Result:
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), CLIENTS * SAMPLES)
+        settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
+        plain = PlainClients(CLIENTS, SAMPLES, 1, BATCH, device)
+        loop_rounds(plain, 1)
+        engine, loop = [], []
+        for _ in range(effort.repeats):
+            engine += _seconds(settings, WORKERS)
+            loop += loop_rounds(plain, effort.rounds)
+    value, sides = ratio(engine, loop, (f"{WORKERS} workers", "loop"))
+    return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES})
+
+
+def _seconds(settings: dict[str, Value], workers: int) -> list[float]:
+    lines, engine = run_local(settings, grid, workers)
+    engine.close()
+    return [line["seconds"] for line in counted(lines, skip=1)]
+
+
+def uneven_over_pool(effort: Effort, device: str) -> Result:
+    """Round of clients of very different sizes over their computing seconds shared out evenly to two workers."""
+    return apart(_uneven_over_pool, effort, device)
+
+
+def _uneven_over_pool(effort: Effort, device: str) -> Result:
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), UNEVEN_SAMPLES)
+        own: dict[str, Value] = {"partition": "dirichlet", "dirichlet-alpha": 0.1}
+        settings = experiment(Path(folder), UNEVEN_CLIENTS, 1, effort.rounds + 1, device) | own
+        rounds, ideal = [], []
+        for _ in range(effort.repeats):
+            lines, engine = run_local(settings, grid, WORKERS)
+            engine.close()
+            for line in counted(lines, skip=1):
+                rounds.append(line["seconds"])
+                ideal.append(line["compute-seconds"] / WORKERS)
+    value, sides = ratio(rounds, ideal, ("round", "ideal"))
+    return Result(value, sides, shown(settings) | {"samples": UNEVEN_SAMPLES, "workers": WORKERS})
+
+
+def resnet18(effort: Effort, device: str) -> Result:
+    """Round of 100 clients of ResNet-18 (11 million) that do not train, two workers: seconds, and memory beside 20's.
+
+    Memory: the highest sum of the proportional set sizes (PSS) of all processes.
+    """
+    found = {count: _idle(BIG_MODEL, count, WORKERS, effort.rounds, device) for count in (FEW_CLIENTS, BIG_CLIENTS)}
+    big = found[BIG_CLIENTS]
+    value = {
+        "seconds": big["seconds"]["median"],
+        "memory_mb": big["peak-mb"],
+        "memory_over_20": big["peak-mb"] / found[FEW_CLIENTS]["peak-mb"],
+    }
+    return Result(value, {str(count): one["seconds"] for count, one in found.items()}, {"workers": WORKERS})
+
+
+def _idle(model: str, clients: int, workers: int, rounds: int, device: str) -> Json:
+    """Return seconds a round and peak of memory where clients get the model, do not train it and send it back."""
+    return apart(_idle_here, model, clients, workers, rounds, device)
+
+
+def _idle_here(model: str, clients: int, workers: int, rounds: int, device: str) -> Json:
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), 2 * clients)
+        settings = experiment(Path(folder), clients, 0, rounds + 1, device) | {"model": model, "checkpoint-every": 1000}
+        over, peak = threading.Event(), [0.0]
+        watch = threading.Thread(target=_watch, args=(over, peak), daemon=True)
+        watch.start()
+        try:
+            seconds = _seconds(settings, workers)
+        finally:
+            over.set()
+            watch.join()
+    return {"seconds": spread(seconds), "peak-mb": peak[0]}
+
+
+def _watch(over: threading.Event, peak: list[float]) -> None:
+    """Keep the highest sum of the PSS of this process and those that it has started (Linux)."""
+    while not over.wait(LOOK_SECONDS):
+        own = [Path("/proc/self"), *(Path(f"/proc/{pid}") for pid in _children())]
+        peak[0] = max(peak[0], sum(_pss_mb(folder) for folder in own))
+
+
+def _children() -> list[str]:
+    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _pss_mb(folder: Path) -> float:
+    try:
+        lines = (folder / "smaps_rollup").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0.0
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+
+
+def main() -> int:
+    """Print the curves, as rows of a Markdown table."""
+    print("| model | clients | seconds a round | peak of memory (MB, all processes) |\n|---|---|---|---|")
+    for model, counts in (("lenet5", (10, 100, 1000, 10_000)), ("resnet18", (10, 20, 100, 300))):
+        for clients in counts:
+            found = _idle(model, clients, WORKERS, 3, "cpu")
+            print(f"| {model} | {clients:,} | {found['seconds']['median']:.2f} | {found['peak-mb']:.0f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
