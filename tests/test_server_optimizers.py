@@ -20,6 +20,7 @@ from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
+from fedsub_app.subnets.norms import too_large
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.fednova import authors_normaliser, normaliser
@@ -138,6 +139,15 @@ def test_fednova_against_a_slow_reference(objective: str, run_local: Run) -> Non
         }
     assert len(unequal) > 1
     assert away(load_file(folder / "model.safetensors"), w, start) < SAME
+
+
+def test_a_change_that_its_steps_do_not_explain() -> None:
+    """It is divided by them: as far as the others with a thousandth of their steps would count a thousand times."""
+    strategy = made("fednova")
+    honest, liar = (update(client, [1.0, 1.0], steps) for client, steps in ((0, 1000), (1, 1)))
+    norms = [strategy.norms(said, strategy.contribution(said)) for said in (honest, honest, honest, liar)]
+    (reason,) = too_large(norms, 100, 0.1).values()
+    assert reason.startswith("update a step of norm ")
 
 
 @pytest.mark.parametrize("steps", [-1.0, 2.5, 1e9])

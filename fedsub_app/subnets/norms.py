@@ -13,8 +13,8 @@ T = TypeVar("T")
 BLOCK = 1 << 17  # elements that are subtracted at a time, in a buffer that stays in the processor's cache
 FIRST = 8  # updates that are compared with each other before any of them is summed
 MAJORITY = 3  # the median of fewer norms does not tell which of them is odd
-# Of the model's norm: a median counts as at least that. Clients whose own task is solved hardly move the model (those
-# of FedRep, on a few classes), and one with more to learn may move it a hundred times as far.
+# Of the model's norm: a median counts as at least that. Clients whose own task is solved, as FedRep's on a few classes,
+# hardly move the model, and one with more to learn may move it a hundred times as far.
 LEAST = 0.01
 
 
