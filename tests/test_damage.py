@@ -91,7 +91,7 @@ def test_a_run_of_which_every_round_was_abandoned_has_failed(tmp_path: Path) -> 
     keys = KEYS | {"method": "fedavg", "num-rounds": 2, "lr": 1e6, "local-epochs": 9, "run-dir": tmp_path / "run"}
     done = fedsub(tmp_path, "run", *pairs(keys))
     assert done.code == 1
-    said = "failed: all 2 rounds had fewer than min-replies = 1 valid replies (max-abandoned = 3); last reason: tensor "
+    said = "failed: all 2 rounds were abandoned (max-abandoned = 3); last reason: tensor "
     assert done.err.startswith(said)
     assert done.err.count("\n") == 1
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
