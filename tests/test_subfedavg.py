@@ -27,7 +27,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
-from fedsub_app.runs.analysis import overlap, overlap_by_chance
+from fedsub_app.runs.analysis import correlation, overlap, overlap_by_chance
 from fedsub_app.runs.directory import read_checkpoint, read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
@@ -689,8 +689,8 @@ def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
         of_layer = [row for row in rows if row[0] == name]
         assert [row[1:5] for row in of_layer] == expected
         above = [float((found - chance)[pair]) for pair in [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]]
-        correlation = np.corrcoef([1, 1 / 3, 1 / 3, 0, 0, 0], above)[0, 1]
-        assert [float(row[5]) for row in of_layer] == pytest.approx([correlation] * 3, abs=1e-3)
+        related = np.corrcoef([1, 1 / 3, 1 / 3, 0, 0, 0], above)[0, 1]
+        assert [float(row[5]) for row in of_layer] == pytest.approx([related] * 3, abs=1e-3)
     assert (folder / "overlap-labels.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -698,6 +698,13 @@ def test_overlap_by_chance_by_hand() -> None:
     masks = [bits(1, 1, 0, 0), bits(1, 1, 1, 1), bits(0, 0, 0, 0)]
     third = 0.25 / 0.75  # halves: a quarter in both, three quarters in one or both
     assert overlap_by_chance(masks).tolist() == [[pytest.approx(third), 0.5, 0], [0.5, 1, 0], [0, 0, 1]]
+
+
+def test_correlation_by_hand() -> None:
+    assert correlation(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([5.0, 3.0, 1.0])) == pytest.approx(-1)
+    assert correlation(torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0
+    for length in range(3):  # one client, two, or all pairs alike
+        assert np.isnan(correlation(torch.ones(length), torch.rand(length)))
 
 
 def test_analyse_lays_accuracy_beside_what_is_pruned(run_local: Run) -> None:

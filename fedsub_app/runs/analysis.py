@@ -276,6 +276,12 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     return [written, *pictures, *by_labels, *_mask_size(folder, outside, lines)]
 
 
+def correlation(left: Tensor, right: Tensor) -> float:
+    """Return Pearson's correlation of two vectors; nan where one of them is constant or shorter than 2."""
+    x, y = (values.double() - values.double().mean() for values in (left, right))
+    return float(x @ y / (x.norm() * y.norm()))
+
+
 def _overlap_by_labels(
     folder: Path, settings: Settings, found: Mapping[str, Tensor], chance: Mapping[str, Tensor]
 ) -> list[Path]:
@@ -287,15 +293,14 @@ def _overlap_by_labels(
     drawing = figure(6, 4)
     axes = drawing.subplots()
     for number, (name, of_pairs) in enumerate((name, found[name][pairs]) for name in found):
-        above = of_pairs - chance[name][pairs]
-        correlation = float(torch.corrcoef(torch.stack([labels, above]))[0, 1])  # nan where one of them is constant
+        related = correlation(labels, of_pairs - chance[name][pairs])
         alike = [(float(value), labels == value) for value in labels.unique()]
         means = [float(of_pairs[pairs_of].mean()) for _, pairs_of in alike]
         expected = [float(chance[name][pairs][pairs_of].mean()) for _, pairs_of in alike]
         for (value, pairs_of), *values in zip(alike, means, expected, strict=True):
-            written = (f"{part:.4f}" for part in (*values, correlation))
+            written = (f"{part:.4f}" for part in (*values, related))
             rows.append([name, f"{value:.4f}", int(pairs_of.sum()), *written])
-        label, colour = f"{name}: correlation {correlation:.2f}", COLOURS[number % len(COLOURS)]
+        label, colour = f"{name}: correlation {related:.2f}", COLOURS[number % len(COLOURS)]
         axes.plot([value for value, _ in alike], means, "o-", color=colour, label=label)
         axes.plot([value for value, _ in alike], expected, ":", color=colour)
     axes.set(
