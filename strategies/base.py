@@ -20,7 +20,8 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Json, Tensors, prefixed
-from fedsub_app.federation.nodes import Dropped, Federation, Phase
+from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import (
     GLOBAL,
     MAX_EXAMPLES,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.federation.nodes import Phase
+from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update, pack, read_update, unpack_reply, update_part
 from fedsub_app.flower import PROJECT
 from strategies.base import Merging, SubnetStrategy

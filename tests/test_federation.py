@@ -23,7 +23,8 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
-from fedsub_app.federation.nodes import Dropped, Federation, Node, Phase
+from fedsub_app.federation.nodes import Federation, Node
+from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import HEADER, STAMP, TENSORS, Spec, Task, pack, to_arrays, to_tensors, unpack
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model

@@ -1,26 +1,26 @@
-"""Which node hosts which clients; who takes part in a round; one message a node and phase.
+"""Which node hosts which clients; who takes part in a round; messages to them and their answers.
 
 ``num-clients`` is the experiment's; SuperNodes are hosts. A roll call asks each node once for its ``partition-id``:
 client ``c`` lives on the node with ``c % num_partitions == partition_id``. Where all nodes are simulated they share
-data and client state, and the sampled clients are spread evenly over them instead.
+data and client state, and take the sampled clients from one queue instead.
 """
 
 import json
 import logging
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from flwr.app import Message, MessageType, Metadata
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
-from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import (
     STAMP,
     BadReply,
@@ -58,110 +58,6 @@ class Node:
     def name(self) -> str:
         """The partition id, which stays the same when the node is restarted (the node id does not)."""
         return f"node {self.partition_id}"
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A client whose answer does not count in this round, and why: one printable line."""
-
-    client: int
-    reason: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason))
-
-
-class Phase:
-    """One phase of a round: whom to ask, what was asked of whom, and what became of it.
-
-    Its messages are made when they are asked for, by :meth:`next_message` or, all of them, by iterating over it.
-
-    Parameters
-    ----------
-    kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
-    queues : node id -> the clients that it may be asked for, sorted; nodes that share one take the next ones in turn.
-    make : takes clients off the front of a queue, at most so many, and returns their message to a node.
-
-    Attributes
-    ----------
-    sent : what Flower knows of each message, with the clients whose tasks it holds.
-    dropped : clients whose answer does not count, and why.
-    report : what the round's line says of this phase (JSON-able).
-    nonce : in its messages, and repeated in their replies, so that none of an earlier phase can be sent again.
-    bytes_down, bytes_up : on the wire, so far.
-    formula_down : what was sent, by the papers' formula.
-    held : bytes of answers that came before those of earlier clients.
-    """
-
-    def __init__(
-        self,
-        kind: str = "",
-        round_: int = 0,
-        queues: Mapping[int, deque[int]] | None = None,
-        make: "Callable[[int, deque[int], int], tuple[Message, list[int]]] | None" = None,
-        dropped: Iterable[Dropped] = (),
-    ) -> None:
-        self.kind, self.round = kind, round_
-        self.sent: list[tuple[Metadata, list[int]]] = []
-        self.dropped = list(dropped)
-        self.report: Json = {}
-        self.nonce = secrets.token_hex(8)
-        self.bytes_down = self.bytes_up = self.formula_down = self.held = 0
-        self._queues = dict(queues or {})
-        self._make = make
-        distinct = {id(queue): queue for queue in self._queues.values()}
-        self.clients = sorted(client for queue in distinct.values() for client in queue)
-        self.shared = len(distinct) < len(self._queues)
-
-    @property
-    def asked(self) -> list[int]:
-        """The clients that a message was made for."""
-        return [client for _, clients in self.sent for client in clients]
-
-    def clients_of(self, reply: Message) -> list[int]:
-        """Return the clients whose tasks were in the message that a reply answers."""
-        number = reply.metadata.reply_to_message_id
-        return next((clients for metadata, clients in self.sent if metadata.message_id == number), [])
-
-    @property
-    def nodes(self) -> list[int]:
-        """The nodes that may be asked."""
-        return list(self._queues)
-
-    def next_message(self, node_id: int, most: int) -> Message | None:
-        """Return the next message to a node, for at most so many clients; ``None``: there are none left for it.
-
-        Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
-        """
-        queue = self._queues.get(node_id)
-        if not queue:
-            return None
-        if self.shared:
-            most = min(most, -(-len(queue) // (2 * len(self._queues))))
-        assert self._make
-        message, clients = self._make(node_id, queue, most)
-        self.sent.append((message.metadata, clients))
-        return message
-
-    def again(self, message: Message, metadata: Metadata) -> None:
-        """Take note that a message takes the place of one that was not answered."""
-        self.sent = [(message.metadata if sent is metadata else sent, clients) for sent, clients in self.sent]
-
-    def __iter__(self) -> Iterator[Message]:
-        """Make all messages, for the nodes in turn."""
-        left = True
-        while left:
-            left = False
-            for node_id in self.nodes:
-                if message := self.next_message(node_id, len(self.clients)):
-                    left = True
-                    yield message
-
-    def give_up(self, node_id: int) -> None:
-        """Ask a node for no more clients; those that no other node may be asked for are dropped."""
-        queue = self._queues.pop(node_id, None)
-        if queue and not any(other is queue for other in self._queues.values()):
-            self.dropped += [Dropped(client, "its node is away") for client in queue]
 
 
 def sample(settings: FederationSettings, server_round: int) -> list[int]:
