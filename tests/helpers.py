@@ -28,6 +28,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update, pack, read_update, unpack_reply, update_part
 from fedsub_app.flower import PROJECT
+from fedsub_app.subnets.norms import NormGuard
 from strategies.base import Merging, SubnetStrategy
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
@@ -331,6 +332,14 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
     said = strategy.accepted(merging.updates)
     strategy.current = merged or strategy.current
     return said
+
+
+def too_large(said: Sequence[Mapping[str, float]], most: float, model: float) -> dict[int, str]:
+    """Which updates a guard refuses, and why; it gives them back in their order."""
+    guard = NormGuard[int](most, model)
+    decided = [found for k, norms in enumerate(said) for found in guard.add(k, norms)] + guard.rest()
+    assert [k for k, _ in decided] == list(range(len(said)))
+    return {k: reason for k, reason in decided if reason}
 
 
 @torch.no_grad()

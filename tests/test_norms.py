@@ -1,10 +1,10 @@
 """How far updates move the model: against float64, and what is refused."""
 
 import math
-from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from helpers import too_large
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,14 +43,6 @@ def test_what_is_not_finite_shows_in_its_row_alone(value: float, expected: float
     found = squares(x, torch.zeros(5))
     assert (found[0], found[2]) == pytest.approx((5, 5))
     assert found[1] == expected or (math.isnan(found[1]) and math.isnan(expected))
-
-
-def too_large(said: Sequence[Mapping[str, float]], most: float, model: float) -> dict[int, str]:
-    """Which updates a guard refuses, and why; it gives them back in their order."""
-    guard = NormGuard[int](most, model)
-    decided = [found for k, norms in enumerate(said) for found in guard.add(k, norms)] + guard.rest()
-    assert [k for k, _ in decided] == list(range(len(said)))
-    return {k: reason for k, reason in decided if reason}
 
 
 @pytest.mark.parametrize(

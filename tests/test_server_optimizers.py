@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round, read
+from helpers import SAME, away, merge_round, read, too_large
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -20,7 +20,6 @@ from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
-from fedsub_app.subnets.norms import too_large
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.fednova import authors_normaliser, normaliser
