@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALL
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from helpers import METHOD_KEYS, rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -474,3 +474,22 @@ def test_whatever_one_node_answers_the_others_are_evaluated(spoil: Spoil, scene:
     assert said["evaluated"].keys() | {drop["client"] for drop in said["not-evaluated"]} == {*HONEST, *HOSTILE}
     assert all(said["evaluated"][client] == honest["evaluated"][client] for client in HONEST)
     assert len(json.dumps(said, allow_nan=False)) < 2 * len(json.dumps(honest)) + 1000
+
+
+@settings(max_examples=100, deadline=None)
+@given(spoil=changes())
+def test_whatever_a_late_node_answers_to_the_roll_call(spoil: Spoil) -> None:
+    def run(message: Message, context: Context) -> Message:
+        reply = app(message=message, context=context)
+        return spoil(reply)[0] if context.node_id == 3 else reply
+
+    grid = LocalGrid(run, {}, 2)  # type: ignore[arg-type]
+    late = grid.contexts.pop(3)
+    federation = Federation(resolve({"min-nodes": 1}), {})
+    federation.meet(grid)
+    (first,) = federation.nodes.values()
+    grid.contexts[3] = late
+    federation.meet(grid)
+    assert federation.nodes[2] == first
+    assert all(0 <= node.partition_id < node.num_partitions == 2 for node in federation.nodes.values())
+    assert len({node.partition_id for node in federation.nodes.values()}) == len(federation.nodes)
