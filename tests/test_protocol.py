@@ -145,7 +145,8 @@ def received(parts: list[tuple[Json, Tensors]], expected: Mapping[str, Spec] = E
 def reply(tensors: Tensors | None = None, without: str = "", **config: object) -> Update:
     good = {"w": torch.ones(2, 3), "b": torch.ones(5), "m": torch.tensor([True, False, True, True])}
     sent = {k: v for k, v in (good | (tensors or {})).items() if k != without}
-    said: Json = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5, "steps": 2}, "error": ""}
+    said: Json = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5, "steps": 2}}
+    said |= {"error": "", "state": [0, 0]}
     return read_update(received([(said | config, sent)])[0], EXPECTED, METRICS, 1000)
 
 
@@ -178,6 +179,10 @@ def test_a_good_update_passes() -> None:
         ({"num-examples": 2.5}, r"num-examples = 2.5"),
         ({"num-examples": None}, r"num-examples = None"),
         ({"num-examples": True}, r"num-examples = True"),
+        ({"state": [3, 2]}, r"state = \[3, 2\]: must be two rounds"),
+        ({"state": [-1, 2]}, r"state = \[-1, 2\]"),
+        ({"state": 3}, r"state = 3"),
+        ({"state": None}, r"state = None"),
         ({"metrics": {"steps": 1, "loss": math.nan}}, r"metric 'loss' = nan: must be a number from 0 to 100"),
         ({"metrics": {"steps": 1, "loss": 10**400}}, r"metric 'loss' = 1000.*…: must be a number from 0 to 100"),
         ({"metrics": {"steps": 1, "loss": 1e300}}, r"metric 'loss' = 1e\+300: must be"),
