@@ -7,14 +7,15 @@ BIN := .venv/bin
 run: setup
 	$(BIN)/fedsub run --engine local-simulation $(ARGS)
 
+# Two processes, each with whole files of tests: modules share a SuperLink, runs, folders.
 test: setup
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(MAKE) test
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
