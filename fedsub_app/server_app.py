@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
+from torch.nn.functional import cross_entropy
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensors import Json, Tensors
@@ -71,10 +72,16 @@ class GlobalTest:
         accuracy, loss = evaluate(self.model, self.x, self.y)
         return {"global-accuracy": accuracy, "global-loss": loss}
 
+    @torch.no_grad()
     def quick_loss(self, tensors: Tensors) -> float:
-        """Return the loss on a few test samples: a model that has diverged is not merged, evaluated or not."""
+        """Return the loss on a few test samples: a model that has diverged is not merged, evaluated or not.
+
+        BatchNorm uses the samples' own statistics: with some methods the running ones stay with the clients, and those
+        of the global model are nobody's.
+        """
         load_tensors(self.model, tensors)
-        return evaluate(self.model, self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES])[1]
+        self.model.train()
+        return float(cross_entropy(self.model(self.x[:QUICK_SAMPLES]), self.y[:QUICK_SAMPLES]))
 
 
 def run_and_report(grid: Grid, settings: Settings) -> Json:
