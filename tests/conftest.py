@@ -12,6 +12,7 @@ from helpers import Brightness
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.config import own_keys
 from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
@@ -67,11 +68,14 @@ def brightness(monkeypatch: pytest.MonkeyPatch) -> type[Brightness]:
 
 @pytest.fixture
 def run_local(tmp_path: Path) -> Callable[..., tuple[Json, Path]]:
-    """Run on the local engine with ``SMALL`` and the given keys; returns the summary and the run directory."""
+    """Run on the local engine with ``SMALL`` and the given keys; returns the summary and the run directory.
+
+    Keys of a method that does not run are left out, so that two methods can be run with the same keys.
+    """
 
     def run(folder: str = "run", grid: Any = LocalGrid, **keys: Value) -> tuple[Json, Path]:
         overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
-        overrides["run-dir"] = str(tmp_path / folder)
+        overrides = own_keys(overrides) | {"run-dir": str(tmp_path / folder)}
         summary = run_experiment(grid(app, overrides), settings_of(overrides))
         return summary, tmp_path / folder
 
