@@ -516,7 +516,7 @@ def test_batch_norm_with_one_sample_is_refused(run_local: Run) -> None:
 
 
 def test_a_client_without_gate_samples_says_so(run_local: Run) -> None:
-    said = "last reason: client failed: UserError: client 0 has no validation samples for the gate;"
+    said = "valid replies; client failed: UserError: client 0 has no validation samples for the gate;"
     with pytest.raises(RunFailed, match=said):
         run_with(run_local, num_rounds=1, validation_fraction=0.005)
 
