@@ -123,7 +123,7 @@ def test_a_methods_own_states_are_those_of_the_checkpoint(run_local: Run) -> Non
     assert len(whole) == 3
     (folder / "rounds.jsonl").unlink()
     shutil.rmtree(folder / "clients")
-    with pytest.raises(UserError, match=r"round 2 from checkpoint 1 was abandoned: client failed: .*lost its state"):
+    with pytest.raises(UserError, match=r"round 2 from checkpoint 1 was abandoned: .* client failed: .*lost its"):
         approximation(folder, 2)
 
 
@@ -138,7 +138,7 @@ def test_starts_of_central_training(run_local: Run, tmp_path: Path, capsys: pyte
     path = checkpoints(wide)[0]
     assert capsys.readouterr().err == f"error: {path}: a model of another network than that of {folder}\n"
     assert cli.main(["analyse", str(folder), "--approximation", "0"]) == 2
-    assert capsys.readouterr().err == "error: --approximation 0: must be 1 or more\n"
+    assert capsys.readouterr().err == "error: --approximation 0: must be 1 to 1000000\n"
     shutil.rmtree(folder / "checkpoints")
     assert cli.main(["analyse", str(folder), "--approximation", "1"]) == 2
     assert "no checkpoint to start from" in capsys.readouterr().err

@@ -60,12 +60,12 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 @pytest.mark.parametrize("method", METHOD_KEYS)
 def test_any_number_of_workers_gives_the_same_bits(method, run_local, grids):
-    keys = {"num_clients": 5, "participation": 0.6, "method": method, "evaluate": "global,personal"} | METHOD_KEYS[
-        method
-    ]
-    _, alone = run_local("alone", method=method, **keys)
-    for count in (2, 3):
-        _, folder = run_local(f"workers-{count}", grid=grids(count), method=method, **keys)
+    """And messages of any number of clients: one, seven, all."""
+    keys = {"num_clients": 9, "clients_per_round": 8, "evaluate": "global,personal", "method": method}
+    keys |= METHOD_KEYS[method]
+    _, alone = run_local("alone", **keys)
+    for count, clients in ((2, 1), (3, 7)):
+        _, folder = run_local(f"workers-{count}", grid=grids(count), message_clients=clients, **keys)
         assert result(folder) == result(alone)
 
 

@@ -122,9 +122,9 @@ def _federated(
             phase = strategy.configure_train(number, arrays, config, grid)
             merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
             if merged is None:
-                raise UserError(
-                    f"round {number} from checkpoint {start.round} was abandoned: {strategy.phase.report['abandoned']}"
-                )
+                said = strategy.phase.report
+                reasons = [said["abandoned"], *(drop["reason"] for drop in said["dropped"][:1])]
+                raise UserError(f"round {number} from checkpoint {start.round} was abandoned: {'; '.join(reasons)}")
             arrays = merged
             clients.append(sorted(strategy.phase.asked))
     return to_tensors(arrays), clients
