@@ -22,6 +22,7 @@ from helpers import PATIENCE, fedsub, free_port, result, rounds, run_flower
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import experiments, resolve
 from fedsub_app.flower import PROJECT, environment
+from fedsub_app.runs.directory import read_rounds
 
 KEYS = {
     "model": "feature-mlp",
@@ -214,3 +215,74 @@ def test_a_killed_worker_is_named_and_does_not_hang(flower: dict[str, str], tmp_
     assert all(reason.startswith(("node failed: ", "no reply within")) for reason in reasons.values())
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert "max-abandoned = 2" in done.stdout + done.stderr
+
+
+@pytest.fixture
+def long_run(flower: dict[str, str], tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
+    """A run on Flower's simulation that has come to round 3 of very many, and its directory."""
+    folder = tmp_path / "run"
+    keys = pairs(run_dir=folder, num_rounds=100_000)
+    command = [sys.executable, "-m", "fedsub_app.cli", "run", "--engine", "local-simulation", *keys]
+    process = subprocess.Popen(
+        command,
+        cwd=PROJECT,
+        env=flower,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "rounds.jsonl").exists() or len(read_rounds(folder)) < 4:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield process, folder
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def stands_still(folder: Path) -> bool:
+    """Whether the run ends within some seconds."""
+    for _ in range(30):
+        before = (folder / "rounds.jsonl").stat().st_size
+        time.sleep(2)
+        if (folder / "rounds.jsonl").stat().st_size == before:
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_flower_run(long_run: tuple["subprocess.Popen[str]", Path]) -> None:
+    process, folder = long_run
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    goes_on = f"once it has ended, `fedsub run --resume {folder} --engine local-simulation` goes on"
+    assert re.search(rf"^stopped: run \d+ is finished:stopped; {re.escape(goes_on)}$", said, re.MULTILINE)
+    assert stands_still(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_superlink_leaves_a_run_that_can_be_stopped(
+    long_run: tuple["subprocess.Popen[str]", Path], flower: dict[str, str]
+) -> None:
+    process, folder = long_run
+    home = flower["FLWR_HOME"]
+    for pid, _, command in processes():
+        if "flower-superlink" in command and home in command:
+            os.kill(pid, signal.SIGKILL)
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    found = re.search(
+        rf"^failed: run (\d+) is running; `flwr stop \1 local-simulation` stops it; once it has ended, "
+        rf"`fedsub run --resume {re.escape(str(folder))} --engine local-simulation` goes on \(",
+        said,
+        re.MULTILINE,
+    )
+    assert found, said
+    stop = [str(Path(sys.executable).parent / "flwr"), "stop", found[1], "local-simulation"]
+    subprocess.run(stop, env=flower, check=True, timeout=PATIENCE)
+    assert stands_still(folder)

@@ -236,6 +236,10 @@ def test_summary_is_json_and_adds_up() -> None:
             {"partition": "iid", "samples_per_client": 5, "validation_fraction": 0.5},
             r"samples-per-client = 5: must be 0 with validation-fraction or holdout",
         ),
+        (
+            {"partition": "iid", "samples_per_client": 10**6, "num_clients": 10**5},
+            r"samples-per-client = 1000000 of num-clients = 100000: 800 GB in memory, this machine has",
+        ),
         ({"partition": "shards", "shards_per_client": 144}, r"shards-per-client = 144: expected 1 to 143"),
         ({"partition": "classes", "classes_per_client": 11}, r"classes-per-client = 11: expected 1 to 10"),
         (

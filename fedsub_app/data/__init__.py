@@ -9,8 +9,9 @@ A name is one of (see :func:`dataset_names`):
 * ``mnist``, ``fashion-mnist``, ``emnist``, ``emnist-<split>``, ``cifar10``, ``cifar100``: torchvision's;
 * the 2-D MedMNIST names: medmnist's;
 * ``<name>`` for your own ``<name>.npz`` (train_images, train_labels, test_images, test_labels; uint8 NHW or NHWC),
-  image folder ``<name>/{train,test}/<class>/*`` or the same folder as ``<name>.tar``, ``.tar.gz``, ``.tar.xz``, or
-  without a test part ``<name>/<class>/*`` (Mini-ImageNet) and ``<name>/<domain>/<class>/*`` (Office-Home);
+  image folder ``<name>/{train,test}/<class>/*`` or the same folder as ``<name>.tar``, ``.tar.gz``, ``.tgz``,
+  ``.tar.xz``, or without a test part ``<name>/<class>/*`` (Mini-ImageNet) and ``<name>/<domain>/<class>/*``
+  (Office-Home);
 * ``cifar10-c``: the files of CIFAR-10-C, its corruptions as domains;
 * ``a+b+c``: several of these image sets as one, their labels one after the other.
 
