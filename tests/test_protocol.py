@@ -126,7 +126,7 @@ EXPECTED = {"w": Spec((2, 3)), "b": Spec((None,)), "m": Spec((4,), torch.bool), 
 def reply(tensors: Tensors | None = None, without: str = "", **config: object) -> Update:
     good = {"w": torch.ones(2, 3), "b": torch.ones(5), "m": torch.tensor([True, False, True, True])}
     sent = {k: v for k, v in (good | (tensors or {})).items() if k != without}
-    part: dict[str, Any] = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5}, "error": ""}
+    part: dict[str, Any] = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5}, "error": "", "state": [0, 0]}
     return read_update(part | config, sent, EXPECTED, {})
 
 
@@ -155,6 +155,10 @@ def test_a_good_update_passes() -> None:
         ({"num-examples": 2.5}, r"num-examples = 2.5"),
         ({"num-examples": None}, r"num-examples = None"),
         ({"num-examples": True}, r"num-examples = True"),
+        ({"state": [3, 2]}, r"state = \[3, 2\]: must be two rounds"),
+        ({"state": [-1, 2]}, r"state = \[-1, 2\]"),
+        ({"state": 3}, r"state = 3"),
+        ({"state": None}, r"state = None"),
         ({"metrics": {"loss": math.nan}}, r"metric 'loss' = nan: must be a finite number"),
         ({"metrics": {"loss": "low"}}, r"metric 'loss' = 'low'"),
         ({"metrics": 3}, r"metrics = 3"),

@@ -1,8 +1,8 @@
 """Tensors in safetensors files that tell whether they are as they were written, one file a round.
 
-The file's metadata holds the CRC-32 of its name, its folder's name and its content: any flipped byte, in the tensors or
-in their names, shapes and metadata, is found when the file is read, and so is the file of another round or client. It
-costs 7 ms on 11 million float32, of which safetensors itself takes 45 ms.
+The file's metadata holds the CRC-32 of its content and, where it is that of a round, of its name and its folder's: any
+flipped byte, in the tensors or in their names, shapes and metadata, is found when the file is read, and so is the file of
+another round or client. It costs 7 ms on 11 million float32, of which safetensors itself takes 45 ms.
 """
 
 import os
@@ -93,7 +93,8 @@ def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 
 def _start(path: Path) -> int:
-    return zlib.crc32(os.fsencode("/".join(path.parts[-2:])))
+    """Return the CRC-32 of the names of a round's file and its folder, which the file's own goes on from."""
+    return zlib.crc32(os.fsencode("/".join(path.parts[-2:]))) if _NAME.fullmatch(path.name) else 0
 
 
 def _seal(data: mmap | bytes) -> re.Match[bytes] | None:
