@@ -11,6 +11,7 @@ import pytest
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.config import own_keys
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.server_app import run_experiment
@@ -44,11 +45,14 @@ def _log_of_this_test_only() -> Iterator[None]:
 
 @pytest.fixture
 def run_local(tmp_path: Path) -> Callable[..., tuple[Json, Path]]:
-    """Run on the local engine with ``SMALL`` and the given keys; returns the summary and the run directory."""
+    """Run on the local engine with ``SMALL`` and the given keys; returns the summary and the run directory.
+
+    Keys of a method that does not run are left out, so that two methods can be run with the same keys.
+    """
 
     def run(folder: str = "run", grid: Any = LocalGrid, **keys: Value) -> tuple[Json, Path]:
         overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
-        overrides["run-dir"] = str(tmp_path / folder)
+        overrides = own_keys(overrides) | {"run-dir": str(tmp_path / folder)}
         summary = run_experiment(grid(app, overrides), settings_of(overrides))
         return summary, tmp_path / folder
 

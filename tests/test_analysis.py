@@ -12,7 +12,7 @@ from torch import nn
 from fedsub_app import cli
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
+from fedsub_app.config import own_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.runs.analysis import overlap, unit_activations
@@ -64,7 +64,7 @@ def test_what_analyse_writes_agrees_with_the_run(
 
 
 def strategy_of(**changes: Value) -> SubnetStrategy:
-    settings = resolve(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
+    settings = resolve(own_keys(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}))
     model = build_model(settings.model, (5,), 4, settings.seed)
     return METHODS[settings.method].strategy(settings, model)
 

@@ -27,7 +27,7 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
 from fedsub_app.runs.analysis import overlap
-from fedsub_app.runs.directory import read_checkpoint, read_rounds
+from fedsub_app.runs.directory import RunFailed, read_checkpoint, read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.pruning import (
@@ -505,8 +505,9 @@ def test_wrong_settings_are_named(keys: dict[str, Value], said: str) -> None:
 
 
 def test_batch_norm_with_one_sample_is_refused(run_local: Run) -> None:
-    _, folder = run_with(run_local, train_per_class=1, num_clients=10, num_rounds=1, validation_fraction=0.5)
-    dropped = read_rounds(folder)[-1]["dropped"]
+    with pytest.raises(RunFailed, match=r"^all 1 rounds") as failed:
+        run_with(run_local, train_per_class=1, num_clients=10, num_rounds=1, validation_fraction=0.5)
+    dropped = read_rounds(failed.value.folder)[-1]["dropped"]
     assert len(dropped) == 10
     assert dropped[3]["reason"] == (
         "client failed: UserError: client 3 has one training sample: BatchNorm needs at least 2"
@@ -514,10 +515,9 @@ def test_batch_norm_with_one_sample_is_refused(run_local: Run) -> None:
 
 
 def test_a_client_without_gate_samples_says_so(run_local: Run) -> None:
-    _, folder = run_with(run_local, num_rounds=1, validation_fraction=0.005)
-    assert read_rounds(folder)[-1]["dropped"][0]["reason"] == (
-        "client failed: UserError: client 0 has no validation samples for the gate"
-    )
+    said = "last reason: client failed: UserError: client 0 has no validation samples for the gate;"
+    with pytest.raises(RunFailed, match=said):
+        run_with(run_local, num_rounds=1, validation_fraction=0.005)
 
 
 @pytest.mark.parametrize("where", ["local", "average"])

@@ -1,8 +1,8 @@
 """Tensors in safetensors files that tell whether they are as they were written, one file a round.
 
-The file's metadata holds the CRC-32 of its content and, where it is that of a round, of its name and its folder's: any
-flipped byte, in the tensors or in their names, shapes and metadata, is found when the file is read, and so is the file of
-another round or client. It costs 7 ms on 11 million float32, of which safetensors itself takes 45 ms.
+The file's metadata holds the CRC-32 of its content and, where it is that of a round, of its name and its folder's. So a
+flipped byte, in the tensors or in their names, shapes and metadata, is found when the file is read, and so is the file
+of another round or client. It takes 7 ms for 11 million float32, safetensors itself 45 ms.
 """
 
 import os
