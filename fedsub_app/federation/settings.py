@@ -36,7 +36,7 @@ class FederationSettings(SeedSettings, ClientsSettings):
     """
     message_clients: Count = 128
     """A message to a node holds the tasks of at most so many clients."""
-    message_mb: Positive = 256.0
+    message_mb: Positive = 192.0
     """And so many MiB, what is sent and what is answered together, but at least one client."""
     min_nodes: CountOrNone = None
     """Nodes to wait for at the start; 0: as many as the first node says there are."""
