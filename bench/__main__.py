@@ -18,11 +18,11 @@ import torch
 from bench.flower_box import PROJECT
 from bench.measures import FULL, QUICK, Result, commit
 from bench.measures import MEASURES as OTHERS
-from bench.workers import resnet18, uneven_over_pool, workers_over_loop
+from bench.workers import resnet18, uneven_over_pool
 from fedsub_app.common.tensors import Json
 
 OUT = PROJECT / "bench/out/latest.json"
-MEASURES = OTHERS | {measure.__name__: measure for measure in (workers_over_loop, uneven_over_pool, resnet18)}
+MEASURES = OTHERS | {measure.__name__: measure for measure in (uneven_over_pool, resnet18)}
 TO_REACH: dict[str, float] = {
     "local_over_loop": 1.10,
     "workers_over_loop": 0.60,

@@ -22,6 +22,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import HEADER
+from fedsub_app.federation.workers import local_grid
 from fedsub_app.flower import CONNECTION
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.directory import read_rounds
@@ -128,7 +129,9 @@ def shown(settings: dict[str, Value]) -> Json:
     return {key: value for key, value in settings.items() if key not in ("data-dir", "run-dir")}
 
 
-def run_local(settings: dict[str, Value], grid: type[LocalGrid] = LocalGrid, nodes: int = 1) -> tuple[list[Json], Any]:
+def run_local(
+    settings: dict[str, Value], grid: Callable[..., LocalGrid] = LocalGrid, nodes: int = 1
+) -> tuple[list[Json], Any]:
     """Run an experiment on the local engine, here; returns its rounds' lines and the grid."""
     from fedsub_app.client_app import app
     from fedsub_app.server_app import run_experiment
@@ -153,10 +156,15 @@ def counted(lines: list[Json], skip: int) -> list[Json]:
 
 def local_over_loop(effort: Effort, device: str) -> Result:
     """Round on the local engine over the plain loop that does the same training; in turn, in one process."""
-    return apart(_local_over_loop, effort, device)
+    return apart(_over_loop, effort, device, 1)
 
 
-def _local_over_loop(effort: Effort, device: str) -> Result:
+def workers_over_loop(effort: Effort, device: str) -> Result:
+    """Round on the local engine with two workers over the plain one-thread loop that does the same training."""
+    return apart(_over_loop, effort, device, WORKERS)
+
+
+def _over_loop(effort: Effort, device: str, workers: int) -> Result:
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
         write_images(Path(folder), CLIENTS * SAMPLES)
         settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
@@ -164,10 +172,17 @@ def _local_over_loop(effort: Effort, device: str) -> Result:
         loop_rounds(plain, 1)
         engine, loop = [], []
         for _ in range(effort.repeats):
-            engine += [line["seconds"] for line in counted(run_local(settings)[0], skip=1)]
+            lines, grid = run_local(settings, worker_grid, workers)
+            grid.close()
+            engine += [line["seconds"] for line in counted(lines, skip=1)]
             loop += loop_rounds(plain, effort.rounds)
-    value, sides = ratio(engine, loop, ("local", "loop"))
+    value, sides = ratio(engine, loop, (f"local, {workers} workers", "loop"))
     return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES})
+
+
+def worker_grid(_: Any, overrides: Any, workers: int) -> Any:
+    """Return the local engine's grid with so many processes, as ``run_local`` wants it."""
+    return local_grid("fedsub_app.client_app", overrides, workers)
 
 
 # --- flwr_over_pool ---------------------------------------------------------------------------------------------------
@@ -401,6 +416,7 @@ MEASURES: dict[str, Callable[[Effort, str], Result]] = {
     measure.__name__: measure
     for measure in (
         local_over_loop,
+        workers_over_loop,
         flwr_over_pool,
         overhead_1000_clients_s,
         wire_over_formula,

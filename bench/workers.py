@@ -1,4 +1,4 @@
-"""Measures of the local engine's processes: time over one process, over an ideal share of the work, peak of memory.
+"""Measures of the local engine's processes: time over an ideal share of the work, peak of memory.
 
 ``python -m bench.workers`` prints the curves of docs/scale.md: a round of clients that do not train, by their number
 and by the size of the model, on the local engine.
@@ -8,13 +8,8 @@ import sys
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from bench.baselines import PlainClients, loop_rounds
 from bench.measures import (
-    BATCH,
-    CLIENTS,
-    SAMPLES,
     WORKERS,
     Effort,
     Result,
@@ -25,45 +20,15 @@ from bench.measures import (
     run_local,
     shown,
     spread,
+    worker_grid,
     write_images,
 )
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.federation.workers import local_grid
 
 BIG_MODEL, BIG_CLIENTS, FEW_CLIENTS = "resnet18", 100, 20
 UNEVEN_CLIENTS, UNEVEN_SAMPLES = 100, 20_000
 LOOK_SECONDS = 0.02
-
-
-def grid(_: Any, overrides: Any, workers: int) -> Any:
-    """Return the local engine's grid with so many processes, as ``run_local`` wants it."""
-    return local_grid("fedsub_app.client_app", overrides, workers)
-
-
-def workers_over_loop(effort: Effort, device: str) -> Result:
-    """Round on the local engine with two workers over the plain one-thread loop that does the same training."""
-    return apart(_workers_over_loop, effort, device)
-
-
-def _workers_over_loop(effort: Effort, device: str) -> Result:
-    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
-        write_images(Path(folder), CLIENTS * SAMPLES)
-        settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
-        plain = PlainClients(CLIENTS, SAMPLES, 1, BATCH, device)
-        loop_rounds(plain, 1)
-        engine, loop = [], []
-        for _ in range(effort.repeats):
-            engine += _seconds(settings, WORKERS)
-            loop += loop_rounds(plain, effort.rounds)
-    value, sides = ratio(engine, loop, (f"{WORKERS} workers", "loop"))
-    return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES})
-
-
-def _seconds(settings: dict[str, Value], workers: int) -> list[float]:
-    lines, engine = run_local(settings, grid, workers)
-    engine.close()
-    return [line["seconds"] for line in counted(lines, skip=1)]
 
 
 def uneven_over_pool(effort: Effort, device: str) -> Result:
@@ -78,7 +43,7 @@ def _uneven_over_pool(effort: Effort, device: str) -> Result:
         settings = experiment(Path(folder), UNEVEN_CLIENTS, 1, effort.rounds + 1, device) | own
         rounds, ideal = [], []
         for _ in range(effort.repeats):
-            lines, engine = run_local(settings, grid, WORKERS)
+            lines, engine = run_local(settings, worker_grid, WORKERS)
             engine.close()
             for line in counted(lines, skip=1):
                 rounds.append(line["seconds"])
@@ -115,7 +80,9 @@ def _idle_here(model: str, clients: int, workers: int, rounds: int, device: str)
         watch = threading.Thread(target=_watch, args=(over, peak), daemon=True)
         watch.start()
         try:
-            seconds = _seconds(settings, workers)
+            lines, engine = run_local(settings, worker_grid, workers)
+            engine.close()
+            seconds = [line["seconds"] for line in counted(lines, skip=1)]
         finally:
             over.set()
             watch.join()

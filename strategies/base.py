@@ -41,7 +41,7 @@ from fedsub_app.federation.protocol import (
 from fedsub_app.models import tensors_of, unit_groups
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import NormGuard, norm, square
 
 log = logging.getLogger("fedsub")
@@ -164,8 +164,8 @@ class SubnetStrategy(Strategy):
         return mean.result(self.settings.server_lr)
 
     def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
-        """Return the next global model of a method that :attr:`needs_all` updates of a round at once."""
-        raise NotImplementedError(f"{type(self).__name__} has needs_all, but not merge_all")
+        """Return the next global model of a method that :attr:`needs_all` updates of a round at once: their mean."""
+        return masked_mean(self.current, contributions, self.settings.server_lr)
 
     def personal_download(self, client: int) -> Tensors:
         """Return what ``client`` is sent for the evaluation of its own model: the global one."""

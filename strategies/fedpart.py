@@ -154,7 +154,7 @@ class FedPart(SubnetStrategy):
         """Mean of the trained group, weighted by the similarity of the clients' moments (Algorithm 2)."""
         weights = _positive(self.similarities(updates))
         weighted = [c._replace(weight=w) for c, w in zip(contributions, weights, strict=True)]
-        return masked_mean(self.current, weighted, self.settings.server_lr)
+        return super().merge_all(updates, weighted)
 
     def similarities(self, updates: Sequence[Update]) -> list[float]:
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""

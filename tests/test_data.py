@@ -42,12 +42,8 @@ REAL_DATA = os.environ.get("FEDSUB_DATA")
 
 
 @pytest.fixture(autouse=True)
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    monkeypatch.setenv("FEDSUB_DATA", str(folder))
-    monkeypatch.setenv("FEDSUB_CACHE", str(tmp_path / "cache"))
-    return folder
+def _in_a_data_folder_of_its_own(data_dir: Path) -> None:
+    """For every test here."""
 
 
 def load(name: str, **settings: Any) -> Dataset:
