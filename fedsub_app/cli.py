@@ -108,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     from fedsub_app import flower
 
+    if options.workers is not None and options.engine != "local":  # before a SuperLink is started
+        raise UserError(
+            f"--workers {options.workers}: of the local engine; --engine {options.engine} has its own nodes"
+        )
     waking = flower.wake(options.engine) if options.engine != "local" else None
     from fedsub_app.config import parse_pairs
 
@@ -118,10 +122,6 @@ def _run(options: argparse.Namespace) -> int:
         _give(overrides, {"run-dir": str(options.resume.resolve()), "resume": True}, f"--resume {options.resume}")
     if options.engine == "local":
         return _run_local(overrides, options.workers)
-    if options.workers is not None:
-        raise UserError(
-            f"--workers {options.workers}: of the local engine; --engine {options.engine} has its own nodes"
-        )
     return flower.run(options.engine, overrides, waking)
 
 
