@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import STAMP, UNKNOWN_SETTINGS, Update, pack, unpack, update_part
@@ -25,6 +26,7 @@ from fedsub_app.training.client_state import ClientState
 from fedsub_app.training.workplace import Workplace, workplace
 
 app = ClientApp()
+keep_freed_memory()
 _texts: dict[Path, str] = {}  # settings, as JSON, by the file that they are kept in
 
 if Path(sys.argv[0]).name == "flwr-simulation":

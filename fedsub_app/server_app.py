@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch.nn.functional import cross_entropy
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, wake
@@ -33,6 +34,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
+    keep_freed_memory()
     log_to_stdout()
     try:
         settings = settings_of(grid.run.override_config)

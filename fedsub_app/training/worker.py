@@ -52,14 +52,18 @@ class Worker:
     # --- data and random numbers ------------------------------------------------------------------------------------
 
     @cached_property
+    def _training_samples(self) -> tuple[Tensor, Tensor]:
+        return self.samples("train")
+
+    @property
     def x(self) -> Tensor:
         """Training samples, float32 [n, ...], on the device."""
-        return self.samples("train")[0]
+        return self._training_samples[0]
 
-    @cached_property
+    @property
     def y(self) -> Tensor:
         """Training labels, int64 [n], on the device."""
-        return self.samples("train")[1]
+        return self._training_samples[1]
 
     def samples(self, split: Split) -> tuple[Tensor, Tensor]:
         """Return the client's samples and labels of a split; there may be none for validation."""
