@@ -6,7 +6,6 @@ https://arxiv.org/abs/2306.11867 (Eq. 11).
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 SMALLEST_EIGENVALUE, SMALLEST_WEIGHT = 0.01, 1e-3  # both as published
@@ -43,6 +42,8 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
     ----------
     h : float [clients, classes, d]; variances : float [clients], >= 0.
     """
+    from scipy.optimize import minimize  # 0.3 s, a tenth of the start of every other method's run
+
     away = (h[client].double() - h.double()).flatten(1)
     matrix = (torch.diag(variances.double()) + away @ away.T).numpy()
     values, vectors = np.linalg.eigh(matrix)
