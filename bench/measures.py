@@ -17,6 +17,7 @@ from flwr.app import Message, MessageType
 
 from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
 from bench.flower_box import PROJECT, FlowerBox, run_command
+from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
@@ -276,7 +277,8 @@ def averaging_over_bandwidth(effort: Effort, device: str) -> Result:
 
 
 def _averaging_over_bandwidth(effort: Effort) -> Result:
-    torch.set_num_threads(1)  # as the server
+    torch.set_num_threads(1)  # as the server does
+    keep_freed_memory()
     old = {name: t.detach().clone() for name, t in tensors_of(build_model("resnet18", IMAGE, CLASSES, 0)).items()}
     masks = {name: torch.ones_like(t, dtype=torch.bool) for name, t in old.items()}
     updates = [
