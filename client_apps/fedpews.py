@@ -1,5 +1,6 @@
 """FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); deviations: ``strategies/fedpews.py``."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from fedsub_app.training.local import Training, cross_entropy
 from strategies.fedpews import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU
+DRAWS = 64  # of masks, whose random numbers are made at once
 
 
 class FedPeWSClient(Client):
@@ -89,7 +91,8 @@ class MaskLearning:
     def __init__(
         self, scores: Tensor, others: Tensor, options: FedPeWSSettings, draws: torch.Generator, narrow: bool
     ) -> None:
-        self.scores, self.others, self.options, self.draws, self.narrow = scores, others, options, draws, narrow
+        self.scores, self.others, self.options, self.narrow = scores, others, options, narrow
+        self._numbers = _uniform(len(scores), draws, scores.device)
 
     @property
     def theta(self) -> Tensor:
@@ -97,8 +100,8 @@ class MaskLearning:
         return torch.sigmoid(self.scores)
 
     def draw(self) -> Tensor:
-        """Return a mask G(s), float [h] of 0 and 1; drawn on the CPU, so the same on every device."""
-        return torch.bernoulli(self.theta.cpu(), generator=self.draws).to(self.scores.device)
+        """Return a mask G(s), float [h] of 0 and 1; from the CPU's random numbers, so the same on every device."""
+        return (next(self._numbers) < self.theta).float()
 
     def __call__(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
         """Train the scores under one mask, the weights under the next; returns the second loss."""
@@ -111,3 +114,9 @@ class MaskLearning:
         self.scores = self.scores - self.options.mask_lr * gradient
         # Procedure II: the scores are frozen
         return training.descend(x, y, partial(gated, training.network, self.draw(), narrow=self.narrow))
+
+
+def _uniform(count: int, draws: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+    """Yield uniform numbers in [0, 1), float [count], drawn on the CPU and brought to the device many at a time."""
+    while True:
+        yield from torch.rand(DRAWS, count, generator=draws).to(device)

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workers",
         type=int,
         metavar="N",
-        help="processes of the local engine (default: the cores that this process may use; 1 where a GPU trains)",
+        help="processes of the local engine (default: the cores that this process may use; the GPUs where they train)",
     )
     run.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
     run.set_defaults(command=_run)
@@ -144,16 +144,16 @@ def _between(option: str, value: int | None, most: int) -> int | None:
 
 def _run_local(overrides: dict[str, str | int | float | bool], workers: int | None) -> int:
     gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
+    from fedsub_app.common.device import pick_device, visible_gpus
     from fedsub_app.common.machine import cores
     from fedsub_app.federation.workers import local_grid
     from fedsub_app.runs.directory import RunFailed, settings_of
     from fedsub_app.server_app import log_to_stdout, run_and_report
-    from fedsub_app.training.workplace import pick_device
 
     log_to_stdout()
     settings = settings_of(overrides)
     on_gpu = pick_device(settings.device).type == "cuda"
-    wanted = _between("--workers", workers, 1000) or (1 if on_gpu else cores())
+    wanted = _between("--workers", workers, 1000) or (len(visible_gpus()) if on_gpu else cores())
     workers = min(wanted, settings.num_clients)
     grid = local_grid("fedsub_app.client_app", overrides, workers, fork=not on_gpu)
     gc.freeze()

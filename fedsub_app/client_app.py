@@ -40,6 +40,11 @@ def simulated() -> bool:
     return Path(sys.argv[0]).name != "flwr-clientapp"
 
 
+def sees_gpu() -> bool:
+    """Say whether this process may use a GPU: Ray hides those that a node was given no share of."""
+    return torch.cuda.is_available()
+
+
 @app.query()
 def roll_call(message: Message, context: Context) -> Message:
     """Answer which partition this node is, and keep the settings of the run that asks."""
@@ -54,6 +59,7 @@ def roll_call(message: Message, context: Context) -> Message:
         answer["error"] = f"partition-id = {node['partition-id']}: must be 0 to num-partitions - 1"
     else:
         answer |= {key: node[key] for key in ("partition-id", "num-partitions")}
+        answer["gpu"] = sees_gpu()
         if "settings" in header:
             _keep_settings(header, _state_folder(header, context))
     return Message(pack(answer, []), reply_to=message)

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from torch.nn.functional import cross_entropy
 
+from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
@@ -23,7 +24,6 @@ from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, 
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
-from fedsub_app.training.workplace import pick_device
 from strategies.base import Facts, SubnetStrategy
 
 log = logging.getLogger("fedsub")
@@ -59,7 +59,7 @@ class GlobalTest:
 
     def __init__(self, settings: Settings) -> None:
         dataset = load_dataset(settings.data)
-        device = pick_device(settings.device)
+        device = pick_device(settings.device, settings.gpu_exact)
         in_shape = tuple(dataset.train_x.shape[1:])
         self.model = build_model(
             settings.model, in_shape, dataset.num_classes, settings.seed, settings.hidden_width
@@ -126,17 +126,17 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     model = build_model(
         settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
     )
-    pick_device(settings.device)
+    device = pick_device(settings.device, settings.gpu_exact)
     # Before the run directory exists, because it may reject its settings.
     strategy = METHODS[settings.method].strategy(settings, model)
-    run = open_run(settings)
+    run = open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
         header = {"run": run.run_id, "state-dir": str(run.state_folder)}
         global_test = GlobalTest(settings)
         sample_flops = training_flops(model, tuple(dataset.train_x.shape[1:]), 1)
         facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
-        strategy.connect(Federation(settings, header, told), facts)
+        strategy.connect(Federation(settings, header, told, device.type), facts)
         run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         for note in dataset.notes:
             log.info("note: %s", note)

@@ -29,6 +29,7 @@ LOCATION_KEYS = (
     "experiment",
     "run-dir",
     "resume",
+    "device",
     "data-dir",
     "backbone-dir",
     "placement",
@@ -118,6 +119,8 @@ class TrainingSettings(Section):
     """A name of `fedsub list models`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: on a GPU if there is one."""
+    gpu_exact: bool = True
+    """On a GPU: deterministic kernels and no TF32; false: the fastest, not repeatable bit for bit."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """Fresh in every round unless a method says otherwise."""
     lr: Positive = 0.05

@@ -19,8 +19,12 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.server_app import run_experiment
 
-# The suite runs on the CPU: no process of it, whatever it starts, sees a GPU, and device = "auto" is "cpu".
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The suite runs on the CPU: no process of it sees a GPU, and device = "auto" is "cpu"; but with ``-m gpu``."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 # Small enough that a run takes a second: digits, a small network, three rounds.
 SMALL: dict[str, Value] = {

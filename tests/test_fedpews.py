@@ -46,8 +46,8 @@ START = tensors_of(build_model("fedpews-mlp", (5,), 4, 6))
 
 
 def drawn_from(scores: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """A mask, drawn in the app's precision: the generator's numbers depend on it."""
-    return torch.bernoulli(torch.sigmoid(scores).float(), generator=draw).double()
+    """A mask: one where a uniform number is below the probability, both in the app's precision."""
+    return (torch.rand(len(scores), generator=draw) < torch.sigmoid(scores).float()).double()
 
 
 def masked_weights(model: nn.Module, mask: torch.Tensor) -> Tensors:

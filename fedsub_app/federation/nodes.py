@@ -53,6 +53,7 @@ class Node:
     partition_id: int
     num_partitions: int
     simulated: bool
+    gpu: bool = False  # it sees one
 
     @property
     def name(self) -> str:
@@ -69,13 +70,16 @@ def sample(settings: FederationSettings, server_round: int) -> list[int]:
 class Federation:
     """The nodes of a run and their clients."""
 
-    def __init__(self, settings: FederationSettings, header: Json, told: Json | None = None) -> None:
+    def __init__(
+        self, settings: FederationSettings, header: Json, told: Json | None = None, device: str = "cpu"
+    ) -> None:
         """``header`` goes into every message: the run's id, where client state lies.
 
         ``told``: the run's settings, which go with the roll call; later messages have their digest, and a node that has
-        not got them asks for them.
+        not got them asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
         """
         self.settings = settings
+        self.device = device
         self.told = {"settings": json.dumps(told)} if told else {}
         self.header = header | ({"digest": text_digest(self.told["settings"])} if told else {})
         self.nodes: dict[int, Node] = {}
@@ -155,6 +159,11 @@ class Federation:
                 count = next(iter(self.nodes.values()), node).num_partitions
                 if node.num_partitions != count:
                     raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
+                if self.device == "cuda" and node.simulated and not node.gpu:
+                    raise BadReply(
+                        "it sees no GPU, the server uses one: its connection needs client-resources.num-gpus, which "
+                        "`fedsub setup` writes; or device = cpu"
+                    )
                 twin = self._twin(node)
                 if twin and first:
                     raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
@@ -370,7 +379,7 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
         raise BadReply(
             f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MOST_NODES}"
         )
-    return Node(node_id, number, count, answer.get("simulated") is True)
+    return Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
 
 
 def _brief(reason: str | None) -> str:

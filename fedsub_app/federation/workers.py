@@ -1,4 +1,5 @@
 """The grid of this machine's cores: every node is a process of its own, forked once data and model are there.
+Where GPUs compute, it is spawned instead, and sees one of them.
 
 A message between processes is one file in memory, whose descriptor travels through a socket: nothing is pickled, and of
 a process that is killed no file is left. A node has its messages in a queue; where it dies, the message that it was
@@ -25,6 +26,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
+from fedsub_app.common.device import seeing, visible_gpus
 from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
 from fedsub_app.federation.protocol import HEADER, TENSORS
@@ -55,6 +57,7 @@ class WorkerGrid(LocalGrid):
         super().__init__(resolve_name(f"{app}:app"), overrides, workers)
         self._module = app
         self._start = start
+        self._gpus = visible_gpus() if start == "spawn" else []
         self._workers: dict[int, Worker] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -91,7 +94,8 @@ class WorkerGrid(LocalGrid):
 
     def _begin(self, node: int) -> None:
         others = [worker.socket for worker in self._workers.values()]
-        self._workers[node] = Worker(self._module, node, len(self.contexts), self._start, others)
+        gpu = self._gpus[(node - min(self.contexts)) % len(self._gpus)] if self._gpus else None
+        self._workers[node] = Worker(self._module, node, len(self.contexts), self._start, others, gpu)
 
     def _collect(self, seconds: float) -> None:
         """Take the answers that are there, or come within ``seconds``."""
@@ -123,17 +127,20 @@ class WorkerGrid(LocalGrid):
 class Worker:
     """One process and the messages that it has not answered yet, in order.
 
-    ``others`` are the sockets that a forked process inherits, and closes.
+    ``others`` are the sockets that a forked process inherits, and closes; ``gpu`` is the one that it sees.
     """
 
-    def __init__(self, app: str, node: int, nodes: int, start: str, others: list[socket.socket]) -> None:
+    def __init__(
+        self, app: str, node: int, nodes: int, start: str, others: list[socket.socket], gpu: str | None = None
+    ) -> None:
         self.waiting: deque[Message] = deque()
         self.socket, theirs = socket.socketpair()
         inherited = [self.socket, *others] if start == "fork" else []
         self.process: BaseProcess = get_context(start).Process(  # type: ignore[attr-defined]
             target=_serve, args=(app, node, nodes, theirs, inherited, os.getpid()), daemon=True
         )
-        self.process.start()
+        with seeing(gpu):
+            self.process.start()
         theirs.close()
 
     def send(self, message: Message) -> None:

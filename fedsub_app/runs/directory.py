@@ -32,6 +32,7 @@ import flwr
 import torch
 
 from fedsub_app.common.code import code_digest
+from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import read_json, sweep, to_json, write_atomic, write_json
 from fedsub_app.common.section import Value
@@ -44,6 +45,9 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+CPU = torch.device("cpu")
 
 
 class RunFailed(Exception):
@@ -265,17 +269,24 @@ class Run:
         return summary
 
 
-def open_run(settings: Settings) -> Run:
-    """Create the run directory, or open that of a run to resume.
+def open_run(settings: Settings, device: torch.device = CPU) -> Run:
+    """Create the run directory, or open that of a run to resume; ``device``: where it is computed.
 
     Raises
     ------
     UserError
-        The directory exists and is not empty, cannot be made, or (resume) is not one of a run.
+        The directory exists and is not empty, cannot be made, or (resume) is not one of a run, or one of a run on
+        another kind of device where the settings do not name this one.
     """
     folder = Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings)
     if settings.resume:
         recorded = _recorded(folder)
+        before, now = recorded.get("device", {}).get("type", device.type), device.type
+        if settings.device == "auto" and before != now:
+            raise UserError(
+                f"device = 'auto': the run in {folder} was computed on {before}, here it would be {now}, with other "
+                f"rounding; device = {now} goes on with it"
+            )
         return Run(folder, settings, recorded["run-id"], recorded["digest"])
     run_id, settings_digest = uuid.uuid4().hex[:12], settings.digest()
     content = {
@@ -285,6 +296,7 @@ def open_run(settings: Settings) -> Run:
         "code": code_digest(),
         "commit": _commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "flwr": flwr.__version__},
+        "device": device_facts(device),
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
     }
     try:

@@ -23,11 +23,12 @@ def feature_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tu
     class means [classes, d] (0 where there is no sample); class counts, float [classes]; ``h``, the means times the
     classes' frequencies; ``V``, the variance term, a number >= 0.
     """
-    counts = torch.bincount(labels, minlength=num_classes).to(features.dtype)
-    sums = torch.zeros(num_classes, features.shape[1], dtype=features.dtype, device=features.device)
-    means = sums.index_add(0, labels, features) / counts.clamp(min=1)[:, None]
+    classes = torch.arange(num_classes, device=labels.device)
+    members = (labels == classes[:, None]).to(features.dtype)  # [classes, n]: index_add has no fixed order on a GPU
+    counts = members.sum(1)
+    means = members @ features / counts.clamp(min=1)[:, None]
     share = counts / len(labels)
-    squares = torch.zeros_like(counts).index_add(0, labels, features.square().sum(1)) / counts.clamp(min=1)
+    squares = members @ features.square().sum(1) / counts.clamp(min=1)
     variance = float((share * squares - share.square() * means.square().sum(1)).sum()) / len(labels)
     return means, counts, share[:, None] * means, max(variance, 0.0)
 

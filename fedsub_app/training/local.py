@@ -110,14 +110,13 @@ class Training:
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
         before, extra = self.samples, self._extra
-        total, seen = torch.zeros((), device=client.x.device), 0
-        for index in batches:
-            batch = index.to(client.x.device)
-            x = client.x[batch] if draws is None else crop_and_flip(client.x[batch], client.place.black, draws)
-            total += self.step(self, x, client.y[batch]) * len(index)
-            seen += len(index)
+        device, order = client.x.device, list(batches)
+        seen, total = sum(map(len, order)), torch.zeros((), device=device)
         if not seen:
             return
+        for batch in torch.cat(order).to(device).split([len(index) for index in order]):  # one copy, not one a step
+            x = client.x[batch] if draws is None else crop_and_flip(client.x[batch], client.place.black, draws)
+            total += self.step(self, x, client.y[batch]) * len(batch)
         client.metrics["train-loss"] = float(total) / seen
         whole = client.place.training_flops(self.network)
         partly = client.place.training_flops(self.network, self.names)
@@ -182,9 +181,9 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding:
     rows, columns = top + torch.arange(height), left + torch.arange(width)
     flipped = torch.rand(n, 1, generator=generator) < 0.5
     columns = torch.where(flipped, columns.flip(1), columns)
-    picked = padded.permute(0, 2, 3, 1)[
-        torch.arange(n).view(-1, 1, 1), rows.view(n, -1, 1).to(x.device), columns.view(n, 1, -1).to(x.device)
-    ]
+    rows, columns = torch.cat((rows, columns), 1).to(x.device).split((height, width), 1)
+    each = torch.arange(n, device=x.device).view(-1, 1, 1)
+    picked = padded.permute(0, 2, 3, 1)[each, rows.view(n, -1, 1), columns.view(n, 1, -1)]
     return picked.permute(0, 3, 1, 2)  # channels_last, as the batch was
 
 

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.device import pick_device
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.data import Dataset, Partition, load_dataset, make_partition
 from fedsub_app.models import Network, build_model, narrowed, tensors_of, widths_of
@@ -73,19 +73,12 @@ class Workplace:
         )
 
 
-def pick_device(name: str) -> torch.device:
-    """Resolve the setting ``device``."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda': this machine has no CUDA device; allowed here are auto, cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 @lru_cache(maxsize=2)
 def workplace(settings: Settings) -> Workplace:
     """Load data, partition and model once per process and settings."""
     dataset = load_dataset(settings.data)
     partition = make_partition(settings.data, settings.partitioning)
-    device = pick_device(settings.device)
+    device = pick_device(settings.device, settings.gpu_exact)
     model = build_model(
         settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
     )

@@ -1,0 +1,74 @@
+"""Where to compute: the choice of a device, what makes a GPU's numbers repeatable, and what is written down of it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def pick_device(name: str, exact: bool = True) -> torch.device:
+    """Resolve the setting ``device`` and, on a GPU, set up this process for it.
+
+    Parameters
+    ----------
+    name : ``"auto"``, ``"cpu"`` or ``"cuda"``.
+    exact : deterministic kernels and float32 products in full precision; otherwise the fastest that torch has, TF32
+        and atomic additions included, whose sums differ from run to run.
+
+    Raises
+    ------
+    UserError
+        There is no GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda': this machine has no CUDA device; allowed here are auto, cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if exact:  # https://pytorch.org/docs/stable/notes/randomness.html
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time only
+    torch.use_deterministic_algorithms(exact, warn_only=True)
+    torch.backends.cudnn.deterministic = exact
+    torch.backends.cudnn.benchmark = not exact
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = not exact
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def device_facts(device: torch.device) -> Json:
+    """Return what a run's ``settings.json`` says of the device that it was computed on."""
+    if device.type == "cpu":
+        return {"type": "cpu"}
+    return {
+        "type": device.type,
+        "name": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    named = os.environ.get(VISIBLE)
+    if named is None:
+        return [str(number) for number in range(torch.cuda.device_count())]
+    return [name for name in named.split(",") if name.strip()]
+
+
+@contextmanager
+def seeing(gpu: str | None) -> Iterator[None]:
+    """Have processes that start meanwhile see this GPU only; ``None``: all that this process sees."""
+    before = os.environ.get(VISIBLE)
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu
+    try:
+        yield
+    finally:
+        os.environ.pop(VISIBLE, None)
+        if before is not None:
+            os.environ[VISIBLE] = before
