@@ -34,7 +34,9 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import own_keys, resolve
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.directory import read_rounds, runs_folder
+from fedsub_app.runs.html import write_html
+from fedsub_app.runs.records import Group, read_run
 from fedsub_app.runs.report import human_seconds, markdown
 from fedsub_app.settings import Settings
 from fedsub_app.tables import Row, Table, read_table
@@ -94,7 +96,7 @@ def reproduce(
             raise UserError(f"--only {word!r}: allowed are {', '.join(map(repr, known))}")
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
-    out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
+    out = out or runs_folder() / "reproduce" / name
     numbers = range(seeds or table.seeds)
     rows = [Row(row.setting, row.label, own_keys({**row.overrides, **overrides}), row.paper) for row in rows]
     for key, value in overrides.items():
@@ -115,9 +117,21 @@ def reproduce(
     }
     _write(out, name, table, facts, rows, jobs)
     print(f"{out / name}.md")
+    if page := _write_page(out, table.title, facts["command"], rows, jobs):
+        print(page)
     for job, reason in failures:
         print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _write_page(out: Path, title: str, command: str, rows: Sequence[Row], jobs: Sequence[Job]) -> Path | None:
+    """Write the table's report; returns it, ``None`` where no run has begun."""
+    groups = []
+    for row in rows:
+        begun = [job.folder for job in jobs if job.row is row and (job.folder / "settings.json").exists()]
+        if begun:
+            groups.append(Group(row.label, tuple(read_run(folder) for folder in begun), row.setting))
+    return write_html(groups, out / "report.html", title, command)[0] if groups else None
 
 
 def _recorded(job: Job, key: str) -> str:
