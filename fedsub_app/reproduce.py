@@ -37,7 +37,7 @@ from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
 from fedsub_app.runs.directory import read_rounds, runs_folder
 from fedsub_app.runs.html import write_html
 from fedsub_app.runs.records import Group, read_run
-from fedsub_app.runs.report import human_seconds, markdown
+from fedsub_app.runs.report import human_seconds, markdown, summary_text
 from fedsub_app.settings import Settings
 from fedsub_app.tables import Row, Table, read_table
 
@@ -84,7 +84,7 @@ def reproduce(
     out: Path | None,
     only: Sequence[str] = (),
 ) -> int:
-    """Run a table's rows over its seeds and write ``<name>.md`` and ``<name>.csv``; returns the exit code.
+    """Run a table's rows over its seeds; write ``<name>.md``, ``<name>.csv``, report.html; returns the exit code.
 
     ``only`` names settings and methods: rows of these alone are run and written.
     """
@@ -116,22 +116,25 @@ def reproduce(
         "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
     }
     _write(out, name, table, facts, rows, jobs)
+    if groups := _groups(rows, jobs):
+        page, *_ = write_html(groups, out / "report.html", table.title, facts["command"], table.about)
+        print(f"\n{summary_text(groups)}\n\n{page}")
     print(f"{out / name}.md")
-    if page := _write_page(out, table.title, facts["command"], rows, jobs):
-        print(page)
     for job, reason in failures:
         print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def _write_page(out: Path, title: str, command: str, rows: Sequence[Row], jobs: Sequence[Job]) -> Path | None:
-    """Write the table's report; returns it, ``None`` where no run has begun."""
-    groups = []
-    for row in rows:
-        begun = [job.folder for job in jobs if job.row is row and (job.folder / "settings.json").exists()]
-        if begun:
-            groups.append(Group(row.label, tuple(read_run(folder) for folder in begun), row.setting))
-    return write_html(groups, out / "report.html", title, command)[0] if groups else None
+def _groups(rows: Sequence[Row], jobs: Sequence[Job]) -> list[Group]:
+    """Return the runs of each row that have begun."""
+    begun = {
+        row.slug: [job for job in jobs if job.row is row and (job.folder / "settings.json").exists()] for row in rows
+    }
+    return [
+        Group(row.label, tuple(read_run(job.folder) for job in begun[row.slug]), row.setting)
+        for row in rows
+        if begun[row.slug]
+    ]
 
 
 def _recorded(job: Job, key: str) -> str:

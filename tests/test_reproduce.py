@@ -85,7 +85,7 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
         (
             "seeds = 2",
             "seed = 2",
-            "'seed': unknown key; allowed are title, seeds, spread, cost-to-accuracy, setting, method",
+            "'seed': unknown key; allowed are title, about, seeds, spread, cost-to-accuracy, setting, method",
         ),
         ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
     ],

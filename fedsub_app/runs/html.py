@@ -2,8 +2,6 @@
 
 import json
 import os
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +28,10 @@ from fedsub_app.runs.records import (
     Record,
     csv_text,
     curves,
-    deviation,
     differing,
     kinds,
+    short,
+    summary_of,
     table_of_rounds,
 )
 
@@ -51,13 +50,6 @@ MASK_LINES = {
 COVERED_BY = ("no client", "one client", "several clients")
 MOST_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 DARK = 0.55  # of a cell, from which on its number is white
-
-
-class Cell(NamedTuple):
-    """A cell of a table: its text, and what it is sorted by."""
-
-    text: str
-    value: float | str
 
 
 class Shade(NamedTuple):
@@ -129,10 +121,10 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     rows = curves(groups)
     one = len(groups) == 1
     return {
-        "meaning": {_word(key): MEANING[key] for key in measured},
+        "meaning": {short(key): MEANING[key] for key in measured},
         "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(ACCURACIES)))],
         "one": one,
-        "summary": _summary(groups, measured),
+        "summary": summary_of(groups),
         "curves": [_row(title, lines) for title, lines in rows.items()],
         "seeds": max(len(group.records) for group in groups) > 1,
         "costs": _costs(groups),
@@ -150,44 +142,6 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         ],
         "made": _made(groups),
     }
-
-
-def _word(key: str) -> str:
-    return key.removesuffix("-accuracy")
-
-
-def _amount(values: Sequence[float], digits: str = ".2f") -> Cell:
-    if not values:
-        return Cell("–", -1.0)
-    mean, spread = statistics.fmean(values), deviation(values)
-    # Accuracies have two decimals; of a cost three digits say enough, and one that is the same each time has no spread.
-    said = f" ± {spread:{digits}}" if len(values) > 1 and (spread or digits == ".2f") else ""
-    return Cell(f"{mean:{digits}}{said}", mean)
-
-
-def _summary(groups: Sequence[Group], measured: Sequence[str]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
-    header = ["seeds", *(f"{_word(key)} (%)" for key in measured), "rounds", "MB down", "MB up", "GFLOPs", "seconds"]
-    several = len({group.section for group in groups}) > 1
-    rows = []
-    for group in groups:
-        lines = [record.lines for record in group.records]
-
-        def total(key: str, unit: float, lines: Sequence[list[Json]] = lines) -> Cell:
-            return _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines], ".3g")
-
-        last = [of[-1]["round"] for of in lines if of]
-        states = Counter(record.status for record in group.records)
-        row = [Cell(str(len(group.records)), len(group.records)), *(_amount(group.last(key)) for key in measured)]
-        row += [_amount(last, ".3g") if last else Cell("0", 0.0)]
-        row += [total(f"formula-bytes-{way}", 1e6) for way in ("down", "up")]
-        row += [total("flops", 1e9), total("seconds", 1)]
-        dropped = sum(len(record.dropped) for record in group.records)
-        abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
-        row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned)]
-        said = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
-        row += [Cell(said, said)]
-        rows.append((f"{group.section}: {group.label}" if several else group.label, row))
-    return [*header, "replies dropped", "rounds abandoned", "status"], rows
 
 
 def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
@@ -210,7 +164,7 @@ def _costs(groups: Sequence[Group]) -> dict[str, Any] | None:
         if key is None:
             continue
         threshold, costs = costs_to_accuracy(runs, key)
-        thresholds.append(f"{threshold:.2f} % {_word(key)} accuracy" + f" ({section})" * bool(section))
+        thresholds.append(f"{threshold:.2f} % {short(key)} accuracy" + f" ({section})" * bool(section))
         for k, group in enumerate(mine):
             label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
             rows.append((label, cells([costs[f"{k} {i}"] for i in range(len(group.records))])))
@@ -228,7 +182,7 @@ def _clients(groups: Sequence[Group]) -> list[str]:
                 share = [100 * (k + 0.5) / len(values) for k in range(len(values))]
                 lines[number] = (group.label, share, values)
         if lines:
-            title = f"{_word(key)} accuracy (%)"
+            title = f"{short(key)} accuracy (%)"
             pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))
     return pictures
 

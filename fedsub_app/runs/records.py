@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,7 +236,7 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
     are the curves of one row.
     """
     if len(groups) == 1:
-        every = [(key, key.removesuffix("-accuracy")) for key in kinds(groups[0].records)]
+        every = [(key, short(key)) for key in kinds(groups[0].records)]
         found = [curve(groups[0], key, label, number) for number, (key, label) in enumerate(every)]
         return {"accuracy": [line for line in found if line]} if any(found) else {}
     rows: dict[str, list[Curve]] = {}
@@ -243,10 +244,66 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
     for section in dict.fromkeys(group.section for group in groups):
         numbered = [(number, group) for number, group in enumerate(groups) if group.section == section]
         for key in kinds(record for _, group in numbered for record in group.records):
-            title = f"{key.removesuffix('-accuracy')} accuracy" + f", {section}" * several
+            title = f"{short(key)} accuracy" + f", {section}" * several
             lines = (curve(group, key, group.label, number) for number, group in numbered)
             rows[title] = [line for line in lines if line]
     return {title: lines for title, lines in rows.items() if lines}
+
+
+def short(key: str) -> str:
+    """Return an accuracy's name without that word: ``global`` for ``global-accuracy``."""
+    return key.removesuffix("-accuracy")
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its text, and what it is sorted by."""
+
+    text: str
+    value: float | str
+
+
+def _percent(values: Sequence[float]) -> Cell:
+    if not values:
+        return Cell("–", -1.0)
+    mean, spread = statistics.fmean(values), f" ± {deviation(values):.2f}" if len(values) > 1 else ""
+    return Cell(f"{mean:.2f}{spread}", mean)
+
+
+def _amount(values: Sequence[float]) -> Cell:
+    mean, spread = statistics.fmean(values), deviation(values)
+    return Cell(f"{three_digits(mean)} ± {three_digits(spread)}" if spread else three_digits(mean), mean)
+
+
+def three_digits(amount: float) -> str:
+    """Return a number of zero or more with three digits, or all those before the point: ``0.0123``, ``1234``."""
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def summary_of(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
+    """Return what some groups came to and have cost: the headings, and a label and its cells for each."""
+    measured = kinds(record for group in groups for record in group.records)
+    header = ["seeds", *(f"{short(key)} (%)" for key in measured), "rounds", "MB down", "MB up", "GFLOPs", "seconds"]
+    several = len({group.section for group in groups}) > 1
+    rows = []
+    for group in groups:
+        lines = [record.lines for record in group.records]
+
+        def total(key: str, unit: float, lines: Sequence[list[Json]] = lines) -> Cell:
+            return _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines])
+
+        last = [of[-1]["round"] for of in lines if of]
+        states = Counter(record.status for record in group.records)
+        row = [Cell(str(len(group.records)), len(group.records)), *(_percent(group.last(key)) for key in measured)]
+        row += [_amount(last or [0])]
+        row += [total(f"formula-bytes-{way}", 1e6) for way in ("down", "up")]
+        row += [total("flops", 1e9), total("seconds", 1)]
+        dropped = sum(len(record.dropped) for record in group.records)
+        abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
+        row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned)]
+        said = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
+        row += [Cell(said, said)]
+        rows.append((f"{group.section}: {group.label}" if several else group.label, row))
+    return [*header, "replies dropped", "rounds abandoned", "status"], rows
 
 
 def names_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.runs.directory import ACCURACIES
-from fedsub_app.runs.records import COSTS, names_of, read_run
+from fedsub_app.runs.records import COSTS, Group, names_of, read_run, summary_of
 from fedsub_app.settings import Settings
 
 LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
@@ -116,6 +116,19 @@ def compare_costs(folders: Sequence[Path]) -> str:
     threshold, costs = costs_to_accuracy(runs, key)
     table = markdown(("run", *COLUMNS), [[name, *cells([cost])] for name, cost in costs.items()])
     return f"Cost of {threshold:.2f} % {key.removesuffix('-accuracy')} accuracy. {ABOUT}\n\n{table}"
+
+
+def summary_text(groups: Sequence[Group]) -> str:
+    """Return what some groups came to and have cost, aligned; columns that are 0 for all are left out."""
+    header, rows = summary_of(groups)
+    used = [column for column in range(len(header)) if any(cells[column].text != "0" for _, cells in rows)]
+    lines = [["", *(header[column] for column in used)]]
+    lines += [[label, *(cells[column].text for column in used)] for label, cells in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *(word.rjust(wide) for word, wide in zip(rest, widths[1:], strict=True))])
+        for first, *rest in lines
+    )
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
