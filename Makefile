@@ -4,8 +4,10 @@ BIN := .venv/bin
 
 .PHONY: run test check bench setup lock clean
 
+# A run on Flower's simulation engine; then it and two other methods on the same clients, side by side.
 run: setup
-	$(BIN)/fedsub run --engine local-simulation $(ARGS)
+	$(BIN)/fedsub run quickstart/digits --engine local-simulation $(ARGS)
+	$(BIN)/fedsub reproduce quickstart-digits
 
 # Two processes, each with whole files of tests: modules share a SuperLink, runs, folders.
 test: setup

@@ -3,6 +3,8 @@
 import argparse
 import gc
 import logging
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -20,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except BrokenPipeError:  # `fedsub export … | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python's exit says it again
+        return 0
     except OSError as error:  # a file that a command reads or writes; a run says so itself
         print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -72,9 +77,29 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report", help="draw and compare runs: accuracy against rounds, bytes, FLOPs and seconds"
     )
-    report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-    report.add_argument("--out", type=Path, default=Path("curves.png"), metavar="FILE")
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="directories of runs")
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="the picture, or a folder for all files (default: the run's own, or a new one in runs/reports)",
+    )
+    report.add_argument(
+        "--html",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="also one HTML page with everything, and its numbers as CSV and JSON (default: report.html there)",
+    )
     report.set_defaults(command=_report)
+
+    export = commands.add_parser("export", help="print the rounds of runs, or their clients' numbers, as CSV")
+    export.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="directories of runs")
+    export.add_argument("--csv", action="store_true", help="as CSV (the default)")
+    export.add_argument("--clients", action="store_true", help="a row a client and evaluation instead of one a round")
+    export.add_argument("--out", type=Path, metavar="FILE", help="write it there")
+    export.set_defaults(command=_export)
 
     analyse = commands.add_parser(
         "analyse", help="draw a run's masks, the activations of its units and its clients' accuracies"
@@ -178,12 +203,43 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedsub_app.runs.report import compare, compare_costs, draw_curves
+    from fedsub_app.runs.directory import reports_folder
+    from fedsub_app.runs.html import write_html
+    from fedsub_app.runs.pictures import draw_curves
+    from fedsub_app.runs.records import grouped
+    from fedsub_app.runs.report import compare, compare_costs
 
-    print(draw_curves(options.folders, options.out))
-    if len(options.folders) > 1:
-        print(compare(options.folders))
-        print(f"\n{compare_costs(options.folders)}".rstrip())
+    folders, page = options.folders, options.html
+    if page and page != Path() and page.suffix not in (".html", ".htm"):
+        raise UserError(f"--html {page}: must end in .html; directories of runs stand before it")
+    groups = grouped(folders)
+    out = options.out or (folders[0] if len(folders) == 1 else reports_folder())
+    picture = out if out.suffix and not out.is_dir() else out / ("curve.png" if len(folders) == 1 else "curves.png")
+    if picture.parent == out:
+        out.mkdir(parents=True, exist_ok=True)
+    print(draw_curves(groups, picture))
+    if page is not None:
+        target = picture.parent / "report.html" if page == Path() else page
+        words = ["fedsub report", *(shlex.quote(str(folder)) for folder in folders), "--html"]
+        title = ", ".join(dict.fromkeys(group.section for group in groups)) + ": "
+        title += ", ".join(dict.fromkeys(str(group.records[0].settings["method"]) for group in groups))
+        for path in write_html(groups, target, title, " ".join(words)):
+            print(path)
+    if len(folders) > 1:
+        print(compare(folders))
+        print(f"\n{compare_costs(folders)}".rstrip())
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from fedsub_app.runs.records import export
+
+    text = export(options.folders, "clients" if options.clients else "rounds")
+    if options.out:
+        options.out.write_text(text)
+        print(options.out)
+    else:
+        print(text, end="")
     return 0
 
 

@@ -216,6 +216,22 @@ def _one_line(error: ValidationError, prefix: str = "") -> str:
     return f"{key} = {shown(first['input'])}: must be {text}"
 
 
+def before_keys(experiment: str, method: str) -> dict[str, Value]:
+    """Return what the keys of a method are before single ones are set: the defaults, an experiment, presets.
+
+    Raises
+    ------
+    UserError
+        The experiment is unknown, or the method is.
+    """
+    if method not in METHODS:
+        raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
+    chosen = _read_experiment(experiment) if experiment else {}
+    found = defaults() | {key: spelled(key, value) for key, value in chosen.items()}
+    kept = {key: value for key, value in found.items() if "." not in key or key.startswith(f"{method}.")}
+    return kept | dict(METHODS[method].preset)
+
+
 def own_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
     """Return single keys without those of methods that they do not run: a table's settings are for several methods.
 

@@ -34,8 +34,10 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import own_keys, resolve
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
-from fedsub_app.runs.directory import read_rounds
-from fedsub_app.runs.report import human_seconds, markdown
+from fedsub_app.runs.directory import read_rounds, runs_folder
+from fedsub_app.runs.html import write_html
+from fedsub_app.runs.records import Group, read_run
+from fedsub_app.runs.report import human_seconds, markdown, summary_text
 from fedsub_app.settings import Settings
 from fedsub_app.tables import Row, Table, read_table
 
@@ -82,7 +84,7 @@ def reproduce(
     out: Path | None,
     only: Sequence[str] = (),
 ) -> int:
-    """Run a table's rows over its seeds and write ``<name>.md`` and ``<name>.csv``; returns the exit code.
+    """Run a table's rows over its seeds; write ``<name>.md``, ``<name>.csv``, report.html; returns the exit code.
 
     ``only`` names settings and methods: rows of these alone are run and written.
     """
@@ -94,7 +96,7 @@ def reproduce(
             raise UserError(f"--only {word!r}: allowed are {', '.join(map(repr, known))}")
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
-    out = out or Path(os.environ.get("FEDSUB_RUNS", "runs")) / "reproduce" / name
+    out = out or runs_folder() / "reproduce" / name
     numbers = range(seeds or table.seeds)
     rows = [Row(row.setting, row.label, own_keys({**row.overrides, **overrides}), row.paper) for row in rows]
     for key, value in overrides.items():
@@ -114,10 +116,25 @@ def reproduce(
         "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
     }
     _write(out, name, table, facts, rows, jobs)
+    if groups := _groups(rows, jobs):
+        page, *_ = write_html(groups, out / "report.html", table.title, facts["command"], table.about)
+        print(f"\n{summary_text(groups)}\n\n{page}")
     print(f"{out / name}.md")
     for job, reason in failures:
         print(f"failed: {job.row.label}, seed {job.seed}: {reason}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _groups(rows: Sequence[Row], jobs: Sequence[Job]) -> list[Group]:
+    """Return the runs of each row that have begun."""
+    begun = {
+        row.slug: [job for job in jobs if job.row is row and (job.folder / "settings.json").exists()] for row in rows
+    }
+    return [
+        Group(row.label, tuple(read_run(job.folder) for job in begun[row.slug]), row.setting)
+        for row in rows
+        if begun[row.slug]
+    ]
 
 
 def _recorded(job: Job, key: str) -> str:

@@ -19,7 +19,7 @@ from fedsub_app.federation.nodes import Federation, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
-from fedsub_app.runs import report
+from fedsub_app.runs import pictures, report
 from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, settings_of, used_up
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
@@ -103,7 +103,7 @@ def run_and_report(grid: Grid, settings: Settings) -> Json:
 def _draw(folder: Path) -> None:
     """Draw a run's pictures; where that cannot be, the run is none the worse for it."""
     try:
-        report.draw_run(folder)
+        pictures.draw_run(folder)
     except (OSError, UserError) as error:
         log.warning("no pictures: %s", one_line(error))
 

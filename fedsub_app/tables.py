@@ -62,6 +62,7 @@ class Table(Entry):
     """The content of a table's file."""
 
     title: str
+    about: str = ""
     seeds: Count
     spread: Literal["deviation", "range"] = "deviation"
     cost_to_accuracy: bool = Field(alias="cost-to-accuracy", default=False)

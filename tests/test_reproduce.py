@@ -85,7 +85,7 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
         (
             "seeds = 2",
             "seed = 2",
-            "'seed': unknown key; allowed are title, seeds, spread, cost-to-accuracy, setting, method",
+            "'seed': unknown key; allowed are title, about, seeds, spread, cost-to-accuracy, setting, method",
         ),
         ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
     ],
@@ -125,6 +125,9 @@ def test_a_table_is_run_written_and_not_run_twice(
         assert fact in text
     assert "| minutes |" in text
     assert "on validation data" not in text  # no row has any
+    page = (out / "report.html").read_text()
+    assert f"{mean:.2f} ± {spread:.2f}" in page
+    assert "reproduce my-small" in page
     assert cli.main(["reproduce", table, "--out", str(out)]) == 0  # all there: nothing is run again
     assert "done  " not in capsys.readouterr().out
     assert cli.main(["reproduce", table, "--out", str(out), "-s", "lr=0.01", "--seeds", "1"]) == 0  # other settings

@@ -8,7 +8,7 @@ Overlap of masks against that of labels: what they claim of their sub-networks i
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.runs.directory import checkpoints, read_checkpoint, read_rounds, settings_of
-from fedsub_app.runs.report import COLOURS, figure
+from fedsub_app.runs.pictures import COLOURS, figure
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy
@@ -384,3 +384,55 @@ def _clients(folder: Path, line: Json) -> list[Path]:
     drawing.savefig(folder / "clients.png", dpi=120)
     rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(found.items())]
     return [_write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]
+
+
+class Masks(NamedTuple):
+    """The clients' masks at a run's last checkpoint.
+
+    Attributes
+    ----------
+    of : ``units`` of hidden layers, or ``positions`` of weight tensors.
+    round : of the checkpoint.
+    layers : names.
+    shares : client -> layer -> which part of it is in the client's mask, 0 to 1.
+    overlap : client -> client -> intersection over union of both masks, over all layers, 0 to 1.
+    """
+
+    of: str
+    round: int
+    layers: list[str]
+    shares: list[list[float]]
+    overlap: list[list[float]]
+
+
+def last_masks(folder: Path) -> Masks | None:
+    """Return what the clients' masks are at the last checkpoint; ``None`` where the method has none.
+
+    Raises
+    ------
+    UserError
+        The folder is not that of a run, its checkpoint is damaged, or its data are not on this machine.
+    """
+    paths = checkpoints(folder)
+    checkpoint = read_checkpoint(paths[-1]) if paths else None
+    if checkpoint is None or not checkpoint.state:
+        return None
+    strategy = _strategy(settings_of({"run-dir": str(folder), "resume": True}))
+    strategy.load_state(checkpoint.state)
+    units = strategy.unit_masks()
+    positions = strategy.position_masks() if units is None else None
+    if units is not None:
+        layers = {name: kept.T for name, kept in split(units.T, strategy.units).items()}  # bool [clients, size]
+    elif positions:
+        layers = {name: torch.stack([of[name].flatten() for of in positions]) for name in positions[0]}
+    else:
+        return None
+    both = sum(kept.float() @ kept.float().T for kept in layers.values())
+    assert isinstance(both, Tensor)
+    sizes = both.diagonal()
+    either = sizes[:, None] + sizes[None, :] - both
+    alike = torch.where(either > 0, both / either.clamp(min=1), 1.0)
+    shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
+    names = [name.removesuffix(".weight") for name in layers]
+    what = "positions" if units is None else "units"
+    return Masks(what, checkpoint.round, names, shares.tolist(), alike.tolist())

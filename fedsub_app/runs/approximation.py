@@ -39,7 +39,7 @@ from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.directory import Checkpoint, checkpoints, read_checkpoint, settings_of
-from fedsub_app.runs.report import COLOURS, figure
+from fedsub_app.runs.pictures import COLOURS, figure
 from fedsub_app.training.local import Training
 from fedsub_app.training.objectives import Objective
 from fedsub_app.training.workplace import Workplace, workplace

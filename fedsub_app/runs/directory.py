@@ -314,11 +314,23 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
     return run
 
 
+def runs_folder() -> Path:
+    """Return the folder of all runs: $FEDSUB_RUNS, else ./runs."""
+    return Path(os.environ.get("FEDSUB_RUNS", "runs"))
+
+
 def new_folder(settings: Settings) -> Path:
     """Return the directory, which does not exist yet, of a run whose ``run-dir`` is empty."""
-    root = Path(os.environ.get("FEDSUB_RUNS", "runs")).resolve()
     name = (settings.experiment or f"{settings.method}-{settings.dataset}").replace("/", "-").replace("+", "-")
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}"
+    return _new(runs_folder().resolve(), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}")
+
+
+def reports_folder() -> Path:
+    """Return a folder, which does not exist yet, for a comparison of runs."""
+    return _new(runs_folder() / "reports", time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _new(root: Path, stamp: str) -> Path:
     return next(
         path
         for number in range(1, 1000)

@@ -1,0 +1,329 @@
+"""The report: one HTML file that says what some runs came to, opens from a disk and fetches nothing."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import to_json, write_atomic
+from fedsub_app.common.tensors import Json
+from fedsub_app.runs.analysis import Masks, last_masks
+from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
+from fedsub_app.runs.directory import ACCURACIES
+from fedsub_app.runs.pictures import (
+    AXES,
+    MOST_LABELS,
+    colour,
+    dashes,
+    short_names,
+    svg_of_curves,
+    svg_of_lines,
+)
+from fedsub_app.runs.records import (
+    NOT_COMPARED,
+    Curve,
+    Group,
+    Record,
+    csv_text,
+    curves,
+    differing,
+    kinds,
+    short,
+    summary_of,
+    table_of_rounds,
+)
+
+MEANING = {
+    "global-accuracy": "the global model on the global test set",
+    "global-local-accuracy": "the global model on each client's own test set, mean over the clients",
+    "personal-accuracy": "each client's own model on its own test set, mean over the clients",
+    "global-local-validation-accuracy": "the global model on each client's validation samples, mean over the clients",
+    "personal-validation-accuracy": "each client's own model on its validation samples, mean over the clients",
+}
+# What a method's line says of its sub-networks: key -> title, axis, unit.
+MASK_LINES = {
+    "personal-fraction": ("Personal part of the model, mean over the clients", "personal (%)", 0.01),
+    "pruned-fraction": ("Pruned part of the model, mean over the clients", "pruned (%)", 0.01),
+}
+COVERED_BY = ("no client", "one client", "several clients")
+MOST_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
+DARK = 0.55  # of a cell, from which on its number is white
+
+
+class Shade(NamedTuple):
+    """A cell of a heat map: its text and its background."""
+
+    text: str
+    background: str
+    dark: bool
+
+
+class Heat(NamedTuple):
+    """A heat map as a table."""
+
+    corner: str
+    columns: list[str]
+    rows: list[tuple[str, list[Shade]]]
+
+
+def write_html(groups: Sequence[Group], target: Path, title: str, command: str, note: str = "") -> list[Path]:
+    """Write the report of some runs, and its numbers beside it as CSV (a row a round) and JSON; returns the files.
+
+    Parameters
+    ----------
+    title, note : heading and first paragraph.
+    command : what repeats it.
+
+    Raises
+    ------
+    UserError
+        A file of a run is damaged.
+    OSError
+        A file cannot be written.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
+    runs = {f"{group.label}, seed {record.settings['seed']}": record for group in groups for record in group.records}
+    if len(runs) < sum(len(group.records) for group in groups):  # the same run twice, or sections with equal labels
+        runs = {os.path.relpath(record.folder, target.parent): record for group in groups for record in group.records}
+    numbers = {"title": title, "command": command, "runs": [_numbers(name, record) for name, record in runs.items()]}
+    files = {
+        target: page.get_template("report.html").render(content),
+        target.with_suffix(".csv"): csv_text(*table_of_rounds(runs)),
+        target.with_suffix(".json"): to_json(numbers, indent=2) + "\n",
+    }
+    for path, text in files.items():
+        write_atomic(path, text.encode())
+    return list(files)
+
+
+def _numbers(name: str, record: Record) -> Json:
+    return {
+        "run": name,
+        "folder": str(record.folder),
+        "status": record.status,
+        "command": record.command,
+        "settings": record.settings,
+        "summary": {key: value for key, value in record.summary.items() if key != "run-dir"},
+        "dropped": record.dropped,
+        **{key: record.about.get(key) for key in ("commit", "code", "versions", "machine")},
+    }
+
+
+def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
+    records = [record for group in groups for record in group.records]
+    measured = kinds(records)
+    rows = curves(groups)
+    one = len(groups) == 1
+    return {
+        "meaning": {short(key): MEANING[key] for key in measured},
+        "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(ACCURACIES)))],
+        "one": one,
+        "summary": summary_of(groups),
+        "curves": [_row(title, lines) for title, lines in rows.items()],
+        "seeds": max(len(group.records) for group in groups) > 1,
+        "costs": _costs(groups),
+        "clients": _clients(groups),
+        "subnetworks": _subnetworks(groups),
+        "partitions": _partitions(groups),
+        "differing": _differing(groups),
+        "settings": [(group.label, _shown(group.records[0].settings)) for group in groups],
+        "dropped": _dropped(groups),
+        "asked": sum(len(line.get("clients", ())) for record in records for line in record.lines),
+        "runs": [
+            (group.label, record.settings["seed"], os.path.relpath(record.folder, folder), record)
+            for group in groups
+            for record in group.records
+        ],
+        "made": _made(groups),
+    }
+
+
+def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
+    keys = [(line.number, name, line.label) for line, name in zip(lines, short_names(lines), strict=True)]
+    return {
+        "title": title,
+        "pictures": [svg_of_curves(title, lines, axis) for axis in AXES],
+        "keys": keys if any(name != label for _, name, label in keys) else [],
+        "many": len(lines) > MOST_LABELS,
+    }
+
+
+def _costs(groups: Sequence[Group]) -> dict[str, Any] | None:
+    """Return what 90 % of the best run's accuracy has cost, in each section by itself."""
+    rows, thresholds = [], []
+    for section in dict.fromkeys(group.section for group in groups):
+        mine = [group for group in groups if group.section == section]
+        runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
+        key = next((key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())), None)
+        if key is None:
+            continue
+        threshold, costs = costs_to_accuracy(runs, key)
+        thresholds.append(f"{threshold:.2f} % {short(key)} accuracy" + f" ({section})" * bool(section))
+        for k, group in enumerate(mine):
+            label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
+            rows.append((label, cells([costs[f"{k} {i}"] for i in range(len(group.records))])))
+    return {"header": COLUMNS, "rows": rows, "thresholds": thresholds, "about": ABOUT} if len(rows) > 1 else None
+
+
+def _clients(groups: Sequence[Group]) -> list[str]:
+    """Return a picture for each accuracy: the clients of all seeds from the worst to the best."""
+    pictures = []
+    for key in ACCURACIES[1:]:
+        lines = {}
+        for number, group in enumerate(groups):
+            values = sorted(c[key] for record in group.records for c in record.measured.values() if key in c)
+            if values:
+                share = [100 * (k + 0.5) / len(values) for k in range(len(values))]
+                lines[number] = (group.label, share, values)
+        if lines:
+            title = f"{short(key)} accuracy (%)"
+            pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))
+    return pictures
+
+
+def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
+    pictures: list[tuple[str, str, bool]] = []  # title, picture, whether a curve is a group
+    masks: list[dict[str, Any]] = []
+    for key, (title, ylabel, unit) in MASK_LINES.items():
+        lines = {}
+        for number, group in enumerate(groups):
+            points = [(line["round"], line[key] / unit) for line in group.records[0].lines if key in line]
+            if points:
+                lines[number] = (group.label, [float(x) for x, _ in points], [y for _, y in points])
+        if lines:
+            pictures.append((title, svg_of_lines(title, ylabel, "round", lines), True))
+    for group in groups:
+        lines_of = [line for line in group.records[0].lines if "units-covered-by" in line]
+        if lines_of:
+            title = f"{group.label}: hidden units covered by"
+            x = [float(line["round"]) for line in lines_of]
+            counts = [(none, one, sum(several)) for none, one, *several in (c["units-covered-by"] for c in lines_of)]
+            lines = {k: (name, x, [float(of[k]) for of in counts]) for k, name in enumerate(COVERED_BY)}
+            pictures.append((title, svg_of_lines(title, "hidden units", "round", lines), False))
+        try:
+            found = last_masks(group.records[0].folder)
+        except UserError as error:
+            masks.append({"label": group.label, "said": str(error), "tables": []})
+            continue
+        if found:
+            masks.append({"label": group.label, "said": "", "tables": _mask_tables(found)})
+    return {"pictures": pictures, "masks": masks}
+
+
+def _mask_tables(found: Masks) -> list[tuple[str, Heat]]:
+    clients = [str(client) for client in range(len(found.shares))]
+    shares = Heat("client", found.layers, _shaded(clients, found.shares, 1.0, percent=True))
+    tables = [(f"Part of a layer's {found.of} in a client's mask after round {found.round}, percent", shares)]
+    overlap = Heat("client", clients, _shaded(clients, found.overlap, 1.0, percent=True))
+    if len(clients) <= MOST_CELLS:
+        tables.append(("Intersection over union of two clients' masks, percent", overlap))
+    return tables
+
+
+def _shaded(
+    names: Sequence[str], values: Sequence[Sequence[float]], most: float, percent: bool = False
+) -> list[tuple[str, list[Shade]]]:
+    def shade(value: float) -> Shade:
+        part = value / most if most else 0.0
+        # from white to the first colour, #0072B2
+        mixed = "".join(f"{round(255 + part * (end - 255)):02x}" for end in (0x00, 0x72, 0xB2))
+        text = f"{100 * value:.0f}" if percent else f"{value:g}"
+        return Shade(text if value else "", f"#{mixed}", part > DARK)
+
+    return [(name, [shade(value) for value in row]) for name, row in zip(names, values, strict=True)]
+
+
+def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return each partition that the runs have, once, with the runs that have it."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        for record in group.records:
+            if not (counts := record.partition.get("counts")):
+                continue
+            entry = found.setdefault(json.dumps(counts), {"counts": counts, "of": {}, "about": record})
+            entry["of"].setdefault(record.settings["seed"], []).append(group.label)
+    return [
+        {
+            "seeds": ", ".join(map(str, entry["of"])),
+            "labels": ", ".join(dict.fromkeys(label for labels in entry["of"].values() for label in labels)),
+            "about": _partition_settings(entry["about"]),
+            "small": len(entry["counts"]) <= MOST_CELLS,
+            "heat": _counts(entry["counts"]),
+        }
+        for entry in found.values()
+    ]
+
+
+def _partition_settings(record: Record) -> str:
+    settings, partition = record.settings, record.partition
+    kind = str(settings.get("partition", ""))
+    said = {
+        "dirichlet": f"alpha {settings.get('dirichlet-alpha')}",
+        "shards": f"{settings.get('shards-per-client')} shards a client",
+        "classes": f"{settings.get('classes-per-client')} classes a client",
+        "source-classes": f"{settings.get('classes-per-client')} classes a client",
+    }.get(kind)
+    words = [f"{settings.get('dataset')}, {kind}" + (f" ({said})" if said else "")]
+    for part in ("train", "validation", "test"):
+        sizes = partition.get(part) or [0]
+        if max(sizes):
+            words.append(f"{part} {min(sizes)} to {max(sizes)} samples a client")
+    return "; ".join(words)
+
+
+def _counts(counts: list[list[int]]) -> Heat:
+    most = max(max(row) for row in counts) or 1
+    rows = _shaded([str(client) for client in range(len(counts))], counts, most)
+    return Heat("client", [str(label) for label in range(len(counts[0]))], rows)
+
+
+def _differing(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    firsts = [group.records[0] for group in groups]
+    keys = [key for key in differing(firsts) if key != "target-accuracy"]
+    return keys, [
+        (group.label, [str(record.settings.get(key, "–")) for key in keys])
+        for group, record in zip(groups, firsts, strict=True)
+    ]
+
+
+def _shown(settings: Json) -> list[tuple[str, str]]:
+    return [(key, json.dumps(value)) for key, value in settings.items() if key not in NOT_COMPARED]
+
+
+def _dropped(groups: Sequence[Group]) -> list[tuple[str, str, int, str, str]]:
+    """Return for each reason: whose run, the reason, how often, which rounds, which clients."""
+    found: dict[tuple[str, str], list[Json]] = {}
+    for group in groups:
+        for record in group.records:
+            for drop in record.dropped:
+                found.setdefault((group.label, str(drop["reason"])), []).append(drop)
+    return [
+        (label, reason, len(drops), *(_few([drop[key] for drop in drops]) for key in ("round", "client")))  # type: ignore[misc]
+        for (label, reason), drops in found.items()
+    ]
+
+
+def _few(numbers: Sequence[int], most: int = 8) -> str:
+    once = sorted(set(numbers))
+    return ", ".join(map(str, once[:most])) + (f" and {len(once) - most} more" if len(once) > most else "")
+
+
+def _made(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """Return what the runs were made with, those of other versions apart."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        for record in group.records:
+            about = record.about
+            parts = [f"commit {about.get('commit', 'unknown')}", f"code {about.get('code', 'unknown')}"]
+            for key in ("versions", "machine"):
+                parts += [f"{name} {value}" for name, value in dict(about.get(key) or {}).items()]
+            found.setdefault(", ".join(parts), []).append(group.label)
+    return [
+        (", ".join(dict.fromkeys(labels)) if len(found) > 1 else "all runs", said) for said, labels in found.items()
+    ]

@@ -1,0 +1,217 @@
+"""What is drawn of runs with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json
+from fedsub_app.runs.records import COSTS, Curve, Group, curves, grouped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without their yellow, which white swallows. Seven
+# colours and four dashes have no common divisor: 28 styles.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("", "6 2", "2 1.5", "7 2 1.5 2")  # of a line of width 1, as SVG's stroke-dasharray
+AXES = ("round", *COSTS)
+LONGEST = 18  # letters of a label beside its curve; where one is longer all are numbers
+MOST_LABELS = 22  # beside one picture
+
+
+def colour(number: int) -> str:
+    """Return the colour of the curve ``number``."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def dashes(number: int) -> str:
+    """Return how the curve ``number`` is dashed, as SVG's stroke-dasharray; "" is a whole line."""
+    return DASHES[number % len(DASHES)]
+
+
+def figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of so many inches."""
+    from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+@contextmanager
+def _as_text() -> Iterator[None]:
+    """Draw labels as they are: letters and no outlines in SVG, no mathematics between dollar signs."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}):
+        yield
+
+
+def spread_out(places: Sequence[float], gap: float) -> list[float]:
+    """Return places near those given, in the same order, at least ``gap`` apart and within 0 to 1 if they fit.
+
+    Parameters
+    ----------
+    places : in any order, 0 to 1.
+    """
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    found = [min(1.0, max(0.0, places[index])) for index in order]
+    for low, high in pairwise(range(len(found))):
+        found[high] = max(found[high], found[low] + gap)
+    if found and found[-1] > 1:
+        found[-1] = 1.0
+        for high, low in pairwise(reversed(range(len(found)))):
+            found[low] = min(found[low], found[high] - gap)
+    moved = dict(zip(order, found, strict=True))
+    return [moved[index] for index in range(len(places))]
+
+
+def short_names(lines: Sequence[Curve]) -> list[str]:
+    """Return what stands beside the curves: their labels, or numbers where one is too long; "" where they are many."""
+    if len(lines) > MOST_LABELS:
+        return [""] * len(lines)
+    long = any(len(line.label) > LONGEST for line in lines)
+    return [str(line.number + 1) if long else line.label for line in lines]
+
+
+def draw_lines(axes: "Axes", lines: Sequence[Curve], axis: str, limits: tuple[float, float]) -> None:
+    """Draw curves against ``axis`` with their bands, each with its label at its end."""
+    axes.set_ylim(*limits)
+    for line in lines:
+        x, marker = line.x[axis], "o" if len(line.mean) == 1 else ""
+        pattern = [float(word) for word in dashes(line.number).split()]
+        style: Any = (0, pattern) if pattern else "-"
+        tone = colour(line.number)
+        axes.plot(x, line.mean, color=tone, linestyle=style, marker=marker, linewidth=1.5, gid=f"run{line.number}")
+        if line.low != line.mean:
+            axes.fill_between(x, line.low, line.high, color=tone, alpha=0.15, linewidth=0, gid=f"run{line.number}")
+    low, high = limits
+    height = axes.get_position().height * axes.get_figure().get_figheight() * 72  # type: ignore[union-attr]
+    ends = spread_out([(line.mean[-1] - low) / (high - low) for line in lines], min(10 / height, 1 / len(lines)))
+    for line, name, place in zip(lines, short_names(lines), ends, strict=True):
+        tone = colour(line.number)
+        axes.annotate(
+            name,
+            (line.x[axis][-1], line.mean[-1]),
+            (1.04, place),
+            textcoords="axes fraction",
+            color=tone,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "#aaaaaa", "linewidth": 0.5, "shrinkA": 2, "shrinkB": 2},
+            gid=f"run{line.number}",
+        )
+    axes.set_xlabel(axis)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.locator_params(axis="x", nbins=6, integer=axis == "round")
+
+
+def limits_of(lines: Sequence[Curve]) -> tuple[float, float]:
+    """Return the range that holds some curves and their bands, with a margin."""
+    low = min(min(line.low) for line in lines)
+    high = max(max(line.high) for line in lines)
+    margin = max(1.0, 0.04 * (high - low))
+    return low - margin, high + margin
+
+
+def draw_curves(groups: Sequence[Group], target: Path) -> Path:
+    """Draw accuracy against rounds, bytes, FLOPs and seconds, a curve a group; returns the picture.
+
+    Raises
+    ------
+    UserError
+        No run holds an evaluated round, or the picture's suffix is of no known format.
+    """
+    rows = curves(groups)
+    if not rows:
+        folders = ", ".join(str(record.folder) for group in groups for record in group.records)
+        raise UserError(f"{folders}: no evaluated round to draw")
+    with _as_text():
+        drawing = figure(16, 3.6 * len(rows))
+        grid = drawing.subplots(len(rows), len(AXES), squeeze=False)
+        keys: dict[str, str] = {}
+        for panels, (title, lines) in zip(grid, rows.items(), strict=True):
+            for panel, axis in zip(panels, AXES, strict=True):
+                draw_lines(panel, lines, axis, limits_of(lines))
+            panels[0].set_ylabel(f"{title} (%)")
+            keys |= {name: line.label for name, line in zip(short_names(lines), lines, strict=True)}
+        if any(name != label for name, label in keys.items()):
+            text = "\n".join(f"{name}  {label}" for name, label in keys.items())
+            drawing.supxlabel(text, fontsize="small", ha="left", x=0.02)
+        try:
+            drawing.savefig(target, dpi=120)
+        except ValueError as error:  # a suffix that matplotlib does not know; its message lists those that it does
+            raise UserError(f"{target}: {error}") from None
+    return target
+
+
+def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "accuracy (%)") -> str:
+    """Return one picture of curves for an HTML page."""
+    from matplotlib.figure import Figure
+
+    with _as_text():
+        # Of a fixed layout, which takes a third of the time that a constrained one does.
+        drawing = Figure(figsize=(width := 4.2, height := 2.9))
+        letters = max(map(len, short_names(lines)))
+        left, bottom, top, right = 0.54, 0.48, 0.08, 0.22 + 0.08 * letters  # inches
+        box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
+        axes = drawing.add_axes(box)
+        draw_lines(axes, lines, axis, limits_of(lines))
+        axes.set_ylabel(ylabel)
+        return svg(drawing, f"{title} against {axis}")
+
+
+def svg_of_lines(
+    title: str, ylabel: str, xlabel: str, lines: Mapping[int, tuple[str, list[float], list[float]]]
+) -> str:
+    """Return one picture of plain lines, number of the style -> label, x, y, for an HTML page."""
+    as_curves = [Curve(label, number, {xlabel: x}, y, y, y) for number, (label, x, y) in lines.items()]
+    return svg_of_curves(title, as_curves, xlabel, ylabel)
+
+
+def svg(drawing: "Figure", title: str) -> str:
+    """Return a figure as SVG that stands inside an HTML page, with a title for who cannot see it."""
+    from html import escape
+
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with rc_context({"svg.hashsalt": title}):  # the names of its parts: the same each time, others in each picture
+        drawing.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    body = text.getvalue()
+    body = body[body.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r' id="run(\d+)"', r' class="run\1"', body)
+    body = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", body)  # figure_1, axes_1: the same in every picture
+    label = escape(title, quote=True)
+    head = f'<svg role="img" aria-label="{label}" viewBox'
+    return re.sub(r"<svg [^>]*?viewBox", head, body, count=1, flags=re.DOTALL)
+
+
+def draw_partition(folder: Path) -> Path:
+    """Draw client × class counts of the run's partition.json as circles; returns the picture."""
+    content = read_json(folder / "partition.json")
+    counts = content["counts"]
+    clients, classes = len(counts), len(counts[0])
+    drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
+    axes = drawing.subplots()
+    axes.locator_params(integer=True)
+    most = max(max(row) for row in counts) or 1
+    points = [(c, k, 180 * row[k] / most) for c, row in enumerate(counts) for k in range(classes) if row[k]]
+    axes.scatter(*zip(*points, strict=True), color=COLOURS[0])
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    axes.set_title(f"training samples: the largest circle is {most}", fontsize="medium")
+    drawing.savefig(folder / "partition.png", dpi=120)
+    return folder / "partition.png"
+
+
+def draw_run(folder: Path) -> None:
+    """Draw one run's partition and, where anything was evaluated, its learning curves into its directory."""
+    draw_partition(folder)
+    groups = grouped([folder])
+    if curves(groups):
+        draw_curves(groups, folder / "curve.png")

@@ -1,0 +1,370 @@
+"""Finished and running runs as they are read from their directories, and what several seeds of one have in common."""
+
+import csv
+import io
+import json
+import os
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import before_keys, parse_pairs
+from fedsub_app.runs.directory import ACCURACIES, read_rounds
+from fedsub_app.settings import LOCATION_KEYS
+
+# What a run has cost by the end of a round: the sum of these keys of its lines, over the unit.
+COSTS = {
+    "MB by formula": (("formula-bytes-down", "formula-bytes-up"), 1e6),
+    "GFLOPs": (("flops",), 1e9),
+    "seconds in rounds": (("seconds",), 1),
+}
+NOT_COMPARED = (*LOCATION_KEYS, "seed")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the directory of a run holds, as text and numbers.
+
+    Attributes
+    ----------
+    folder : the directory.
+    about : the content of settings.json.
+    lines : those of rounds.jsonl; each also has what the run has cost by its end (``COSTS``).
+    """
+
+    folder: Path
+    about: Json
+    lines: list[Json]
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """All keys of the run in TOML spelling, the method's own as ``method.key``."""
+        return dict(self.about["settings"])
+
+    @cached_property
+    def summary(self) -> Json:
+        """The summary; empty for a run that has not ended."""
+        return self._read("summary.json")
+
+    @cached_property
+    def partition(self) -> Json:
+        """The content of partition.json; empty where there is none."""
+        return self._read("partition.json")
+
+    def _read(self, name: str) -> Json:
+        return read_json(self.folder / name) if (self.folder / name).exists() else {}
+
+    @property
+    def status(self) -> str:
+        """How the run ended: ``completed``, ``failed``, or in which round it is."""
+        return str(self.summary.get("status") or f"in round {self.lines[-1]['round'] if self.lines else 0}")
+
+    @property
+    def dropped(self) -> list[Json]:
+        """Every reply that did not count: round, client, reason."""
+        return [
+            {"round": line["round"], **drop}
+            for line in self.lines
+            for drop in (*line.get("dropped", ()), *line.get("not-evaluated", ()))
+        ]
+
+    @property
+    def measured(self) -> Json:
+        """The last evaluation of the clients: client -> its numbers."""
+        return next((line["evaluated"] for line in reversed(self.lines) if line.get("evaluated")), {})
+
+    @property
+    def command(self) -> str:
+        """What repeats the run: its experiment and the keys that differ from it."""
+        settings = self.settings
+        experiment = str(settings.get("experiment") or "")
+        try:
+            before = before_keys(experiment, str(settings["method"]))
+        except UserError:  # an experiment that is no longer there
+            experiment, before = "", before_keys("", str(settings["method"]))
+        words = ["fedsub", "run", *([experiment] if experiment else [])]
+        for key, value in settings.items():
+            if key not in LOCATION_KEYS and before.get(key) != value:
+                words += ["-s", shlex.quote(f"{key}={_written(key, value)}")]
+        return " ".join(words)
+
+
+def _written(key: str, value: Value) -> str:
+    """Return a value so that ``parse_pairs`` reads it as it is."""
+    if isinstance(value, str) and parse_pairs([f"{key}={value}"]) == {key: value}:
+        return value
+    return json.dumps(value)
+
+
+def read_run(folder: Path) -> Record:
+    """Return the record of the run in a directory.
+
+    Raises
+    ------
+    UserError
+        It is not the directory of a run, or one of its files is damaged.
+    """
+    path = folder / "settings.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: not the directory of a run (no readable settings.json)")
+    about = read_json(path)
+    settings = about.get("settings")
+    if not isinstance(settings, dict) or not {"method", "seed"} <= settings.keys():
+        raise UserError(f"{path}: not a run's settings")
+    lines = read_rounds(folder)
+    for cost, (keys, unit) in COSTS.items():
+        total = 0.0
+        for line in lines:
+            total += sum(line.get(key) or 0 for key in keys) / unit
+            line[cost] = total
+    return Record(folder, about, lines)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed, under one label.
+
+    Attributes
+    ----------
+    section : runs of different sections (data sets, settings of a table) are not drawn into one picture.
+    """
+
+    label: str
+    records: tuple[Record, ...]
+    section: str = ""
+
+    def last(self, key: str) -> list[float]:
+        """Return the last measured value of ``key`` of each run that has any."""
+        found = ([line[key] for line in record.lines if key in line] for record in self.records)
+        return [values[-1] for values in found if values]
+
+    def cost(self, cost: str) -> list[float]:
+        """Return what each run has cost so far (``COSTS``)."""
+        return [record.lines[-1][cost] for record in self.records if record.lines]
+
+
+def differing(records: Sequence[Record]) -> list[str]:
+    """Return the keys, but for places and the seed, that those of some runs that have them do not set alike."""
+    found: dict[str, set[str]] = {}
+    for record in records:
+        for key, value in record.settings.items():
+            found.setdefault(key, set()).add(repr(value))
+    return [key for key, values in found.items() if key not in NOT_COMPARED and len(values) > 1]
+
+
+def grouped(folders: Sequence[Path]) -> list[Group]:
+    """Return the runs of some directories, those that differ in the seed alone together.
+
+    A group's label is its method, with the settings in which it differs from others of that method.
+    """
+    found: dict[str, list[Record]] = {}
+    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        record = read_run(folder)
+        compared = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
+        found.setdefault(json.dumps(compared, sort_keys=True), []).append(record)
+    groups = list(found.values())
+    sections = [str(records[0].settings.get("dataset", "")) for records in groups]
+    labels = []
+    for records, section in zip(groups, sections, strict=True):
+        settings = records[0].settings
+        alike = [
+            others[0]
+            for others, of in zip(groups, sections, strict=True)
+            if (of, others[0].settings["method"]) == (section, settings["method"])
+        ]
+        words = [f"{key}={settings.get(key, '–')}" for key in differing(alike)]
+        labels.append(" ".join([str(settings["method"]), *words]))
+    return [
+        Group(label, tuple(sorted(records, key=lambda record: record.settings["seed"])), section)
+        for label, records, section in zip(labels, groups, sections, strict=True)
+    ]
+
+
+class Curve(NamedTuple):
+    """An accuracy (percent) against rounds and costs, over the seeds of a group.
+
+    ``x``: ``round`` and ``COSTS`` -> the mean over the seeds at each point. ``low``, ``high``: mean ∓ one standard
+    deviation, the mean itself where there is one seed.
+    """
+
+    label: str
+    number: int
+    x: Mapping[str, list[float]]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def curve(group: Group, key: str, label: str, number: int) -> Curve | None:
+    """Return the mean curve of ``key`` at the rounds that all runs of a group have measured; ``None`` without any."""
+    measured = [{line["round"]: line for line in record.lines if key in line} for record in group.records]
+    rounds = sorted(set.intersection(*(set(lines) for lines in measured)))
+    if not rounds:
+        return None
+    points = [[lines[number] for lines in measured] for number in rounds]
+    mean = [statistics.fmean(line[key] for line in lines) for lines in points]
+    spread = [deviation([line[key] for line in lines]) for lines in points]
+    x = {axis: [statistics.fmean(line[axis] for line in lines) for lines in points] for axis in ("round", *COSTS)}
+    low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+    return Curve(label, number, x, mean, low, high)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation; 0 of one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def kinds(records: Iterable[Record]) -> list[str]:
+    """Return the accuracies that any of some runs has measured."""
+    found = {key for record in records for line in record.lines for key in line}
+    return [key for key in ACCURACIES if key in found]
+
+
+def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
+    """Return what is drawn of some groups: the title of a row of pictures -> its curves.
+
+    A row is an accuracy of all groups of a section, a curve a group; where there is one group alone, its accuracies
+    are the curves of one row.
+    """
+    if len(groups) == 1:
+        every = [(key, short(key)) for key in kinds(groups[0].records)]
+        found = [curve(groups[0], key, label, number) for number, (key, label) in enumerate(every)]
+        return {"accuracy": [line for line in found if line]} if any(found) else {}
+    rows: dict[str, list[Curve]] = {}
+    several = len({group.section for group in groups}) > 1
+    for section in dict.fromkeys(group.section for group in groups):
+        numbered = [(number, group) for number, group in enumerate(groups) if group.section == section]
+        for key in kinds(record for _, group in numbered for record in group.records):
+            title = f"{short(key)} accuracy" + f", {section}" * several
+            lines = (curve(group, key, group.label, number) for number, group in numbered)
+            rows[title] = [line for line in lines if line]
+    return {title: lines for title, lines in rows.items() if lines}
+
+
+def short(key: str) -> str:
+    """Return an accuracy's name without that word: ``global`` for ``global-accuracy``."""
+    return key.removesuffix("-accuracy")
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its text, and what it is sorted by."""
+
+    text: str
+    value: float | str
+
+
+def _percent(values: Sequence[float]) -> Cell:
+    if not values:
+        return Cell("–", -1.0)
+    mean, spread = statistics.fmean(values), f" ± {deviation(values):.2f}" if len(values) > 1 else ""
+    return Cell(f"{mean:.2f}{spread}", mean)
+
+
+def _amount(values: Sequence[float]) -> Cell:
+    mean, spread = statistics.fmean(values), deviation(values)
+    return Cell(f"{three_digits(mean)} ± {three_digits(spread)}" if spread else three_digits(mean), mean)
+
+
+def three_digits(amount: float) -> str:
+    """Return a number of zero or more with three digits, or all those before the point: ``0.0123``, ``1234``."""
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def summary_of(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
+    """Return what some groups came to and have cost: the headings, and a label and its cells for each."""
+    measured = kinds(record for group in groups for record in group.records)
+    header = ["seeds", *(f"{short(key)} (%)" for key in measured), "rounds", "MB down", "MB up", "GFLOPs", "seconds"]
+    several = len({group.section for group in groups}) > 1
+    rows = []
+    for group in groups:
+        lines = [record.lines for record in group.records]
+
+        def total(key: str, unit: float, lines: Sequence[list[Json]] = lines) -> Cell:
+            return _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines])
+
+        last = [of[-1]["round"] for of in lines if of]
+        states = Counter(record.status for record in group.records)
+        row = [Cell(str(len(group.records)), len(group.records)), *(_percent(group.last(key)) for key in measured)]
+        row += [_amount(last or [0])]
+        row += [total(f"formula-bytes-{way}", 1e6) for way in ("down", "up")]
+        row += [total("flops", 1e9), total("seconds", 1)]
+        dropped = sum(len(record.dropped) for record in group.records)
+        abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
+        row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned)]
+        said = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
+        row += [Cell(said, said)]
+        rows.append((f"{group.section}: {group.label}" if several else group.label, row))
+    return [*header, "replies dropped", "rounds abandoned", "status"], rows
+
+
+def names_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a label for each run: method and seed or, where two runs have the same, the folder."""
+    names = [f"{content['method']}, seed {content['seed']}" for content in settings]
+    if len(set(names)) < len(names):
+        whole = [folder.resolve() for folder in folders]
+        names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
+    return names
+
+
+def table_of_rounds(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
+    """Return a header and a row a round: the numbers and words of every round of some runs, by name.
+
+    Lists of numbers are one text, lists of anything else their length; each client's own numbers are left out
+    (:func:`table_of_clients`).
+    """
+    rows = [{"run": name} | _flat(line) for name, record in runs.items() for line in record.lines]
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    return header, [[row.get(key, "") for key in header] for row in rows]
+
+
+def _flat(line: Json) -> Json:
+    flat: Json = {}
+    for key, value in line.items():
+        if isinstance(value, list):
+            numbers = all(isinstance(number, int | float) for number in value)
+            flat[key] = " ".join(map(str, value)) if numbers else len(value)
+        elif not isinstance(value, dict) and key not in COSTS and key != "crc32":
+            flat[key] = "" if value is None else value
+    return flat
+
+
+def table_of_clients(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
+    """Return a header and a row a client and round in which it was evaluated."""
+    rows = [
+        {"run": name, "round": line["round"], "client": int(client)} | numbers
+        for name, record in runs.items()
+        for line in record.lines
+        for client, numbers in line.get("evaluated", {}).items()
+    ]
+    header = list(dict.fromkeys(["run", "round", "client", *(key for row in rows for key in row)]))
+    return header, [[row.get(key, "") for key in header] for row in rows]
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([header, *rows])
+    return text.getvalue()
+
+
+EXPORTS: dict[str, Callable[[Mapping[str, Record]], tuple[list[str], list[list[Any]]]]] = {
+    "rounds": table_of_rounds,
+    "clients": table_of_clients,
+}
+
+
+def export(folders: Sequence[Path], what: str = "rounds") -> str:
+    """Return the rounds of some runs, or the clients' numbers in them (``"clients"``), as CSV."""
+    records = [read_run(folder) for folder in folders]
+    names = names_of(folders, [record.settings for record in records])
+    return csv_text(*EXPORTS[what](dict(zip(names, records, strict=True))))

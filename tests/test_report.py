@@ -1,0 +1,275 @@
+"""The report of runs: its groups, curves, page and tables, read back by other programs than ours."""
+
+import csv
+import io
+import json
+import re
+import shlex
+import statistics
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsub_app import cli
+from fedsub_app.client_app import app
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import experiments, own_keys, parse_pairs, resolve
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.runs.directory import read_rounds, settings_of
+from fedsub_app.runs.html import write_html
+from fedsub_app.runs.pictures import DASHES, colour, dashes, spread_out
+from fedsub_app.runs.records import Group, Record, curve, grouped, read_run
+from fedsub_app.server_app import run_experiment
+
+KEYS: dict[str, Value] = {
+    "model": "feature-mlp",
+    "num-rounds": 2,
+    "num-clients": 3,
+    "classes-per-client": 4,
+    "evaluate": "global, personal",
+}
+BROWSER = next((path for path in map(Path, ("/usr/bin/chromium", "/usr/bin/chromium-browser")) if path.exists()), None)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Four runs: FedAvg with two seeds, FedSelect, FedPeWS."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, method, seed in (("a0", "fedavg", 0), ("a1", "fedavg", 1), ("b", "fedselect", 0), ("c", "fedpews", 0)):
+        keys = own_keys(KEYS | {"method": method, "seed": seed, "fedpews.warmup-rounds": 1})
+        keys |= {"run-dir": str(root / name)}
+        run_experiment(LocalGrid(app, keys), settings_of(keys))
+    return {path.name: path for path in sorted(root.iterdir())}
+
+
+class Page(HTMLParser):
+    """Everything in a page that a browser would fetch, its ids, its headings and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attrs}
+        self.tags.append(tag)
+        self.ids += [found["id"]] if "id" in found else []
+        for key in ("src", "href", "xlink:href", "data", "poster"):
+            if key in found and not found[key].startswith("#"):
+                self.fetched.append(found[key])
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_seeds_are_one_group(runs: dict[str, Path]) -> None:
+    groups = grouped(list(runs.values()))
+    assert [(group.label, len(group.records)) for group in groups] == [("fedavg", 2), ("fedselect", 1), ("fedpews", 1)]
+
+
+def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
+    def with_lr(lr: float) -> Record:
+        record = read_run(runs["a0"])
+        return replace(record, about=record.about | {"settings": record.settings | {"lr": lr}})
+
+    from fedsub_app.runs import records
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = {Path("/x"): with_lr(0.1), Path("/y"): with_lr(0.2)}
+        patch.setattr(records, "read_run", lambda folder: made[folder])
+        assert [group.label for group in grouped(list(made))] == ["fedavg lr=0.1", "fedavg lr=0.2"]
+
+
+def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None:
+    found = curve(grouped([runs["a0"], runs["a1"]])[0], "global-accuracy", "x", 0)
+    assert found
+    lines = [read_rounds(runs[name]) for name in ("a0", "a1")]
+    for place in range(3):  # rounds 0, 1, 2
+        values = [of[place]["global-accuracy"] for of in lines]
+        assert found.mean[place] == pytest.approx(sum(values) / 2)
+        assert found.high[place] - found.mean[place] == pytest.approx(statistics.stdev(values))
+        spent = [sum(line.get("flops", 0) for line in of[: place + 1]) / 1e9 for of in lines]
+        assert found.x["GFLOPs"][place] == pytest.approx(sum(spent) / 2)
+    assert found.x["round"] == [0, 1, 2]
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=12), st.floats(0.001, 0.08))
+def test_labels_do_not_touch(places: list[float], gap: float) -> None:
+    found = spread_out(places, gap)
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    assert all(found[high] - found[low] >= gap - 1e-9 for low, high in pairwise(order))
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in found)
+    wide = sorted(places)
+    if all(high - low >= gap for low, high in pairwise(wide)) and wide[0] >= 0 and wide[-1] <= 1:
+        assert found == places
+
+
+def test_no_two_of_28_curves_look_alike() -> None:
+    assert len({(colour(number), dashes(number)) for number in range(28)}) == 28
+    assert len(set(DASHES)) == 4
+
+
+def test_the_page_has_everything_and_fetches_nothing(runs: dict[str, Path], tmp_path: Path) -> None:
+    groups = grouped(list(runs.values()))
+    page, table, numbers = write_html(groups, tmp_path / "r.html", "A title", "fedsub report x")
+    text = page.read_text()
+    found = Page(text)
+    assert found.fetched == []
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org/)", text)
+    assert len(found.ids) == len(set(found.ids))
+    assert found.tags.count("svg") >= 2 * 4 + 1 + 2 + 3  # curves, clients, sub-networks, swatches
+    for heading in ("Summary", "Learning curves", "Cost to accuracy", "Spread over the clients", "Sub-networks"):
+        assert heading in found.text
+    for said in ("hidden units covered by", "Personal part of the model", "fedsub report x", "A title"):
+        assert said in found.text
+    # every class count of every partition
+    counts = json.loads((runs["a0"] / "partition.json").read_text())["counts"]
+    for count in {number for row in counts for number in row if number}:
+        assert f">{count}</td>" in text
+    finals = [json.loads((runs[name] / "summary.json").read_text())["final-global-accuracy"] for name in ("a0", "a1")]
+    assert f"{statistics.mean(finals):.2f} ± {statistics.stdev(finals):.2f}" in found.text
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 4 * 3
+    lines = read_rounds(runs["b"])
+    mine = [row for row in rows if row["run"] == "fedselect, seed 0"]
+    for row, line in zip(mine, lines, strict=True):
+        assert float(row["global-accuracy"]) == line["global-accuracy"]
+        assert row["flops"] == str(line.get("flops", ""))
+    read = json.loads(numbers.read_text())
+    assert [run["run"] for run in read["runs"]] == [
+        "fedavg, seed 0",
+        "fedavg, seed 1",
+        "fedselect, seed 0",
+        "fedpews, seed 0",
+    ]
+    again = write_html(groups, tmp_path / "again" / "r.html", "A title", "fedsub report x")[0].read_text()
+    depth = lambda body: re.sub(r"in <code>[^<]*", "", body)  # noqa: E731 - the directories, from where the page lies
+    assert depth(again) == depth(text)
+
+
+def test_what_others_say_is_text(runs: dict[str, Path], tmp_path: Path) -> None:
+    record = read_run(runs["a0"])
+    bad = {"client": 1, "reason": "<script>alert(1)</script> $x^2$"}
+    lines = [line | ({"dropped": [bad]} if line["round"] else {}) for line in record.lines]
+    group = Group("</svg><b>$\\frac$", (replace(record, lines=lines),))
+    page = write_html([group, Group("b", (record,))], tmp_path / "r.html", "<i>", "x")[0].read_text()
+    assert "<script>alert" not in page
+    assert "</svg><b>" not in page
+    assert "<i>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; $x^2$" in page
+    assert Page(page).tags.count("script") == 1
+    assert ">2</td><td>1, 2</td><td>1</td>" in page  # twice, in rounds 1 and 2, client 1
+
+
+@pytest.mark.parametrize("name", ["", *experiments()])
+def test_the_command_repeats_the_run(name: str) -> None:
+    for changes in (
+        {},
+        {"method": "fedprox", "lr": 0.125, "evaluate": "personal"},
+        {"method": "fedavg", "lr-decay-at": "7"},
+    ):
+        asked: dict[str, Value] = ({"experiment": name} if name else {}) | changes
+        settings = resolve(own_keys(asked))
+        command = Record(Path(), {"settings": settings.flat()}, []).command
+        words = shlex.split(command)[2:]
+        named = {"experiment": words.pop(0)} if words and words[0] != "-s" else {}
+        again = resolve(named | parse_pairs([word for word in words if word != "-s"]))
+        assert again.flat() == settings.flat()
+        assert len(words) <= 2 * (len(changes) + 1)
+
+
+def test_report_writes_what_it_says_and_nothing_here(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two = [str(runs["a0"]), str(runs["b"])]
+    commands = (
+        [str(runs["a0"])],
+        [*two, "--html"],
+        [*two, "--out", "mine"],
+        [str(runs["a0"]), "--out", "mine/x.svg", "--html", "mine/y.html"],
+    )
+    for command in commands:
+        assert cli.main(["report", *command]) == 0
+        said = [
+            Path(line)
+            for line in capsys.readouterr().out.splitlines()
+            if line.endswith((".png", ".svg", ".html", ".csv", ".json"))
+        ]
+        assert said
+        assert all(path.stat().st_size for path in said)
+        folder = runs["a0"] if len(command) == 1 else tmp_path / ("mine" if "--out" in command else "runs/reports")
+        assert all(path.resolve().is_relative_to(folder) for path in said)
+        assert len(said) == (4 if "--html" in command else 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "runs"]
+    assert cli.main(["report", "--html", *two]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"--html {two[0]}: must end in .html; directories of runs stand before it\n"
+    )
+
+
+def test_export(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(runs["c"]), "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    lines = read_rounds(runs["c"])
+    assert [float(row["global-accuracy"]) for row in rows] == [line["global-accuracy"] for line in lines]
+    assert [row["clients"] for row in rows] == ["", "0 1 2", "0 1 2"]
+    assert rows[1]["units-covered-by"] == " ".join(map(str, lines[1]["units-covered-by"]))
+    assert [row["dropped"] for row in rows] == ["", "", ""]
+    assert cli.main(["export", str(runs["c"]), str(runs["b"]), "--clients", "--out", str(tmp_path / "x.csv")]) == 0
+    found = {(row["run"], row["round"], row["client"]): row for row in csv.DictReader((tmp_path / "x.csv").open())}
+    assert len(found) == 2 * 2 * 3
+    told: Json = lines[2]["evaluated"]["1"]
+    assert float(found["fedpews, seed 0", "2", "1"]["personal-accuracy"]) == told["personal-accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="no Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [400, 1600])
+def test_in_a_browser(runs: dict[str, Path], tmp_path: Path, width: int) -> None:
+    """No error, nothing fetched, nothing wider than the window, headings that sort, rows that show their curves."""
+    sync_api: Any = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    many = grouped(list(runs.values()))
+    groups = many + [replace(many[0], label=f"fedavg {number}") for number in range(7)]
+    page_file = write_html(groups, tmp_path / "r.html", "Many", "fedsub report x")[0]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(BROWSER), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        said: list[str] = []
+        fetched: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(page_file.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        letters = page.evaluate(
+            "[...document.querySelectorAll('.pictures svg text')].map(text => text.getBoundingClientRect().height)"
+        )
+        assert min(letters) >= 9  # pixels of a line of text
+        rows = page.locator("#runs tbody tr")
+        column = "[...document.querySelectorAll('#runs tbody tr')].map(row => row.cells[2].dataset.value)"
+        page.locator("#runs thead button").nth(2).click()
+        values = [float(value) for value in page.evaluate(column)]
+        assert values == sorted(values)
+        page.locator("#runs thead button").nth(2).click()
+        assert [float(value) for value in page.evaluate(column)] == sorted(values, reverse=True)
+        rows.first.click()
+        chosen = rows.first.get_attribute("data-run")
+        assert page.locator(f".of-runs .run{chosen}.faded").count() == 0
+        assert page.locator(".of-runs .faded").count() > 0
+        rows.first.click()
+        page.mouse.move(0, 0)
+        assert page.locator(".faded").count() == 0
+        browser.close()
+    assert said == []
+    assert fetched == [page_file.as_uri()]
