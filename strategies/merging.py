@@ -24,7 +24,7 @@ DEFENCES = ("clip-norm", "median", "trimmed", "krum", "dp-noise-multiplier")
 # Those that methods refuse whose clients contribute to different positions, which the server learns.
 WITHOUT_MASKS = {
     "krum": "its clients cover different positions, so that whole updates cannot be compared",
-    "dp-noise-multiplier": "its clients' masks tell of their data, and no noise is added to them",
+    "dp-noise-multiplier": "its clients cover different positions, by masks to which no noise is added",
 }
 
 
