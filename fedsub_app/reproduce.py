@@ -228,6 +228,7 @@ HEADER = (
     "final accuracy (%)",
     "paper",
     "on validation data (%)",
+    "epsilon",
     "MB down",
     "MB up",
     "GFLOPs",
@@ -243,17 +244,18 @@ def _cells(row: Row, jobs: list[Job], spread: str) -> list[str]:
     summaries = [job.summary() for job in jobs if job.row is row]
     good = [summary for summary in summaries if summary]
     if not good:
-        unknown = [""] * (1 + len(COSTS))
+        unknown = [""] * (2 + len(COSTS))
         return [row.setting, row.label, "failed", row.paper.rounds, "failed", row.paper.final, *unknown]
     key = next(key for key in good[0] if key.startswith("final-"))
     final = _over_seeds([summary[key] for summary in good], spread)
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
     key = key.removesuffix("accuracy") + "validation-accuracy"
     validation = _over_seeds([summary[key] for summary in good], spread) if key in good[0] else ""
+    epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
     reached_in = ", ".join(reached)
-    return [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, validation, *costs]
+    return [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, validation, epsilon, *costs]
 
 
 def _over_seeds(values: Sequence[float], spread: str) -> str:

@@ -24,7 +24,8 @@ from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, 
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
-from strategies.base import Facts, SubnetStrategy
+from strategies.base import SubnetStrategy
+from strategies.merging import Facts, check_defences
 
 log = logging.getLogger("fedsub")
 QUICK_SAMPLES = 32
@@ -129,6 +130,7 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     device = pick_device(settings.device, settings.gpu_exact)
     # Before the run directory exists, because it may reject its settings.
     strategy = METHODS[settings.method].strategy(settings, model)
+    check_defences(strategy)
     run = open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}

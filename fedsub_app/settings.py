@@ -9,8 +9,10 @@ from pydantic import Field, model_validator
 
 from fedsub_app.common.section import (
     AmountOrNone,
+    ClientsSettings,
     Count,
     CountOrNone,
+    CountOrZero,
     Epochs,
     Listed,
     NonNegative,
@@ -46,6 +48,7 @@ Evaluations = Annotated[
 ]
 
 
+LEAST_NOISE = 0.01  # with less there is no privacy to be counted
 Rounds = Annotated[tuple[Count, ...], Listed("must be rounds from 1 on, such as '200, 400', or ''", read=int)]
 
 
@@ -165,8 +168,75 @@ class TrainingSettings(Section):
         return self
 
 
+class DefenceSettings(FederationSettings):
+    """What one client can do to the model, and how much the model tells of it (docs/security.md)."""
+
+    clip_norm: NonNegative = 0.0
+    """L2 norm to which each client's change of the model is scaled down before the mean; 0: none is.
+
+    In the model's own units, so it depends on network, learning rate and local steps: an undisturbed run's
+    ``update-norm`` in rounds.jsonl says what is usual. What is larger still counts, with less weight.
+    """
+    mean: Literal["average", "median", "trimmed", "krum"] = "average"
+    """The mean of the answers: weighted; or, position by position, median or trimmed mean; or the answer Krum chooses.
+
+    The last three count every client once, whatever its examples, and the server holds all answers of a round.
+    """
+    trim_fraction: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    """Of the values of a position, so many of the smallest and of the largest are left out with mean = "trimmed"."""
+    byzantine_clients: CountOrZero = 1
+    """Hostile clients of a round that mean = "krum" withstands: f of at least 2 f + 3."""
+    dp_noise_multiplier: NonNegative = 0.0
+    """Standard deviation of the Gaussian noise in the sum of the clients' changes, over clip-norm; 0: no privacy."""
+    dp_delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """delta of the (epsilon, delta) that every round's line reports."""
+
+    @property
+    def least_replies(self) -> int:
+        """Valid replies with fewer of which a round is abandoned."""
+        return max(self.min_replies, 2 * self.byzantine_clients + 3 if self.mean == "krum" else 1)
+
+    @model_validator(mode="after")
+    def _defences_agree(self) -> "DefenceSettings":
+        if self.weighting != "uniform" and (self.mean != "average" or self.dp_noise_multiplier):
+            beside = f"mean = {self.mean!r}" if self.mean != "average" else "dp-noise-multiplier above 0"
+            raise ValueError(f"weighting = {self.weighting!r}: must be 'uniform' with {beside}")
+        if self.least_replies > self.sample_size:
+            most = (self.sample_size - 3) // 2
+            allowed = f"at most {most}" if most >= 0 else "at least 3 clients a round needed"
+            said = f"byzantine-clients = {self.byzantine_clients}: {allowed} with mean = 'krum'"
+            raise ValueError(f"{said} and the {self.sample_size} clients that take part in a round")
+        if 0 < self.dp_noise_multiplier < LEAST_NOISE:
+            raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {LEAST_NOISE}")
+        if self.dp_noise_multiplier and not self.clip_norm:
+            raise ValueError("clip-norm = 0: must be above 0 with dp-noise-multiplier above 0")
+        if self.dp_noise_multiplier and self.mean != "average":
+            raise ValueError(f"mean = {self.mean!r}: must be 'average' with dp-noise-multiplier above 0")
+        return self
+
+
+class AttackSettings(ClientsSettings):
+    """Simulated attackers: a switch for research, of no use to a real federation."""
+
+    attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
+    """What attackers do: send minus their change, or a multiple of it; or train on labels counted from the last class.
+
+    Trainable parameters alone are changed; what else they send is honest.
+    """
+    attackers: CountOrZero = 1
+    """Clients 0 to attackers - 1 attack."""
+    attack_scale: Positive = 10.0
+    """The multiple that attack = "scale" and, negative, "sign-flip" send of their change."""
+
+    @model_validator(mode="after")
+    def _attackers_are_clients(self) -> "AttackSettings":
+        if self.attack != "none" and self.attackers > self.num_clients:
+            raise ValueError(f"attackers = {self.attackers}: at most num-clients = {self.num_clients}")
+        return self
+
+
 # The bases stand in reverse: the keys of the last one come first, in TOML, in `fedsub list settings` and in errors.
-class Settings(TrainingSettings, FederationSettings, PartitionSettings, DataSettings, RunSettings):
+class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSettings, DataSettings, RunSettings):
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
     options: MethodSettings = Field(default=MethodSettings(), exclude=True)  # has a table of its own in TOML

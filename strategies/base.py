@@ -8,9 +8,7 @@ overridden is FedAvg.
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import median
 
@@ -32,7 +30,6 @@ from fedsub_app.federation.protocol import (
     Task,
     Update,
     finite,
-    formula_bytes,
     read_update,
     specs,
     to_arrays,
@@ -43,30 +40,12 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import NormGuard, norm, square
+from strategies.merging import DEFENCES, Facts, Merging, PrivacySpent
 
 log = logging.getLogger("fedsub")
-WAITING_BYTES = (
-    1 << 26
-)  # of contributions that are summed at a time: one after the other costs three times the memory traffic
 MOST_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
 MOST_PASSES = 4  # forward and backward passes of the whole network that a method makes on a sample at most, an epoch
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the server knows by itself, and holds against what clients say.
-
-    Attributes
-    ----------
-    examples : training samples of each client, by the partition.
-    sample_flops : of a forward and backward pass of the whole network on one sample.
-    loss : returns the loss of a global model on some test samples.
-    """
-
-    examples: Sequence[int]
-    sample_flops: float
-    loss: Callable[[Tensors], float]
 
 
 class SubnetStrategy(Strategy):
@@ -96,6 +75,7 @@ class SubnetStrategy(Strategy):
         self.facts: Facts | None = None
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
         self.state_rounds: dict[int, int] = {}
+        self._spent = PrivacySpent(settings)
 
     def connect(self, federation: Federation, facts: Facts | None = None) -> None:
         """Take the nodes that the verbs talk to, and what the server knows; without that, less can be checked."""
@@ -141,11 +121,7 @@ class SubnetStrategy(Strategy):
         ``update``: how far it moves the model, at the positions that it contributes. A method whose server remembers
         other tensors of an update adds their norms.
         """
-        masks, total = contribution.masks or {}, 0.0
-        for name, x in contribution.tensors.items():
-            known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
-            total += square(x, self.current[name], masks.get(name)) if known is None else known
-        return {"update": math.sqrt(total)}
+        return {"update": self.distance(update, contribution)}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Return which tensors :meth:`merge` and :meth:`accepted` need of an update whose contribution is in the mean.
@@ -170,6 +146,14 @@ class SubnetStrategy(Strategy):
     def personal_download(self, client: int) -> Tensors:
         """Return what ``client`` is sent for the evaluation of its own model: the global one."""
         return self.current
+
+    def refuses(self) -> Mapping[str, str]:
+        """Return which of ``DEFENCES`` would not hold for the method, and why: they bound contributions, no more.
+
+        A method whose server takes more of an update than its contribution, or whose clients contribute to different
+        positions, must name them.
+        """
+        return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.needs_all else {}
 
     # --- what a method overrides: where its server's state changes ---------------------------------------------------
 
@@ -239,6 +223,14 @@ class SubnetStrategy(Strategy):
         """Return the update's weight in a mean (setting ``weighting``)."""
         return float(update.num_examples) if self.settings.weighting == "examples" else 1.0
 
+    def distance(self, update: Update, contribution: Contribution) -> float:
+        """Return how far a contribution is from the model, at the positions that it holds: a Euclidean norm."""
+        masks, total = contribution.masks or {}, 0.0
+        for name, x in contribution.tensors.items():
+            known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
+            total += square(x, self.current[name], masks.get(name)) if known is None else known
+        return math.sqrt(total)
+
     # --- Flower's verbs ---------------------------------------------------------------------------------------------
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
@@ -260,7 +252,9 @@ class SubnetStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the replies and merge the valid updates as they come; ``(None, metrics)``: the round is abandoned."""
         phase = self.phase
-        guard = NormGuard[tuple[Update, Contribution]](self.settings.max_update_norm, norm(self.current.values()))
+        # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
+        most = math.inf if self.settings.dp_noise_multiplier else self.settings.max_update_norm
+        guard = NormGuard[tuple[Update, Contribution]](most, norm(self.current.values()))
         merging = Merging(self)
         diverged = 0
 
@@ -288,6 +282,7 @@ class SubnetStrategy(Strategy):
         phase.report = {**metrics, **phase.report, **_middle(guard.norms("update"))}
         phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
         phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
+        phase.report |= merging.said | self._spent.after(server_round, self.federation.sample)
         phase.report |= self._lost("lost-state", updates)
         self.state_rounds |= {u.client: min(u.state[1], server_round) for u in updates if u.state[1]}
         merged, reason = self._merged(merging, diverged)
@@ -299,11 +294,14 @@ class SubnetStrategy(Strategy):
         self.current = merged
         return to_arrays(merged), MetricRecord(dict(metrics))
 
-    def _merged(self, merging: "Merging", diverged: int) -> tuple[Tensors | None, str]:
+    def _merged(self, merging: Merging, diverged: int) -> tuple[Tensors | None, str]:
         """Return the next global model; ``None`` and the reason where the round is abandoned: the old one stays."""
         count = len(merging.updates)
         if count < self.settings.min_replies:
             return None, f"fewer than min-replies = {self.settings.min_replies} valid replies"
+        if count < (least := self.settings.least_replies):
+            which = f"mean = {self.settings.mean!r} with byzantine-clients = {self.settings.byzantine_clients}"
+            return None, f"{count} valid replies: {which} needs {least}"
         if diverged > count:  # the few that are left may be those that have brought it about
             return None, f"training diverged on {diverged} of {diverged + count} clients"
         merged = merging.result()
@@ -376,56 +374,6 @@ class SubnetStrategy(Strategy):
     def summary(self) -> None:
         """Log the strategy's settings, one line."""
         log.info("%s %s", self.settings.method, self.options.model_dump(by_alias=True))
-
-
-class Merging:
-    """The answers of a round that count: their sum, and of each what its method still needs.
-
-    Attributes
-    ----------
-    updates : in the order of the sum, with the tensors that the method keeps.
-    formula_bytes : of all tensors that were answered, by the papers' formula.
-    seconds : spent on adding and merging.
-    """
-
-    def __init__(self, strategy: SubnetStrategy) -> None:
-        self.updates: list[Update] = []
-        self.formula_bytes, self.seconds = 0, 0.0
-        self._strategy = strategy
-        self._mean = MaskedMean(strategy.current)
-        self._waiting: list[Contribution] = []
-        self._bytes = 0
-
-    def add(self, update: Update, contribution: Contribution) -> None:
-        """Add the next answer."""
-        self.formula_bytes += formula_bytes(update.tensors)
-        self._waiting.append(contribution)
-        if self._strategy.needs_all:
-            self.updates.append(update)
-            return
-        # A copy: what is received is a view of a whole message.
-        kept = {name: tensor.clone() for name, tensor in self._strategy.remembered(update, contribution).items()}
-        self.updates.append(replace(update, tensors=kept))
-        self._bytes += sum(tensor.nbytes for tensor in contribution.tensors.values())
-        if self._bytes > WAITING_BYTES:
-            self._sum()
-
-    def result(self) -> Tensors:
-        """Return the next global model; to be called once."""
-        start = time.perf_counter()
-        if self._strategy.needs_all:
-            merged = self._strategy.merge_all(self.updates, self._waiting)
-        else:
-            self._sum()
-            merged = self._strategy.merge(self._mean, self.updates)
-        self.seconds += time.perf_counter() - start
-        return merged
-
-    def _sum(self) -> None:
-        start = time.perf_counter()
-        self._mean.add(self._waiting)
-        self._waiting, self._bytes = [], 0
-        self.seconds += time.perf_counter() - start
 
 
 def _committed(config: ConfigRecord) -> Json:

@@ -21,6 +21,7 @@ from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from strategies.base import SubnetStrategy
+from strategies.merging import DEFENCES
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))
 
@@ -79,6 +80,10 @@ class FedPAC(SubnetStrategy):
         """Also those of the features' statistics."""
         statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
         return {**super().norms(update, contribution), **statistics}
+
+    def refuses(self) -> Mapping[str, str]:
+        """All: heads and centroids are combined by what the clients say of their features."""
+        return dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Also the head, of which every client gets its own combination."""

@@ -37,6 +37,7 @@ from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
+from strategies.merging import DEFENCES
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"
 OWN, NONE = -1, -2
@@ -149,6 +150,14 @@ class FedPart(SubnetStrategy):
         first, second = unprefixed(FIRST, update.tensors), unprefixed(SECOND, update.tensors)
         moments = {"first moments": norm(first.values()), "second moments": norm(t.sqrt() for t in second.values())}
         return {**super().norms(update, contribution), **(moments if first else {})}
+
+    def refuses(self) -> Mapping[str, str]:
+        """With shared moments all: they are averaged as they are."""
+        return (
+            {}
+            if self.options.momentum == "none"
+            else dict.fromkeys(DEFENCES, "its server also averages Adam's moments")
+        )
 
     def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
         """Mean of the trained group, weighted by the similarity of the clients' moments (Algorithm 2)."""

@@ -34,6 +34,7 @@ from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy
+from strategies.merging import WITHOUT_MASKS
 
 Shares = Annotated[
     tuple[Positive, ...], Listed("must be positive numbers that add up to 1, one a client, or ''", read=float)
@@ -154,6 +155,10 @@ class FedPeWS(SubnetStrategy):
             if count != covered:
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
         return Contribution(scatter(update.tensors, positions), positions, self.weight(update))
+
+    def refuses(self) -> Mapping[str, str]:
+        """In the warm-up clients cover different positions, by masks that they have learned from their data."""
+        return WITHOUT_MASKS if self.options.warmup_rounds else {}
 
     def accepted(self, updates: Sequence[Update]) -> Json:
         """Keep the clients' probabilities; report how many hidden units nobody, one client, two clients … cover."""

@@ -40,6 +40,7 @@ from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
+from strategies.merging import WITHOUT_MASKS
 
 MASK = "mask/"
 
@@ -125,6 +126,10 @@ class FedSelect(SubnetStrategy):
         cut = shared_positions(masks)
         whole = {name: update.tensors[name] for name in self.global_names if name not in cut}
         return Contribution(whole | scatter(update.tensors, cut), cut, self.weight(update))
+
+    def refuses(self) -> Mapping[str, str]:
+        """Clients send different positions, by masks that they have learned from their data."""
+        return WITHOUT_MASKS
 
     def accepted(self, updates: Sequence[Update]) -> Json:
         """What the clients trained as personal they hold now; then their masks grow."""

@@ -48,6 +48,7 @@ from fedsub_app.subnets.masks import deal
 from fedsub_app.subnets.norms import square
 from fedsub_app.subnets.slices import insert, take
 from strategies.base import SubnetStrategy
+from strategies.merging import DEFENCES
 
 
 class ISTSettings(MethodSettings):
@@ -125,6 +126,10 @@ class IST(SubnetStrategy):
         old = take(chosen(self.current, slices), self.units, self.units_of(update.client))
         way = sum(square(slices[name], old[name]) for name in slices)
         return {"update": math.hypot(super().norms(update, contribution)["update"], math.sqrt(way))}
+
+    def refuses(self) -> Mapping[str, str]:
+        """All: a unit is trained by one client of a round."""
+        return dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Average what all have, and write each client's slices where they were taken.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task
 from strategies.base import SubnetStrategy
+from strategies.merging import DEFENCES
 
 
 class Local(SubnetStrategy):
@@ -17,6 +18,10 @@ class Local(SubnetStrategy):
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect no tensors, so that the global model stays the initial one."""
         return {}
+
+    def refuses(self) -> Mapping[str, str]:
+        """All: there is nothing to defend."""
+        return dict.fromkeys(DEFENCES, "nothing is merged")
 
     def personal_download(self, client: int) -> Tensors:
         """Send nothing."""

@@ -28,6 +28,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm
 from strategies.base import SubnetStrategy
+from strategies.merging import DEFENCES
 
 VARIATE = "variate/"  # before the names of c down, of c_i's change up
 
@@ -65,6 +66,10 @@ class Scaffold(SubnetStrategy):
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Also that of the change of c_i."""
         return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
+
+    def refuses(self) -> Mapping[str, str]:
+        """All: c is moved by what the clients say of their variates."""
+        return dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
     def accepted(self, updates: Sequence[Update]) -> Json:
         """c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""

@@ -46,6 +46,7 @@ from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.pruning import Pruning, prunable
 from strategies.base import SubnetStrategy
+from strategies.merging import WITHOUT_MASKS
 
 MASK = "mask/"
 log = logging.getLogger("fedsub")
@@ -150,6 +151,10 @@ class SubFedAvg(SubnetStrategy):
                 raise BadReply(f"tensor {name!r}: {len(update.tensors[name])} values, its masks keep {int(kept.sum())}")
         whole = {name: update.tensors[name] for name in self.current if name not in positions}
         return Contribution(whole | scatter(update.tensors, positions), positions, self.weight(update))
+
+    def refuses(self) -> Mapping[str, str]:
+        """Clients send different positions, by masks that they have pruned after their data."""
+        return WITHOUT_MASKS
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Return the mean over the keepers, or over all where all keep."""

@@ -29,7 +29,8 @@ from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update, pack, read_update, unpack_reply, update_part
 from fedsub_app.flower import PROJECT
 from fedsub_app.subnets.norms import NormGuard
-from strategies.base import Merging, SubnetStrategy
+from strategies.base import SubnetStrategy
+from strategies.merging import Merging
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.

@@ -453,6 +453,8 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
             if settings.target_accuracy and key == settings.evaluations[0] + "-accuracy":
                 reached = [number for number, value in values if value >= settings.target_accuracy]
                 summary["rounds-to-target"] = reached[0] if reached else None
+    if spent := [line for line in lines if "epsilon" in line]:
+        summary |= {"epsilon": spent[-1]["epsilon"], "delta": spent[-1]["delta"]}
     if budget := used_up(lines, settings):
         summary["ended-by"] = budget
     return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in TOTALS}

@@ -37,6 +37,8 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
         words.append(f"train loss {line['train-loss']:.4f}")
     dropped = line.get("dropped", ())
     words.append(f"clients {len(line['clients']) - len(dropped)}/{len(line['clients'])}")
+    if line.get("epsilon") is not None:
+        words.append(f"epsilon {line['epsilon']:.3g}")
     words.append(f"down {human_bytes(line['bytes-down'])} up {human_bytes(line['bytes-up'])}")
     words.append(f"{line['seconds']:.2f} s")
     words.append(f"left {human_seconds(seconds_left)}")
@@ -58,6 +60,8 @@ def summary_table(summary: Json) -> str:
             rows.append((key.replace("-", " "), f"{summary[f'final-{key}']:.2f} % at the end, {best:.2f} % at best"))
     if "rounds-to-target" in summary:
         rows.append(("rounds to target", str(summary["rounds-to-target"] or "not reached")))
+    if summary.get("epsilon") is not None:
+        rows.append(("privacy", f"epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}, of one client"))
     bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"
     rows.append(("rounds", f"{summary['rounds']}{bad}"))
     for way in ("down", "up"):

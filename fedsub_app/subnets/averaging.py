@@ -90,7 +90,7 @@ class MaskedMean:
             If an update has an unknown name, or a shape other than that of ``old``, or a mask that is not bool.
         """
         for tensors, masks, _ in updates:
-            _check(self._old, tensors, masks or {})
+            check(self._old, tensors, masks or {})
         if self._unit is None and updates:
             self._unit = updates[0][2] if updates[0][2] > 0 else 1.0
         scaled = [(x, masks or {}, weight / (self._unit or 1.0)) for x, masks, weight in updates]
@@ -165,7 +165,7 @@ class MaskedMean:
         return new
 
 
-def _check(old: Mapping[str, Tensor], tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+def check(old: Mapping[str, Tensor], tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if name not in old:
             raise ValueError(f"update has a tensor {name} that the old model lacks")

@@ -49,6 +49,11 @@ class Worker:
         self._loaded: Mapping[str, Tensor] = {}
         self._runs = itertools.count()
 
+    @property
+    def attack(self) -> str:
+        """What this client does to harm the model (setting ``attack``), "none" for an honest one."""
+        return self.settings.attack if self.id < self.settings.attackers else "none"
+
     # --- data and random numbers ------------------------------------------------------------------------------------
 
     @cached_property
@@ -73,6 +78,8 @@ class Worker:
         x, y = (place.test_x, place.test_y) if in_test_set else (place.train_x, place.train_y)
         if split == "test" and not len(index):
             raise UserError(f"client {self.id} has no test samples")
+        if split == "train" and self.attack == "label-flip":
+            return x[index], place.dataset.num_classes - 1 - y[index]
         return x[index], y[index]
 
     def generator(self, purpose: str) -> torch.Generator:
@@ -95,7 +102,13 @@ class Worker:
 
     def trained(self) -> Tensors:
         """Return a copy of the network's tensors (the next client reuses the network)."""
-        return self.network.copy()
+        tensors = self.network.copy()
+        if self.attack in ("sign-flip", "scale"):
+            factor = self.settings.attack_scale if self.attack == "scale" else -self.settings.attack_scale
+            start = self.network.like(self._loaded)
+            for name in self.network.parameters:
+                tensors[name] = start[name] + factor * (tensors[name] - start[name])
+        return tensors
 
     @property
     def own(self) -> Tensors:

@@ -1,0 +1,73 @@
+"""Differential privacy of a client: Gaussian noise in the mean of clipped changes, and what it is worth.
+
+McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018,
+https://arxiv.org/abs/1710.06963, with the fixed denominator (their f̃_f) and the noise added by the server. Two runs are
+neighbours if they differ in one client, whose contribution to every round is there in one and nothing in the other.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.subnets.averaging import MaskedMean
+
+
+class NoisyMean(MaskedMean):
+    """``old + (sum_i (x_i - old) + N(0, deviation² I)) / clients``, of contributions without masks and of weight 1.
+
+    The denominator is a constant, so that what one client adds to the sum, whose norm is at most that to which it was
+    clipped, is all that it can change: a client that does not answer counts as one that changes nothing. The noise is
+    in the tensors that the answers hold, which must be the same for all of them.
+
+    Parameters
+    ----------
+    old : tensor name -> float tensor of any shape. Not modified, and not copied.
+    clients : that are asked in a round, >= 1.
+    deviation : standard deviation of the noise in each position of the sum, >= 0.
+    draws : what the noise is drawn from, tensor by tensor in the order of ``old``.
+    """
+
+    def __init__(self, old: Mapping[str, Tensor], clients: int, deviation: float, draws: torch.Generator) -> None:
+        super().__init__(old)
+        self._clients, self._deviation, self._draws = clients, deviation, draws
+
+    @torch.no_grad()
+    def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
+        """Return the noisy mean, ``server_lr`` of the way from the old model."""
+        answered = float(self._total)
+        names = list(self._sums)
+        mean = super().result()
+        for name in (name for name in mean if name in names):
+            old = self._old[name].float()
+            noise = torch.randn(old.shape, generator=self._draws).mul_(self._deviation)
+            change = (mean[name] - old).mul_(answered).add_(noise)
+            mean[name] = torch.add(old, change, alpha=server_lr / self._clients)
+        return mean
+
+
+def require_accountant() -> None:
+    """Raise :class:`UserError` where ``dp-accounting`` is not installed."""
+    if importlib.util.find_spec("dp_accounting") is None:
+        raise UserError("dp-noise-multiplier above 0: needs the package dp-accounting; `pip install 'fedsub[dp]'`")
+
+
+@lru_cache(maxsize=1024)
+def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
+    """Return epsilon at ``delta`` of so many rounds in which one client takes part, by Rényi differential privacy.
+
+    Each is a Gaussian mechanism without amplification by sampling. An upper bound; it grows with ``rounds``.
+
+    Parameters
+    ----------
+    noise_multiplier : standard deviation of the noise over the norm that one client's part of the sum has at most, > 0.
+    """
+    from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant()
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise_multiplier), rounds))
+    return float(accountant.get_epsilon(delta))

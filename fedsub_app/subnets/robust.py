@@ -1,0 +1,182 @@
+"""Means that a minority of hostile clients cannot move far, and the clipping of a client's change.
+
+- Median and trimmed mean of each position: Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning:
+  Towards Optimal Statistical Rates, ICML 2018, https://arxiv.org/abs/1803.01498, Definitions 1 and 2. The median of an
+  even number of values is the mean of the two in the middle. Theirs are of gradients; here they are of models, which
+  is the same, because both move with what is added to all values.
+- Krum: Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries: Byzantine Tolerant Gradient
+  Descent, NeurIPS 2017, https://arxiv.org/abs/1703.02757, Section 4.
+
+All count every client once. With masks a position's values are those of the clients that cover it, so that what is left
+out, and what a minority is, differs from position to position.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, check
+
+BLOCK = 1 << 18  # values of all clients together that are sorted at a time
+
+
+def clipped(contribution: Contribution, old: Mapping[str, Tensor], way: float, most: float) -> Contribution:
+    """Return a contribution with its change of the model scaled down to a norm of ``most``, if it is longer.
+
+    ``old + (x - old) min(1, most / way)``, up to the rounding of float32; McMahan et al. 2018,
+    https://arxiv.org/abs/1710.06963, flat clipping.
+
+    Parameters
+    ----------
+    old : the model that the client started from.
+    way : Euclidean norm of the change, at the positions that the contribution's masks cover; finite.
+    most : > 0.
+    """
+    if way <= most:
+        return contribution
+    tensors = {name: torch.lerp(old[name], x, most / way) for name, x in contribution.tensors.items()}
+    return contribution._replace(tensors=tensors)
+
+
+class RobustMean(MaskedMean):
+    """A robust mean in the place of the weighted one; all contributions are held until the result is asked for.
+
+    Parameters
+    ----------
+    old : tensor name -> float tensor of any shape. Not modified, and not copied.
+    rule : "median", "trimmed" or "krum".
+    trim_fraction : beta in [0, 0.5): of the c values of a position the floor(beta c) smallest and as many of the
+        largest are left out.
+    byzantine : f >= 0 of Krum.
+    """
+
+    def __init__(self, old: Mapping[str, Tensor], rule: str, trim_fraction: float = 0.0, byzantine: int = 0) -> None:
+        super().__init__(old)
+        self._rule, self._trim_fraction, self._byzantine = rule, trim_fraction, byzantine
+        self._held: list[Contribution] = []
+
+    def add(self, updates: Sequence[Contribution]) -> None:
+        """Hold what clients contribute.
+
+        Raises
+        ------
+        ValueError
+            If an update does not fit the old model, or with Krum has a mask or other tensors than the first one.
+        """
+        for update in updates:
+            check(self._old, update.tensors, update.masks or {})
+            self._held.append(update)
+            if self._rule == "krum" and (update.masks or update.tensors.keys() != self._held[0].tensors.keys()):
+                raise ValueError("krum compares whole updates: all must hold the same tensors, without masks")
+
+    def everybody(self, name: str) -> Tensor:
+        """Return where all updates so far cover a tensor, bool, of its shape or one that broadcasts to it."""
+        covered = torch.tensor(all(name in update.tensors for update in self._held))
+        for update in self._held:
+            covered = covered & (update.masks or {}).get(name, torch.tensor(True))
+        return covered
+
+    @torch.no_grad()
+    def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
+        """Return the robust mean, ``server_lr`` of the way from the old model; the old value where nobody covers."""
+        if self._rule == "krum":
+            held = self._held[krum([update.tensors for update in self._held], self._byzantine)].tensors
+            found = {name: held.get(name, old) for name, old in self._old.items()}
+        else:
+            left_out = median_cut if self._rule == "median" else self._trimmed
+            found = {name: self._of(name, left_out) for name in self._old}
+        new = {}
+        for name, old in self._old.items():
+            mean = found[name].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            new[name] = mean if server_lr == 1 else torch.lerp(old.float(), mean, server_lr)
+        return new
+
+    def _trimmed(self, count: int) -> int:
+        return math.floor(self._trim_fraction * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
+
+    def _of(self, name: str, left_out: Callable[[int], int]) -> Tensor:
+        own = [
+            (update.tensors[name], (update.masks or {}).get(name)) for update in self._held if name in update.tensors
+        ]
+        return inner_mean([x for x, _ in own], [mask for _, mask in own], self._old[name], left_out)
+
+
+def median_cut(count: int) -> int:
+    """Return how many of a position's values are left out at either end so that one or two are left."""
+    return max(0, count - 1) // 2
+
+
+def inner_mean(
+    values: Sequence[Tensor], masks: Sequence[Tensor | None], old: Tensor, left_out: Callable[[int], int]
+) -> Tensor:
+    """Return, for every position, the mean of the values that cover it without the smallest and the largest ones.
+
+    The order of the values is of no influence, and the result lies between the smallest and the largest of those that
+    are not left out: sums are of float64.
+
+    Parameters
+    ----------
+    values : of the shape of ``old`` each, finite.
+    masks : bool that broadcasts to that shape, None for all positions; one for each of ``values``.
+    left_out : how many are left out at either end of so many values; fewer than half of them.
+
+    Returns
+    -------
+    float32 of the shape of ``old``, which it equals where no value covers a position.
+    """
+    if not values or not old.numel():
+        return old.float()
+    count_of = len(values)
+    cuts = torch.tensor([left_out(count) for count in range(count_of + 1)])
+    rank = torch.arange(count_of)[:, None]
+    rows = [x.reshape(-1) for x in values]
+    covers = [None if m is None else m.expand(old.shape).reshape(-1) for m in masks]
+    everywhere = torch.ones(old.numel(), dtype=torch.bool) if any(m is not None for m in masks) else None
+    result = old.reshape(-1).float().clone()
+    width = max(1, BLOCK // count_of)
+    for start in range(0, len(result), width):
+        part = slice(start, start + width)
+        block = torch.stack([row[part] for row in rows]).float()
+        counts = torch.full((1,), count_of)
+        if everywhere is not None:
+            covered = torch.stack([(everywhere if cover is None else cover)[part] for cover in covers])
+            counts = covered.sum(0)
+            block = torch.where(covered, block, math.inf)  # sorted behind all that count
+        block = block.sort(0).values
+        cut = cuts[counts]
+        inner = torch.where((rank >= cut) & (rank < counts - cut), block, 0.0)
+        mean = (inner.sum(0, dtype=torch.float64) / (counts - 2 * cut)).float()
+        result[part] = torch.where(counts > 0, mean, result[part])
+    return result.reshape(old.shape)
+
+
+def krum(updates: Sequence[Mapping[str, Tensor]], byzantine: int) -> int:
+    """Return which update is closest to those around it: that of the smallest score, of equal ones the first.
+
+    The score is the sum of the squared distances to the n - f - 2 closest others.
+
+    Parameters
+    ----------
+    updates : named float tensors, the same names and shapes in all.
+    byzantine : f >= 0, how many may be hostile.
+
+    Raises
+    ------
+    ValueError
+        Fewer than 2 f + 3 updates.
+    """
+    count = len(updates)
+    if count < 2 * byzantine + 3:
+        raise ValueError(f"krum of {count} updates: with {byzantine} hostile ones at least {2 * byzantine + 3}")
+    squares = torch.zeros(count, count, dtype=torch.float64)
+    for name in updates[0]:
+        rows = torch.stack([update[name].reshape(-1) for update in updates])
+        for block in rows.split(max(1, BLOCK // count), 1) if rows.numel() else ():
+            # Not by matrix products, which lose the small difference of two large vectors.
+            block = block.double()
+            squares += torch.cdist(block, block, compute_mode="donot_use_mm_for_euclid_dist").square()
+    squares.fill_diagonal_(math.inf)
+    scores = squares.sort(1).values[:, : count - byzantine - 2].sum(1).tolist()
+    return min(range(count), key=scores.__getitem__)

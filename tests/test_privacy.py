@@ -1,0 +1,202 @@
+"""Noise, what one client can change, epsilon: against the definitions and the accountant itself."""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import fedsub, merge_round, result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_methods import made, play
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
+from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.report import round_line, summary_table
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.norms import norm
+from fedsub_app.subnets.privacy import NoisyMean, epsilon
+from fedsub_app.subnets.robust import clipped
+from strategies.merging import check_defences
+
+Run = Callable[..., tuple[Json, Path]]
+PRIVATE = {"dp_noise_multiplier": 2.0, "clip_norm": 0.5}
+
+
+def draws(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_noise_has_the_deviation_and_stands_in_what_was_sent_alone() -> None:
+    old = {"w": torch.full((400, 500), 3.0), "kept": torch.ones(9)}
+    mean = NoisyMean(old, clients=8, deviation=2.0, draws=draws())
+    mean.add([Contribution({"w": old["w"] + 1.0})] * 4)
+    new = mean.result(server_lr=0.5)
+    assert torch.equal(new["kept"], old["kept"])
+    moved = new["w"] - old["w"]
+    # half of the way; four of eight have answered, the others count as unchanged; noise of 2 in the sum of the eight
+    assert float(moved.mean()) == pytest.approx(0.5 * 4 / 8, abs=5 * 0.125 / 200_000**0.5)
+    assert float(moved.std()) == pytest.approx(0.5 * 2.0 / 8, rel=0.01)
+    assert float((moved - moved.mean()).pow(4).mean() / moved.var() ** 2) == pytest.approx(3, rel=0.05)  # Gaussian
+
+
+def test_rounds_have_noise_of_their_own_and_a_round_always_the_same() -> None:
+    strategy, client = made("fedavg", weighting="uniform", **PRIVATE)
+    found = []
+    for number, start in ((1, strategy.current), (1, strategy.current), (2, strategy.current)):
+        strategy.round, strategy.current = number, start
+        update = client(0, 1, {}).run_training(dict(start), {})
+        merge_round(strategy, [update])
+        found.append(torch.cat([x.flatten() for x in strategy.current.values()]))
+        strategy.current = start
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(0, 99), st.floats(0.01, 10), st.integers(0, 5))
+def test_one_client_changes_the_sum_by_clip_norm_at_most(clients: int, seed: int, most: float, gone: int) -> None:
+    """With and without a client, whatever it sends: the sensitivity that the noise is measured against."""
+    numbers = draws(seed)
+    old = {"w": torch.randn(20, generator=numbers), "v": torch.randn(3, 3, generator=numbers)}
+    updates = []
+    for _ in range(clients):
+        size = float(torch.rand((), generator=numbers)) * 10
+        x = {name: start + size * torch.randn(start.shape, generator=numbers) for name, start in old.items()}
+        updates.append(clipped(Contribution(x), old, norm(x[name] - old[name] for name in old), most))
+    models = []
+    for some in (updates, updates[: gone % clients] + updates[gone % clients + 1 :]):
+        mean = NoisyMean(old, clients, 0.0, draws())
+        mean.add(some)
+        models.append(mean.result())
+    change = norm(models[0][name] - models[1][name] for name in old) * clients
+    assert change <= most * (1 + 1e-4) + 1e-4
+
+
+@pytest.mark.parametrize(("noise", "rounds", "delta"), [(1.0, 1, 1e-5), (0.5, 10, 1e-3), (4.0, 200, 1e-6)])
+def test_epsilon_is_that_of_the_accountants(noise: float, rounds: int, delta: float) -> None:
+    """Of an event written by hand; the tighter accountant by privacy loss distributions agrees from below."""
+    accounting = pytest.importorskip("dp_accounting")
+    from dp_accounting.pld import PLDAccountant
+    from dp_accounting.rdp import RdpAccountant
+
+    event = accounting.ComposedDpEvent([accounting.GaussianDpEvent(noise)] * rounds)
+    found = epsilon(noise, rounds, delta)
+    assert found == pytest.approx(RdpAccountant().compose(event).get_epsilon(delta))
+    tight = PLDAccountant().compose(accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(noise), rounds))
+    assert 1.0 < found / tight.get_epsilon(delta) < 1.2
+    assert epsilon(noise, rounds + 1, delta) > found > epsilon(noise * 1.1, rounds, delta)
+
+
+def test_every_round_says_what_is_spent(run_local: Run) -> None:
+    """By the client that was asked most often so far; a client that fails is asked as well."""
+    summary, folder = run_local(
+        num_clients=4, clients_per_round=2, partition="iid", num_rounds=6, dp_delta=1e-3, **PRIVATE
+    )
+    asked: Counter[int] = Counter()
+    lines = read_rounds(folder)[1:]
+    for line in lines:
+        asked.update(line["clients"])
+        assert line["epsilon"] == pytest.approx(epsilon(2.0, max(asked.values()), 1e-3))
+        assert line["delta"] == 1e-3
+        assert f"epsilon {line['epsilon']:.3g}" in round_line(line, resolve({}), 0.0)
+    assert max(asked.values()) < 6
+    assert summary["epsilon"] == lines[-1]["epsilon"]
+    assert f"epsilon {summary['epsilon']:.3g} at delta 0.001" in summary_table(summary)
+
+
+def test_without_noise_nothing_is_said_of_privacy(run_local: Run) -> None:
+    summary, folder = run_local()
+    assert "epsilon" not in summary
+    assert not any("epsilon" in line for line in read_rounds(folder))
+    assert "privacy" not in summary_table(summary)
+
+
+def test_no_client_decides_whether_another_counts(run_local: Run) -> None:
+    """An update that is far larger than the others is refused without privacy, clipped with it."""
+    keys = {"num_clients": 4, "partition": "iid", "num_rounds": 1, "attack": "scale", "attack_scale": 1e4}
+    _, plain = run_local("plain", **keys)
+    _, private = run_local("private", **keys, **PRIVATE)
+    dropped = [[drop["client"] for drop in read_rounds(folder)[-1]["dropped"]] for folder in (plain, private)]
+    assert dropped == [[0], []]
+
+
+def test_the_more_noise_the_less_accuracy(run_local: Run) -> None:
+    keys = {"num_clients": 4, "partition": "iid", "num_rounds": 8, "clip_norm": 2.0}
+    little, much = (
+        run_local(str(noise), **keys, dp_noise_multiplier=noise)[0]["final-global-accuracy"] for noise in (0.01, 1.0)
+    )
+    assert little > 80
+    assert much < little - 20
+
+
+def test_an_optimizer_on_the_server_takes_the_noisy_mean() -> None:
+    strategy, client = made("fedadam", server_lr=1.0, **PRIVATE)
+    plain, _ = made("fedadam", server_lr=1.0, clip_norm=0.5)
+    updates = play(strategy, client, rounds=0)
+    models = []
+    for server in (strategy, plain):
+        server.round = 1
+        merge_round(server, updates)
+        models.append(torch.cat([x.flatten() for x in server.current.values()]))
+    assert not torch.equal(*models)
+    assert all(bool(torch.isfinite(model).all()) for model in models)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, "clip-norm = 0: must be above 0 with dp-noise-multiplier above 0"),
+        (
+            {"clip-norm": 1.0, "weighting": "examples"},
+            "weighting = 'examples': must be 'uniform' with dp-noise-multiplier above 0",
+        ),
+        ({"clip-norm": 1.0, "mean": "median"}, "mean = 'median': must be 'average' with dp-noise-multiplier above 0"),
+        ({"clip-norm": 1.0, "dp-delta": 0.0}, "dp-delta = 0.0: must be greater than 0"),
+        (
+            {"clip-norm": 1.0, "dp-noise-multiplier": 0.001},
+            "dp-noise-multiplier = 0.001: must be 0 or at least 0.01",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(keys: dict[str, str | float], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve({"dp-noise-multiplier": 1.0} | keys)
+    assert str(caught.value) == line
+
+
+def test_statistics_take_no_noise() -> None:
+    strategy, _ = made("fedavg", weighting="uniform", model="mnist-cnn-bn", image_size=28, **PRIVATE)
+    with pytest.raises(UserError, match=r"model = 'mnist-cnn-bn': not with dp-noise-multiplier above 0: 'bn1\.running"):
+        check_defences(strategy)
+
+
+def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, run_local: Run) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name != "dp_accounting" and find(name, *more))
+    strategy, _ = made("fedavg", weighting="uniform", **PRIVATE)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
+    with pytest.raises(UserError) as caught:
+        check_defences(strategy)
+    said = "dp-noise-multiplier above 0: needs the package dp-accounting; `pip install 'fedsub[dp]'`"
+    assert str(caught.value) == said
+
+
+def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
+    """The noise of a round is that of the seed, and epsilon counts the rounds before the resume."""
+    keys = ["-s", "method=fedavg", "-s", "model=feature-mlp", "-s", "train-per-class=40", "-s", "num-clients=4"]
+    keys += ["-s", "num-rounds=4", "-s", "partition=iid", "-s", "clip-norm=0.5", "-s", "dp-noise-multiplier=1"]
+    keys += ["-s", "clients-per-round=3"]
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    done = fedsub(tmp_path, "run", *keys, "-s", f"run-dir={whole}")
+    assert done.code == 0, done.err
+    assert "epsilon" in done.out
+    died = fedsub(tmp_path, "run", *keys, "-s", f"run-dir={folder}", die=("line written", 3))
+    assert died.code < 0, died.err
+    resumed = fedsub(tmp_path, "run", "--resume", str(folder))
+    assert resumed.code == 0, resumed.err
+    assert result(folder) == result(whole)
