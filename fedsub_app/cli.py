@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.deployment.command import add_federation
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     setup.set_defaults(command=_setup)
     env = commands.add_parser("env", help='print what a shell needs where setup did not run: eval "$(fedsub env)"')
     env.set_defaults(command=_env)
+    add_federation(commands)
     return parser
 
 

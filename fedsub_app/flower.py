@@ -7,21 +7,25 @@ shell may override) into the Python environment that it runs in, so that a hand-
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 
 if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
     from fedsub_app.common.section import Value
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
+FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
+CONFIG = "config.toml"
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -48,18 +52,11 @@ def setup(cluster: int | None = None) -> list[str]:
     cluster : also register ``ray-cluster``, with so many simulated nodes, for a Ray cluster that runs already.
     """
     said = []
-    config = _home() / "config.toml"
-    text = config.read_text() if config.exists() else '[superlink]\ndefault = "local-simulation"\n'
-    try:
-        known = tomllib.loads(text).get("superlink", {})
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{config}: not valid TOML: {error}") from None
+    known = connections()
     wanted = {CONNECTION: _here} | ({CLUSTER: lambda: _cluster(cluster)} if cluster else {})
     for name, lines in wanted.items():
         if name not in known:
-            text = f"{text.rstrip()}\n\n" + "\n".join([f"[superlink.{name}]", 'address = ":local:"', *lines()]) + "\n"
-            config.parent.mkdir(parents=True, exist_ok=True)
-            config.write_text(text)
+            config = connect(name, ['address = ":local:"', *lines()])
             said.append(f"{config}: connection {name} added")
     # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
@@ -69,6 +66,34 @@ def setup(cluster: int | None = None) -> list[str]:
         hook.write_text(line)
         said.append(f"{hook}: defaults of {', '.join(environment())}")
     return said or ["nothing to do"]
+
+
+def connections() -> dict[str, Any]:
+    """Return the connections of Flower's config.toml, by name."""
+    try:
+        found = tomllib.loads(_config_text()).get("superlink", {})
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{_home() / CONFIG}: not valid TOML: {error}") from None
+    return {name: table for name, table in found.items() if isinstance(table, dict)}
+
+
+def connect(name: str, lines: Sequence[str]) -> Path:
+    """Write a connection, with these lines of TOML, in the place of the one of its name; returns config.toml.
+
+    Without lines there is none of that name any more.
+    """
+    config = _home() / CONFIG
+    text = re.sub(rf"^\[superlink\.{re.escape(name)}\]\n(?:(?!\[).*\n?)*", "", _config_text(), flags=re.MULTILINE)
+    if lines:
+        text = f"{text.rstrip()}\n\n" + "\n".join([f"[superlink.{name}]", *lines]) + "\n"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(config, text.encode())
+    return config
+
+
+def _config_text() -> str:
+    config = _home() / CONFIG
+    return config.read_text() if config.exists() else '[superlink]\ndefault = "local-simulation"\n'
 
 
 def _here() -> list[str]:
@@ -93,11 +118,13 @@ def _toml(value: "Value") -> str:
     return json.dumps(value)  # strings, numbers and booleans are written alike in TOML and JSON
 
 
-def _flwr(*arguments: str) -> list[str]:
+def flwr(*arguments: str) -> list[str]:
+    """Return a command of Flower's command line interface."""
     return [str(Path(sys.executable).parent / "flwr"), *arguments]
 
 
-def _variables() -> dict[str, str]:
+def full_environment() -> dict[str, str]:
+    """Return this shell's environment with what Flower's commands need besides."""
     # Flower looks for flower-superlink and its other commands on the PATH.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     return environment() | os.environ | {"PATH": path}
@@ -106,7 +133,8 @@ def _variables() -> dict[str, str]:
 def wake(connection: str) -> "subprocess.Popen[bytes]":
     """Let Flower start its local SuperLink, where the connection has one, while this process goes on importing."""
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(_flwr("list", connection, "--limit", "1"), env=_variables(), stdout=quiet, stderr=quiet)
+    command = flwr("list", connection, "--limit", "1")
+    return subprocess.Popen(command, env=full_environment(), stdout=quiet, stderr=quiet)
 
 
 def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.Popen[bytes] | None" = None) -> int:
@@ -115,34 +143,32 @@ def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.P
 
     settings = settings_of(overrides)  # fail early
     overrides = dict(overrides)
-    if connection in (
-        CONNECTION,
-        CLUSTER,
-    ):  # the SuperLink has its own working directory and the environment of its first start
+    if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
+        # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
         overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
     if waking:  # else both commands would start a SuperLink
         waking.wait()
-    variables = _variables()
-    command = _flwr("run", str(PROJECT), connection, "--format", "json")
+    variables = full_environment()
+    command = flwr("run", str(PROJECT), connection, "--format", "json")
     if overrides:
         command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
     try:
         started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"`flwr list {connection}` shows whether Flower has begun the run") from None
-    answer = _json(started.stdout)
+    answer = json_in(started.stdout)
     run_id = answer.get("run-id")
     if started.returncode or not run_id:
         said = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
         raise UserError(f"connection {connection}: flwr run failed: {said[-1] if said else 'no message'}")
     try:
-        subprocess.run(_flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
+        subprocess.run(flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
         status, details = _status(connection, str(run_id), variables)
     except KeyboardInterrupt:
-        subprocess.run(_flwr("stop", str(run_id), connection), env=variables, capture_output=True, check=False)
+        subprocess.run(flwr("stop", str(run_id), connection), env=variables, capture_output=True, check=False)
         status, _ = _status(connection, str(run_id), variables)
         raise KeyboardInterrupt(_ended(connection, str(run_id), status, overrides)) from None
     if status != "finished:completed":
@@ -165,14 +191,14 @@ def _ended(connection: str, run_id: str, status: str, overrides: Mapping[str, "V
 
 
 def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple[str, str]:
-    command = _flwr("list", connection, "--run-id", run_id, "--format", "json")
+    command = flwr("list", connection, "--run-id", run_id, "--format", "json")
     answer = subprocess.run(command, env=dict(variables), capture_output=True, text=True, check=False)
-    runs = _json(answer.stdout).get("runs") or [{}]
+    runs = json_in(answer.stdout).get("runs") or [{}]
     return str(runs[0].get("status", "unknown")), str(runs[0].get("status-details", answer.stderr.strip()[-300:]))
 
 
-def _json(text: str) -> dict[str, Any]:
-    """Return the JSON object in a command's output, which warnings may precede."""
+def json_in(text: str) -> dict[str, Any]:
+    """Return the JSON object in the output of a command, which warnings may precede; {}: there is none."""
     start = text.find("{")
     try:
         content: dict[str, Any] = json.loads(text[start:]) if start >= 0 else {}

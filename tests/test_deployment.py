@@ -1,103 +1,135 @@
-"""A real federation on this machine: SuperLink and two SuperNodes, each its own process, home and client state."""
+"""A real federation on this machine, as ``fedsub federation`` starts it: each process its own home and client state."""
 
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, fedsub, free_port, rounds, run_flower
+from federations import Deployed, deployed, ended, left, pairs
+from helpers import fedsub, free_port, rounds
 
-from fedsub_app.flower import environment
+from fedsub_app.common.files import write_json
+from fedsub_app.deployment.federation import STATE
 
-BIN = Path(sys.executable).parent
-CONNECTION = "test-deployment"
-KEYS = ["-s", "num-rounds=3", "-s", "fedpews.warmup-rounds=2", "-s", "train-per-class=40"]
-
-
-def serve(stack: ExitStack, log: Path, variables: dict[str, str], *command: str) -> "subprocess.Popen[bytes]":
-    """Start a server with a log; it and its children end with ``stack``."""
-
-    def stop() -> None:
-        for number, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(patience)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-    process = subprocess.Popen(
-        [str(BIN / command[0]), *command[1:]],
-        env=variables,
-        stdout=stack.enter_context(log.open("wb")),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    stack.callback(stop)
-    return process
-
-
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of somebody who uses a SuperLink with two SuperNodes, as docs and FLOWER.md start them."""
-    port = free_port()
-    shared = os.environ | environment() | {"PATH": os.pathsep.join((str(BIN), os.environ["PATH"]))}
-    with ExitStack() as stack:
-
-        def own(name: str) -> dict[str, str]:
-            (tmp_path / name).mkdir()
-            return shared | {"FLWR_HOME": str(tmp_path / name), "FEDSUB_STATE": str(tmp_path / name / "state")}
-
-        address = f"127.0.0.1:{port}"
-        link = ["--insecure", "--port", str(port), "--disable-runtime-dependency-installation"]
-        database = ["--database", str(tmp_path / "state.db")]
-        server = serve(stack, tmp_path / "superlink.log", own("superlink"), "flower-superlink", *link, *database)
-        for number in range(2):
-            node = ["--insecure", "--superlink", address, "--port", str(free_port())]
-            config = ["--node-config", f"partition-id={number} num-partitions=2"]
-            name = f"node{number}"
-            serve(stack, tmp_path / f"{name}.log", own(name), "flower-supernode", *node, *config)
-        user = own("user")
-        (tmp_path / "user" / "config.toml").write_text(
-            f'[superlink.{CONNECTION}]\naddress = "{address}"\ninsecure = true\n'
-        )
-        deadline = time.monotonic() + PATIENCE
-        while not answers(port):
-            assert server.poll() is None, (tmp_path / "superlink.log").read_text()
-            assert time.monotonic() < deadline, (tmp_path / "superlink.log").read_text()
-            time.sleep(0.1)
-        yield user
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+DIGITS = ["fedpews/digits", *pairs({"num-rounds": 3, "fedpews.warmup-rounds": 2, "train-per-class": 40})]
 
 
 @pytest.mark.slow
-def test_a_deployment_is_the_local_engine(deployment: dict[str, str], tmp_path: Path) -> None:
-    """Same metrics round by round; mask scores stay on the nodes."""
-    run = ["fedpews/digits", *KEYS]
-    local = fedsub(tmp_path, "run", *run, "-s", f"run-dir={tmp_path / 'local'}")
+def test_a_deployment_is_the_local_engine(tmp_path: Path) -> None:
+    """Same metrics round by round, without TLS; mask scores stay on the nodes."""
+    local = fedsub(tmp_path, "run", *DIGITS, *pairs({"run-dir": tmp_path / "local"}))
     assert local.code == 0, local.err
-    done = run_flower(deployment, *run, "--engine", CONNECTION, "-s", f"run-dir={tmp_path / 'run'}")
-    logs = "".join(log.read_text()[-2000:] for log in tmp_path.glob("*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
-    assert rounds(tmp_path / "run") == rounds(tmp_path / "local")
-    theirs, ours = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "local"))
-    assert theirs["final-global-accuracy"] == ours["final-global-accuracy"]
-    assert theirs["status"] == "completed"
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
-        tmp_path / "local" / "model.safetensors"
-    ).read_bytes()
+    with deployed(tmp_path, "--nodes", "2", "--insecure") as here:
+        done = ended(here.run(*DIGITS, *pairs({"run-dir": tmp_path / "run"})))
+        assert done.returncode == 0, done.stdout + done.stderr + here.logs()
+    same(tmp_path / "run", tmp_path / "local")
     assert not (tmp_path / "run" / "clients").exists()
     for number in range(2):
         run_id = json.loads((tmp_path / "run" / "settings.json").read_text())["run-id"]
-        states = tmp_path / f"node{number}" / "state" / run_id
-        assert [path.name for path in states.iterdir()] == [f"client-{number:06d}"]
+        states = here.folder / f"node-{number}" / "state" / run_id
+        assert [path.name for path in states.iterdir() if path.is_dir()] == [f"client-{number:06d}"]
+
+
+def same(ours: Path, theirs: Path) -> None:
+    """Two runs have the same metrics and the same model, bit for bit."""
+    assert rounds(ours) == rounds(theirs)
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (ours, theirs))
+    assert one["final-global-accuracy"] == other["final-global-accuracy"]
+    assert one["status"] == other["status"] == "completed"
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """One SuperLink and four SuperNodes with TLS and node keys."""
+    with deployed(tmp_path_factory.mktemp("four"), "--nodes", "4") as here:
+        yield here
+
+
+MNIST = {"dataset": "mnist", "num-clients": 4, "num-rounds": 3, "train-per-class": 60, "test-per-class": 20, "lr": 0.05}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "fedpews", "fedpews.warmup-rounds": 2, "evaluate": "global,global-local"},
+        {"method": "fedper", "evaluate": "global,personal", "eval-every": 3},
+    ],
+    ids=lambda keys: keys["method"],
+)
+def test_four_nodes_with_keys_are_the_local_engine(method: dict[str, object], four: Deployed, tmp_path: Path) -> None:
+    """MNIST's images, over TLS: same seed, same metrics and the same model as in one process."""
+    if "FEDSUB_DATA" not in os.environ:
+        pytest.skip("no MNIST: FEDSUB_DATA is not set")
+    keys = pairs(MNIST | method)
+    local = fedsub(tmp_path, "run", *keys, *pairs({"run-dir": tmp_path / "local"}))
+    assert local.code == 0, local.err
+    done = ended(four.run(*keys, *pairs({"run-dir": tmp_path / "run"})), 600)
+    assert done.returncode == 0, done.stdout + done.stderr + four.logs()
+    same(tmp_path / "run", tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_what_ended_is_started_again_and_nothing_is_left(tmp_path: Path) -> None:
+    """``status`` says what runs, ``up`` starts what does not, ``down`` ends all of it, also what lost its parent."""
+    with deployed(tmp_path, "--nodes", "1") as here:
+        before = here.now.processes
+        assert here.federation("status").returncode == 0
+        here.kill("superlink-superexec")
+        said = here.federation("status")
+        assert said.returncode == 1
+        assert "superlink-superexec  has ended" in said.stdout
+        refused = here.federation("up", "--nodes", "3")
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(f"error: --nodes 3: the federation that runs in {here.folder} has 1; ")
+        here.up()
+        after = here.now.processes
+        assert {name for name in after if after[name].pid != before[name].pid} == {"superlink-superexec"}
+        assert len(left(here.folder)) == len(after)
+    assert here.federation("status").returncode == 1
+    assert "[superlink.test]" not in (tmp_path / "user" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "--nodes", "-1"], "--nodes -1: must be 0 to 1000"),
+        (["up", "--nodes", "3", "--partitions", "2"], "--partitions 2: at least the 3 of --nodes"),
+        (
+            ["up", "--nodes", "0"],
+            "--nodes 0: only with --host, under which nodes of other machines reach the SuperLink",
+        ),
+        (["up", "--name", "a b"], "--name 'a b': must be letters, digits, _ and -"),
+        (["up", "--name", "theirs"], "--name theirs: Flower's config.toml has such a connection, to another SuperLink"),
+        (["up", "--port", "70000"], "--port 70000: must be 1 to 65535"),
+        (["up", "--host", "a/b"], "--host 'a/b': must be a name or an IP address"),
+        (["down"], "DIR/federation.json: not there; `fedsub federation up --dir DIR` starts a federation"),
+        (["status"], "DIR/federation.json: not there; `fedsub federation up --dir DIR` starts a federation"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_federation_is_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    """And nothing is started."""
+    from fedsub_app.cli import main
+
+    (tmp_path / "config.toml").write_text('[superlink.theirs]\naddress = "a.example.org:8000"\n')
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    folder = tmp_path / "federation"
+    assert main(["federation", *arguments, "--dir", str(folder)]) == 2
+    assert capfd.readouterr().err == f"error: {said.replace('DIR', str(folder))}\n"
+    assert not (folder / STATE).exists()
+
+
+def test_a_process_id_that_others_have_now_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    """``down`` after a reboot: the number is in use, by another program."""
+    from fedsub_app.cli import main
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    processes = {"superlink": {"command": ["flower-superlink", "--insecure"], "pid": os.getpgid(0)}}
+    write_json(tmp_path / STATE, {"name": "federation", "port": free_port(), "processes": processes})
+    assert main(["federation", "down", "--dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "ended: nothing ran\n"
+    os.kill(os.getpgid(0), signal.SIGCONT)  # still there

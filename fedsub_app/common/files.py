@@ -7,11 +7,13 @@ import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from uuid import uuid4
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from fedsub_app.common.tensors import Json
 
 CHECKSUM = "crc32"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
@@ -70,13 +72,13 @@ def _finite(content: Any) -> Any:
     return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
 
 
-def write_json(path: Path, content: Json) -> None:
+def write_json(path: Path, content: "Json") -> None:
     """Write a JSON object with its checksum, atomically."""
     text = to_json(content | {CHECKSUM: _checksum(content)}, indent=2)
     write_atomic(path, f"{text}\n".encode())
 
 
-def read_json(path: Path) -> Json:
+def read_json(path: Path) -> "Json":
     """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none.
 
     Raises
@@ -100,5 +102,5 @@ def read_json(path: Path) -> Json:
     return content
 
 
-def _checksum(content: Json) -> str:
+def _checksum(content: "Json") -> str:
     return f"{zlib.crc32(to_json(content).encode()):08x}"

@@ -1,0 +1,299 @@
+"""A federation on this machine: one SuperLink, its SuperNodes, a SuperExec beside each; nothing of it needs Docker.
+
+``DIR/federation.json`` says what was started; beside it lie ``keys/``, ``superlink.db`` (registered nodes, runs), every
+process's log, and a folder for each process that holds its FLWR_HOME and, of a node, its clients' state.
+"""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedsub_app import flower
+from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.files import read_json, write_json
+from fedsub_app.deployment import commands
+from fedsub_app.deployment.keys import make_keys
+from fedsub_app.deployment.processes import Process, answers, free_port, running, start, stop
+
+STATE = "federation.json"
+START_S = 120.0  # more than the 60 s for which Flower takes a node for online that was killed
+LOOK_S = 0.5
+SUPERLINK, SUPEREXEC = "superlink", "-superexec"  # names of processes, and the end of a name
+
+
+@dataclass
+class Federation:
+    """What a federation is.
+
+    Attributes
+    ----------
+    name : of Flower's connection to it.
+    nodes : how many SuperNodes run here, those with partition-id 0 to nodes - 1.
+    partitions : how many there are in all, others on other machines.
+    host : name or address under which other machines reach the SuperLink; "": only this one does.
+    port : of the SuperLink.
+    insecure : no encryption, and anybody is a node.
+    data_dir : the nodes' data, as the setting ``data-dir``.
+    node_ports : on which each node's SuperExec finds it.
+    registered : the nodes whose public key the SuperLink knows.
+    processes : by name, those that were started last.
+    """
+
+    name: str = "federation"
+    nodes: int = 2
+    partitions: int = 2
+    host: str = ""
+    port: int = 0
+    insecure: bool = False
+    data_dir: str = ""
+    node_ports: list[int] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
+    processes: dict[str, Process] = field(default_factory=dict)
+
+
+def read(folder: Path) -> Federation | None:
+    """Return the federation of a folder, ``None`` where there is none."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path)
+        found["processes"] = {name: Process(**process) for name, process in found["processes"].items()}
+        return Federation(**found)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: not what a federation wrote ({error})") from None
+
+
+def up(folder: Path, say: Callable[[str], None], **wanted: Any) -> Federation:
+    """Start a federation, or what has ended of the one that runs in ``folder``.
+
+    Parameters
+    ----------
+    say : told one line for each step.
+    wanted : attributes of :class:`Federation`; ``None``: as it was, else the default.
+
+    Raises
+    ------
+    UserError
+        Another one runs there, or something does not start; then all that was started is ended.
+    """
+    folder = folder.resolve()
+    known = read(folder)
+    before = running(known.processes) if known else {}
+    given = {key: value for key, value in wanted.items() if value is not None}
+    federation = _configured(folder, known or Federation(), bool(before), given)
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = None if federation.insecure else folder / "keys"
+    if keys:
+        for path in make_keys(keys, [federation.host] if federation.host else [], federation.nodes):
+            say(f"{path}: made")
+    if not (folder / "superlink.db").exists():
+        federation.registered = []
+    federation.processes = {
+        name: Process(command, federation.processes[name].pid if name in before else 0)
+        for name, command in _commands(folder, federation, keys).items()
+    }
+    starting = Starting(folder, federation, say)
+    try:
+        starting.all()
+    except BaseException:
+        stop({name: process for name, process in federation.processes.items() if name not in before})
+        raise
+    return federation
+
+
+def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, Any]) -> Federation:
+    """Return what is to run: what does, or ran, changed as it was given; not while it runs."""
+    for key, value in given.items() if runs else ():
+        if getattr(base, key) != value:
+            raise UserError(
+                f"--{key.replace('_', '-')} {value}: the federation that runs in {folder} has {getattr(base, key)!r}; "
+                f"`fedsub federation down --dir {folder}` ends it"
+            )
+    if runs:
+        return base
+    partitions = {"partitions": given["nodes"]} if "nodes" in given else {}
+    found = replace(base, **{"insecure": False, **partitions, **given})  # insecure only when it is asked for
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", found.name):
+        raise UserError(f"--name {found.name!r}: must be letters, digits, _ and -")
+    if found.nodes > found.partitions:
+        raise UserError(f"--partitions {found.partitions}: at least the {found.nodes} of --nodes")
+    if not found.nodes and not found.host:
+        raise UserError("--nodes 0: only with --host, under which nodes of other machines reach the SuperLink")
+    table = flower.connections().get(found.name)
+    if table is not None and table.get(flower.FOLDER_KEY) != str(folder):
+        raise UserError(f"--name {found.name}: Flower's config.toml has such a connection, to another SuperLink")
+    found.port = found.port or free_port()
+    if answers(found.port):
+        raise UserError(f"--port {found.port}: another program listens there")
+    found.node_ports = [*found.node_ports, *(free_port() for _ in range(found.nodes))][: found.nodes]
+    return found
+
+
+def _commands(folder: Path, federation: Federation, keys: Path | None) -> dict[str, list[str]]:
+    """Return the commands of the federation's processes, in the order in which they are started."""
+    port, listen = federation.port, "0.0.0.0" if federation.host else commands.LOOPBACK
+    found = {
+        SUPERLINK: commands.superlink(port, str(folder / "superlink.db"), keys, listen),
+        SUPERLINK + SUPEREXEC: commands.server_superexec(port, keys),
+    }
+    for number, own in enumerate(federation.node_ports):
+        name, address = commands.node(number), f"{commands.LOOPBACK}:{port}"
+        found[name] = commands.supernode(address, number, federation.partitions, own, keys)
+        found[name + SUPEREXEC] = commands.node_superexec(number, own, keys)
+    return found
+
+
+@dataclass
+class Starting:
+    """The start of a federation: all that does not run of it yet."""
+
+    folder: Path
+    federation: Federation
+    say: Callable[[str], None]
+    deadline: float = field(default_factory=lambda: time.monotonic() + START_S)
+
+    def all(self) -> None:
+        """Start everything, and wait until the nodes are online."""
+        federation = self.federation
+        if not federation.processes[SUPERLINK].pid:
+            self.begin(SUPERLINK)
+            while not answers(federation.port):
+                self.wait(f"the SuperLink does not answer on port {federation.port}", list(federation.processes))
+        config = flower.connect(federation.name, _connection(self.folder, federation))
+        self.say(f"{config}: connection {federation.name}")
+        for number in range(federation.nodes):
+            if not federation.insecure and number not in federation.registered:
+                public = self.folder / "keys" / f"{commands.node(number)}.pub"
+                _flwr("supernode", "register", str(public), federation.name)
+                federation.registered.append(number)
+                self.save()
+        for name in [name for name, process in federation.processes.items() if not process.pid]:
+            self.begin(name)
+        nodes = [commands.node(number) for number in range(federation.nodes)]
+        while len(nodes_online(federation.name)) < len(nodes):
+            # Of a node that was killed Flower refuses the key until two heartbeats are missing.
+            alive = running(federation.processes)
+            for name in nodes:
+                if name not in alive:
+                    self.begin(name)
+            self.wait("not all nodes are online", [name for name in federation.processes if name not in nodes])
+
+    def begin(self, name: str) -> None:
+        """Start one process."""
+        owner = self.folder / name.removesuffix(SUPEREXEC)
+        owner.mkdir(exist_ok=True)
+        process = self.federation.processes[name]
+        pid = start(process.command, self.log(name), _variables(owner, self.federation.data_dir))
+        self.federation.processes[name] = replace(process, pid=pid)
+        self.save()
+        self.say(f"{name}: started")
+
+    def wait(self, late: str, names: Collection[str]) -> None:
+        """Wait a moment; raises where one of these processes has ended or time is up."""
+        alive = running(self.federation.processes)
+        for name in names:
+            if self.federation.processes[name].pid and name not in alive:
+                raise UserError(f"{name} has ended: {last_error(self.log(name))} ({self.log(name)})")
+        if time.monotonic() > self.deadline:
+            raise UserError(f"{late} within {START_S:g} s; the logs are in {self.folder}")
+        time.sleep(LOOK_S)
+
+    def log(self, name: str) -> Path:
+        """Return the log of a process."""
+        return self.folder / f"{name}.log"
+
+    def save(self) -> None:
+        """Keep what runs, for later commands."""
+        write_json(self.folder / STATE, asdict(self.federation))
+
+
+def last_error(log: Path) -> str:
+    """Return the line of a log that says best why its process has ended."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:] if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return printable((errors or lines or [""])[-1])
+
+
+def _variables(owner: Path, data_dir: str) -> dict[str, str]:
+    """Return the environment of a process whose folder this is."""
+    own = {"FLWR_HOME": str(owner), "FEDSUB_STATE": str(owner / "state")}
+    eager = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # seconds; Flower's default is 1
+    return eager | flower.full_environment() | own | ({"FEDSUB_DATA": data_dir} if data_dir else {})
+
+
+def _connection(folder: Path, federation: Federation) -> list[str]:
+    """Return the connection's lines in Flower's config.toml."""
+    trust = f"root-certificates = {json.dumps(str(folder / 'keys' / 'ca.crt'))}"
+    address = f'address = "{commands.LOOPBACK}:{federation.port}"'
+    trust = "insecure = true" if federation.insecure else trust
+    return [address, trust, f"{flower.FOLDER_KEY} = {json.dumps(str(folder))}"]
+
+
+def _flwr(*arguments: str) -> dict[str, Any]:
+    """Run one of Flower's commands; returns its answer."""
+    command = flower.flwr(*arguments, "--format", "json")
+    done = subprocess.run(command, env=flower.full_environment(), capture_output=True, text=True, check=False)
+    answer = flower.json_in(done.stdout)
+    if done.returncode or not answer.get("success"):
+        said = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
+        raise UserError(f"flwr {' '.join(arguments[:2])}: {printable(said[-1] if said else 'no message')}")
+    return answer
+
+
+def nodes_online(connection: str) -> list[str]:
+    """Return the ids of the SuperNodes that are online for a connection's SuperLink."""
+    nodes = _flwr("supernode", "list", connection)["nodes"]
+    return [str(node["node-id"]) for node in nodes if node["status"] == "online"]
+
+
+def down(folder: Path) -> list[str]:
+    """End the federation of a folder; returns the names of the processes that ran. Its files stay.
+
+    Raises
+    ------
+    UserError
+        There is none.
+    """
+    folder = folder.resolve()
+    federation = _there(folder)
+    nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}
+    names = stop(nodes) + stop(federation.processes)  # nodes first, so that they say good-bye: their keys are free then
+    if flower.connections().get(federation.name, {}).get(flower.FOLDER_KEY) == str(folder):
+        flower.connect(federation.name, [])
+    return names
+
+
+def status(folder: Path) -> tuple[bool, list[str]]:
+    """Say of the federation of a folder whether all of it runs, and in lines what does."""
+    folder = folder.resolve()
+    federation = _there(folder)
+    alive = running(federation.processes)
+    security = "insecure" if federation.insecure else "TLS, node keys"
+    lines = [
+        f"connection {federation.name}: {commands.LOOPBACK}:{federation.port}, {security}, "
+        f"{federation.nodes} of {federation.partitions} nodes, in {folder}"
+    ]
+    width = max(map(len, federation.processes))
+    for name, process in federation.processes.items():
+        memory = alive.get(name)
+        said = f"process {process.pid}, {sum(memory.values()) / 1024:.0f} MiB" if memory else "has ended"
+        lines.append(f"  {name:<{width}}  {said}")
+    complete = len(alive) == len(federation.processes)
+    if SUPERLINK in alive:
+        online = nodes_online(federation.name)
+        complete = complete and len(online) >= federation.nodes
+        lines.append(f"{len(online)} nodes are online: {' '.join(online)}")
+    return complete, lines
+
+
+def _there(folder: Path) -> Federation:
+    federation = read(folder)
+    if federation is None:
+        raise UserError(f"{folder / STATE}: not there; `fedsub federation up --dir {folder}` starts a federation")
+    return federation

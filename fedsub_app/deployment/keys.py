@@ -1,0 +1,175 @@
+"""What the machines of a federation show each other: certificates for TLS, a key pair a node, SuperExecs' secrets.
+
+================================  =============================================================================
+ca.crt                            certificate of the federation's own authority; everybody has it
+ca.key                            its private key, which signs the server's certificate; belongs off the machines
+server.pem, server.key            the SuperLink's certificate and private key
+superlink.secret, node-0.secret   shared by SuperLink or SuperNode with the SuperExec that works for it
+node-0, node-0.pub                a SuperNode's key pair (OpenSSH, P-384); the SuperLink is told the public one
+================================  =============================================================================
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedsub_app.common.errors import UserError
+
+T = TypeVar("T")
+CA_DAYS = 3650
+SKEW = timedelta(days=1)  # certificates are valid that long before they are made, for machines whose clock is behind
+HERE = ("localhost", "127.0.0.1")
+
+
+def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int = 365) -> list[Path]:
+    """Write what is missing in ``folder``; returns the files that were written.
+
+    The server's certificate is written anew where it has ended or is of other hosts; keys of nodes and the authority
+    never are.
+
+    Parameters
+    ----------
+    hosts : names and IP addresses under which nodes reach the SuperLink, besides those of this machine.
+    nodes : how many node keys there have to be.
+    days : for which the server's certificate is valid, at least 1.
+
+    Raises
+    ------
+    UserError
+        A host is neither a name nor an address, or the authority's key is needed and not there.
+    """
+    named = list(dict.fromkeys([*HERE, *hosts]))
+    names = x509.SubjectAlternativeName([_general_name(host) for host in named])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    written: list[Path] = []
+
+    def write(name: str, content: bytes, private: bool = True) -> None:
+        path = folder / name
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "wb") as file:
+            file.write(content)
+        written.append(path)
+
+    if not (folder / "ca.crt").exists():
+        key, certificate = _authority()
+        write("ca.key", _pem(key))
+        write("ca.crt", certificate.public_bytes(Encoding.PEM), private=False)
+    if not _serves(folder / "server.pem", names):
+        key, certificate = _server(folder, named[-1], names, days)
+        write("server.key", _pem(key))
+        write("server.pem", certificate.public_bytes(Encoding.PEM), private=False)
+    for owner in ["superlink", *(f"node-{number}" for number in range(nodes))]:
+        if not (folder / f"{owner}.secret").exists():
+            write(f"{owner}.secret", secrets.token_bytes(32))
+    for number in range(nodes):
+        if not (folder / f"node-{number}").exists():
+            private, public = _key_pair()
+            write(f"node-{number}", private)
+            write(f"node-{number}.pub", public, private=False)
+    return written
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        labels = host.split(".")
+        if len(host) <= 253 and all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", x) for x in labels):
+            return x509.DNSName(host)
+    raise UserError(f"--host {host!r}: must be a name or an IP address") from None
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _key_pair() -> tuple[bytes, bytes]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), public + b"\n"
+
+
+def _authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedsub federation {secrets.token_hex(4)}")])
+    uses = x509.KeyUsage(
+        key_cert_sign=True,
+        crl_sign=True,
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    builder = _certificate(name, name, key, key.public_key(), timedelta(days=CA_DAYS))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return key, builder.add_extension(uses, critical=True).sign(key, hashes.SHA384())
+
+
+def _server(
+    folder: Path, host: str, names: x509.SubjectAlternativeName, days: int
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    signer = _read(folder / "ca.key", lambda text: load_pem_private_key(text, None))
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{folder / 'ca.key'}: not there, or no EC key; it has to sign the server's certificate")
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:64])])
+    builder = _certificate(subject, authority.subject, signer, key.public_key(), timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    return key, builder.add_extension(names, critical=False).sign(signer, hashes.SHA384())
+
+
+def _certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    signer: ec.EllipticCurvePrivateKey,
+    public: ec.EllipticCurvePublicKey,
+    valid: timedelta,
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - SKEW)
+    builder = builder.not_valid_after(now + valid)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    return builder.add_extension(identifier, critical=False)
+
+
+def _serves(path: Path, names: x509.SubjectAlternativeName) -> bool:
+    """Say whether a server's certificate is there, has not ended and is of these hosts."""
+    certificate = _read(path, x509.load_pem_x509_certificate)
+    if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
+        return False
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return set(names) <= set(found)
+
+
+def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
+    """Return what a file holds; ``None`` where it is not there."""
+    try:
+        return parse(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as a key or certificate ({error})") from None

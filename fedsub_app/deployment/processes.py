@@ -1,0 +1,106 @@
+"""Processes that outlive the command that started them, and are found and ended by a later one."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsub_app.deployment.commands import LOOPBACK
+
+PATIENCE_S = {signal.SIGTERM: 20.0, signal.SIGKILL: 10.0}
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a federation.
+
+    Attributes
+    ----------
+    command : argument vector; what it starts stays in its process group.
+    pid : its process id, which its group has too; 0: it was never started.
+    """
+
+    command: list[str]
+    pid: int = 0
+
+
+def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
+    """Start one of Flower's commands of this Python environment, in a process group of its own; returns its id."""
+    program = str(Path(sys.executable).parent / command[0])
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [program, *command[1:]],
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
+    """Return, of each that runs, its name -> process id -> resident memory in KiB, those it has started included.
+
+    A process id may have been given to another program since: it counts only with the same command line.
+    """
+    for process in processes.values():
+        with suppress(ChildProcessError):  # one that this process has started and that has ended is let go of
+            os.waitpid(process.pid or -1 << 20, os.WNOHANG)
+    columns = ["ps", "-axww", "-o", "pid=,pgid=,stat=,rss=,args="]
+    listed = subprocess.run(columns, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
+    found: dict[str, dict[int, int]] = {}
+    named = {process.pid: (name, process.command) for name, process in processes.items() if process.pid}
+    for line in listed.stdout.splitlines():
+        pid, group, state, memory, *args = line.split(None, 4)
+        name, command = named.get(int(group), ("", []))
+        if not name or state.startswith("Z") or not args:
+            continue
+        own = args[0].endswith(" ".join(command))
+        if own if pid == group else f"{os.sep}flwr-" in args[0]:
+            found.setdefault(name, {})[int(pid)] = int(memory)
+    return found
+
+
+def stop(processes: Mapping[str, Process]) -> list[str]:
+    """End processes and all that they have started; returns the names of those that ran.
+
+    Raises
+    ------
+    TimeoutError
+        One of them is still there.
+    """
+    found = running(processes)
+    names = list(found)
+    for number, patience in PATIENCE_S.items():
+        deadline = time.monotonic() + patience
+        for pid in [pid for pids in found.values() for pid in pids]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while found and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            found = running(processes)
+    if found:
+        raise TimeoutError(f"still running: {found}")
+    return names
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    """Say whether somebody listens on a port of this machine."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((LOOPBACK, port)) == 0
