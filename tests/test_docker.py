@@ -1,0 +1,107 @@
+"""docker/: its containers run the commands that ``fedsub federation up`` runs, and have the files that these name."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedsub_app.deployment import commands
+from fedsub_app.deployment.commands import node_superexec, server_superexec, superlink, supernode
+from fedsub_app.flower import PROJECT, environment
+
+DOCKER = PROJECT / "docker"
+KEYS = Path("/keys")
+VARIABLES = {"PARTITION": "2", "PARTITIONS": "3", "SUPERLINK": "a.example.org:8443", "FEDSUB_DATA": "/mnt/data"}
+DATABASE = "/state/superlink.db"
+
+
+def services(*names: str) -> dict[str, Any]:
+    """The services of compose files, laid over each other as compose does it: volumes are added, commands replaced."""
+    found: dict[str, Any] = {}
+    for name in names:
+        text = (DOCKER / name).read_text()
+        text = re.sub(
+            r"\$\{(\w+)(?::-([^}]*)|:\?)\}", lambda m: VARIABLES.get(m[1], m[2] if m[2] is not None else "?"), text
+        )
+        assert "?}" not in text
+        assert "$" not in re.sub("#.*", "", text)
+        for service, content in yaml.safe_load(text)["services"].items():
+            before = found.setdefault(service, {})
+            volumes = before.get("volumes", []) + content.get("volumes", [])
+            before |= content | {"volumes": volumes}
+    return found
+
+
+def expected(keys: Path | None) -> dict[str, list[str]]:
+    found = {
+        "superlink": superlink(8000, DATABASE, keys, "0.0.0.0"),
+        "superlink-superexec": server_superexec(8000, keys),
+    }
+    for number in range(2):
+        name = commands.node(number)
+        found[name] = supernode("superlink:8000", number, 2, 9094, keys)
+        found[f"{name}-superexec"] = node_superexec(number, 9094, keys)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("files", "keys"),
+    [
+        (["compose.yml"], None),
+        (["compose.yml", "compose.tls.yml"], KEYS),
+        (["compose.yml", "compose.tls.yml", "compose.state.yml"], KEYS),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_the_commands_are_those_of_federation_up(files: list[str], keys: Path | None) -> None:
+    found = services(*files)
+    found.pop("door", None)
+    assert {name: service["command"] for name, service in found.items()} == expected(keys)
+
+
+def test_a_node_of_its_own_machine_has_the_commands() -> None:
+    found = services("compose.node.yml")
+    assert found["node"]["command"] == supernode("a.example.org:8443", 2, 3, 9094, KEYS)
+    assert found["superexec"]["command"] == node_superexec(2, 9094, KEYS)
+
+
+@pytest.mark.parametrize(
+    "files", [["compose.yml", "compose.tls.yml", "compose.state.yml"], ["compose.node.yml"]], ids=lambda f: f[0]
+)
+def test_a_container_has_the_files_that_it_names_and_no_other_key(files: list[str]) -> None:
+    """Every key file that a command, or the door's configuration, names is mounted read-only; state is in volumes."""
+    for name, service in services(*files).items():
+        text = " ".join(service["command"]) + ((DOCKER / "nginx.conf").read_text() if name == "door" else "")
+        named = set(re.findall(r"/keys/[\w.-]+", text))
+        mounted = {volume.split(":")[1] for volume in service["volumes"] if ":/keys" in volume}
+        assert mounted == named, name
+        assert all(volume.endswith(":ro") for volume in service["volumes"] if ":/keys" in volume or ":/data" in volume)
+        if name == "superlink" or (name.endswith("superexec") and name != "superlink-superexec"):
+            assert any(volume.endswith(":/state") for volume in service["volumes"]), name
+
+
+def test_a_superexec_shares_the_loopback_of_what_it_works_for() -> None:
+    """SuperNodes and the SuperLink's SuperExec listen, and ask, on 127.0.0.1 only."""
+    for files in (["compose.yml", "compose.tls.yml"], ["compose.node.yml"]):
+        for name, service in services(*files).items():
+            if name.endswith("superexec"):
+                of = name.removesuffix("superexec").rstrip("-") or "node"
+                assert service["network_mode"] == f"service:{of}"
+            elif name not in ("superlink", "door"):
+                assert "ports" not in service
+    assert services("compose.yml")["superlink"]["ports"] == ["127.0.0.1:8000:8000"]
+
+
+def test_the_image_has_what_the_app_needs() -> None:
+    """The app's dependencies at the tested versions; and the variables that Flower needs before it starts."""
+    text = (DOCKER / "Dockerfile").read_text()
+    assert text.count("-c /opt/fedsub/constraints.txt") == 2
+    for name, value in environment().items():
+        if name.startswith("FLWR"):
+            assert f"{name}={value}" in text
+    pinned = {line.split("==")[0].lower() for line in (PROJECT / "constraints.txt").read_text().splitlines()}
+    needed = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split(r"[\[<>=]", name)[0].lower() for name in needed} <= pinned
