@@ -39,7 +39,8 @@ def main(grid: Grid, context: Context) -> None:
     log_to_stdout()
     try:
         settings = settings_of(grid.run.override_config)
-        wake(grid)
+        if Path(sys.argv[0]).name != "flwr-serverapp":  # a real node starts a process for every message
+            wake(grid)
         run_and_report(grid, settings)
     except (UserError, RunFailed) as error:
         log.error("%s: %s", "failed" if isinstance(error, RunFailed) else "error", error)

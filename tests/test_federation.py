@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -264,6 +265,35 @@ def test_a_node_that_leaves_is_asked_no_more() -> None:
 def test_the_roll_call_finds_all_nodes() -> None:
     fed = federation()
     fed.meet(LocalGrid(app, {}, 3))
+    assert fed.nodes == nodes(3)
+
+
+def test_a_node_that_leaves_during_the_roll_call_is_waited_for() -> None:
+    """Flower answers for it; it comes back, and the run begins."""
+
+    class Cut(LocalGrid):
+        calls = 0
+
+        def get_node_ids(self) -> Iterable[int]:
+            return [node for node in self.contexts if node != 3 or self.calls != 1]
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            self.calls += 1
+            sent = list(messages)
+            ids = list(super().push_messages(sent))
+            for message, message_id in zip(sent, ids, strict=True):
+                if message.metadata.dst_node_id == 3 and self.calls == 1:
+                    self._replies[message_id] = failed = Message(Error(1, "Node Unavailable"), reply_to=message)
+                    failed.metadata.__dict__["_reply_to_message_id"] = message_id
+            return ids
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            found = super().pull_messages(message_ids)
+            threading.Timer(0.2, setattr, (self, "calls", 2)).start()
+            return found
+
+    fed = federation(node_timeout=20.0)
+    fed.meet(Cut(app, {}, 3))
     assert fed.nodes == nodes(3)
 
 

@@ -154,6 +154,8 @@ class Federation:
             node_id = node_of.pop(reply.metadata.reply_to_message_id, None)
             if node_id is None:  # a second answer
                 continue
+            if reply.has_error() and node_id not in set(grid.get_node_ids()):  # it has left, and is called again
+                continue
             try:
                 node = _read_roll_call(node_id, reply)
                 count = next(iter(self.nodes.values()), node).num_partitions
