@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -23,6 +24,7 @@ from fedsub_app.federation.protocol import STAMP, UNKNOWN_SETTINGS, Update, pack
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState
+from fedsub_app.training.stacked import MOST
 from fedsub_app.training.workplace import Workplace, workplace
 
 app = ClientApp()
@@ -106,7 +108,10 @@ def _answer(message: Message, context: Context) -> Message:
         folder = _state_folder(header, context)
     except UserError as error:
         return Message(pack(stamp | {"error": str(error)}, []), reply_to=message)
-    updates = [_run(place, folder, header, config, tensors) for config, tensors in parts]
+    if place.settings.stack_clients and header["phase"] == MessageType.TRAIN:
+        updates = _run_together(place, header, parts)
+    else:
+        updates = [_run(place, folder, header, config, tensors) for config, tensors in parts]
     return Message(pack(stamp, [update_part(update) for update in updates]), reply_to=message)
 
 
@@ -155,6 +160,25 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
         return replace(update, state=(kept, header["round"] if worker.state else kept))
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
         return Update(client, error=printable(f"{type(error).__name__}: {error}"))
+
+
+def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
+    """Train clients whose tensors and numbers of samples are alike together; they have no state (setting)."""
+    kind = METHODS[place.settings.method].client
+    groups: dict[object, list[int]] = {}
+    for number, (config, sent) in enumerate(parts):
+        shapes = tuple((name, tensor.shape) for name, tensor in sent.items())
+        groups.setdefault((len(place.partition.train[config["client"]]), shapes), []).append(number)
+    updates: dict[int, Update] = {}
+    for alike in groups.values():
+        for some in (alike[start : start + MOST] for start in range(0, len(alike), MOST)):
+            clients = [kind(place, parts[number][0]["client"], header["round"], {}) for number in some]
+            try:
+                found = kind.run_together(clients, [parts[number][1] for number in some])
+            except Exception as error:  # a failure of one operation is one of all these clients
+                found = [Update(client.id, error=printable(f"{type(error).__name__}: {error}")) for client in clients]
+            updates |= dict(zip(some, found, strict=True))
+    return [updates[number] for number in range(len(parts))]
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedsub_app.common.device import pick_device
@@ -18,12 +19,13 @@ from fedsub_app.data import load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import build_model, load_tensors
+from fedsub_app.models import Network, build_model, load_tensors
 from fedsub_app.runs import pictures, report
 from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, settings_of, used_up
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
+from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.merging import Facts, check_defences
 
@@ -132,6 +134,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     # Before the run directory exists, because it may reject its settings.
     strategy = METHODS[settings.method].strategy(settings, model)
     check_defences(strategy)
+    if settings.stack_clients:
+        _check_stacked(settings, model)
     run = open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
@@ -149,6 +153,18 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
     finally:
         run.close()
+
+
+def _check_stacked(settings: Settings, model: nn.Module) -> None:
+    """Raise :class:`UserError` where a run's clients cannot be trained together."""
+    able = [name for name, method in METHODS.items() if method.client.stackable()]
+    if settings.method not in able:
+        raise UserError(
+            f"stack-clients = true: clients of {settings.method} train in a way of their own; allowed with "
+            + ", ".join(able)
+        )
+    if reason := unstackable(settings, Network(model)):
+        raise UserError(f"stack-clients = true: not with {reason}")
 
 
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:

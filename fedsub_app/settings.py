@@ -122,6 +122,8 @@ class TrainingSettings(Section):
     """A name of `fedsub list models`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: on a GPU if there is one."""
+    stack_clients: bool = False
+    """Train clients of equal shape together: several times as fast on small networks, equal up to float rounding."""
     gpu_exact: bool = True
     """On a GPU: deterministic kernels and no TF32; false: the fastest, not repeatable bit for bit."""
     optimizer: Literal["sgd", "adam"] = "sgd"

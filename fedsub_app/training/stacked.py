@@ -1,0 +1,71 @@
+"""Clients of one shape trained together: every operation once for all of them, on weights stacked [clients, ...].
+
+A step of a small network takes as long as its many operations take to start, on a CPU and more so on a GPU. What is
+computed is the same as one client after the other; sums are taken in another order, so the numbers agree up to float
+rounding, and depend on which clients come together. Hence behind the setting ``stack-clients``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.models import Network
+from fedsub_app.settings import Settings
+from fedsub_app.training import costs
+from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.worker import Worker
+
+MOST = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
+
+
+def unstackable(settings: Settings, network: Network) -> str:
+    """Return which setting does not go with ``stack-clients``, as "key = value: why", or nothing."""
+    if settings.objective != "none":
+        return f"objective = {settings.objective}: its term is of one client's network"
+    if settings.attack != "none":
+        return f"attack = {settings.attack}: of one client"
+    if settings.augment != "none":
+        return f"augment = {settings.augment}: drawn client by client"
+    if any(name.endswith("running_mean") for name in network.tensors):
+        return f"model = {settings.model}: has BatchNorm, whose running statistics are one client's"
+    return ""
+
+
+def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Tensors]:
+    """Train what was sent to clients of equally many samples as :meth:`Worker.fit` does; returns their tensors.
+
+    Parameters
+    ----------
+    clients : their metrics and FLOPs are set as by ``fit``.
+    sent : of each client the tensors of the whole network, or of one narrower, of one shape for all.
+    """
+    first, count = clients[0], len(clients)
+    place, settings = first.place, first.settings
+    network = place.network_for(sent[0])
+    network.training_mode()
+    tensors = {
+        name: torch.stack([one[name].to(own.device) for one in sent]).requires_grad_(name in network.parameters)
+        for name, own in network.tensors.items()
+    }
+    optimizer = Optimizer(settings, {name: tensors[name] for name in network.parameters}, settings.lr_at(first.round))
+    orders = [list(client.batches()) for client in clients]
+    x, y = (torch.stack(parts) for parts in zip(*((client.x, client.y) for client in clients), strict=True))
+    forward = vmap(lambda own, batch: functional_call(network.module, own, (batch,)))
+    each = torch.arange(count, device=x.device)[:, None]
+    total, seen = torch.zeros(count, device=x.device), sum(map(len, orders[0]))
+    for batches in zip(*orders, strict=True):
+        batch = torch.stack(batches).to(x.device)
+        logits: Tensor = forward(tensors, x[each, batch])
+        losses = F.cross_entropy(logits.flatten(0, 1), y[each, batch].flatten(), reduction="none").view(count, -1)
+        optimizer.step(optimizer.gradients(losses.mean(1).sum()))  # a client's weights move only its own loss
+        total += losses.detach().sum(1)
+    for client, loss in zip(clients, total.tolist(), strict=True):
+        if seen:
+            client.metrics["train-loss"] = loss / seen
+        client.flops += seen * place.training_flops(network)
+        client.published_flops += seen * costs.published_flops(place.forward_flops(network), False)
+    return [{name: tensor[number].detach() for name, tensor in tensors.items()} for number in range(count)]
