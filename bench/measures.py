@@ -186,6 +186,35 @@ def worker_grid(_: Any, overrides: Any, workers: int) -> Any:
     return local_grid("fedsub_app.client_app", overrides, workers)
 
 
+# --- stacked_over_loop ------------------------------------------------------------------------------------------------
+
+
+def stacked_over_loop(effort: Effort, device: str) -> Result:
+    """Round of ten clients of FedPeWS's MLP that train together over one where they train one after the other."""
+    return apart(_stacked_over_loop, effort, device)
+
+
+def _stacked_over_loop(effort: Effort, device: str) -> Result:
+    settings: dict[str, Value] = {
+        "method": "fedavg",
+        "model": "fedpews-mlp",
+        "dataset": "synthetic-3k",
+        "partition": "iid",
+        "num-clients": CLIENTS,
+        "batch-size": 8,  # as conf/fedpews/table2-3k-eta-0.1.toml
+        "num-rounds": effort.rounds + 1,
+        "eval-every": effort.rounds + 1,
+        "device": device,
+    }
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(effort.repeats):
+        for stacked, found in seconds.items():
+            lines, _ = run_local(settings | {"stack-clients": stacked})
+            found += [line["seconds"] for line in counted(lines, skip=1)]
+    value, sides = ratio(seconds[True], seconds[False], ("together", "one after the other"))
+    return Result(value, sides, shown(settings))
+
+
 # --- flwr_over_pool ---------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +448,7 @@ MEASURES: dict[str, Callable[[Effort, str], Result]] = {
     for measure in (
         local_over_loop,
         workers_over_loop,
+        stacked_over_loop,
         flwr_over_pool,
         overhead_1000_clients_s,
         wire_over_formula,
