@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check bench setup lock clean
+.PHONY: run test check docs bench setup lock clean
 
 # A run on Flower's simulation engine; then it and two other methods on the same clients, side by side.
 run: setup
@@ -18,6 +18,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+docs: setup
+	$(BIN)/mkdocs build --strict --site-dir runs/site
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
