@@ -69,8 +69,6 @@ class GlobalTest:
             settings.model, in_shape, dataset.num_classes, settings.seed, settings.hidden_width
         ).to(device)
         self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
-        if len(in_shape) == 3:
-            self.x = self.x.contiguous(memory_format=torch.channels_last)
 
     def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
         """Return ``global-accuracy`` in percent and ``global-loss``."""

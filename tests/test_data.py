@@ -185,7 +185,7 @@ def test_normalise_and_image_size() -> None:
     torch.testing.assert_close(half.train_x, plain.train_x * 2 - 1)
     large = load("digits", normalise="none", image_size=16)
     assert large.train_x.shape == (1438, 1, 16, 16)
-    assert large.train_x.is_contiguous()
+    assert large.train_x.is_contiguous(memory_format=torch.channels_last)
     assert abs(float(large.train_x.mean()) - float(plain.train_x.mean())) < 0.01
 
 
@@ -357,7 +357,7 @@ def test_npz(data_dir: Path, shape: tuple[int, ...]) -> None:
     data = load("own", normalise="none")
     pixels = content["train_images"].reshape(20, shape[0], shape[1], -1).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(data.train_x.numpy() * 255, pixels, atol=1e-4)
-    assert data.train_x.is_contiguous()
+    assert data.train_x.is_contiguous(memory_format=torch.channels_last)
     assert data.test_y.tolist() == content["test_labels"].tolist()
     assert (data.num_classes, data.notes) == (2, ())
     assert "own" in dataset_names()

@@ -83,8 +83,5 @@ def workplace(settings: Settings) -> Workplace:
         settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
     )
     # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
-    placed = [
-        part.to(device, memory_format=torch.channels_last if part.dim() == 4 else torch.preserve_format)
-        for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
-    ]
+    placed = [part.to(device) for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)]
     return Workplace(settings, dataset, partition, Network(model.to(device)), device, *placed)
