@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(": ".join(["stopped", *map(str, stop.args)]), file=sys.stderr)
         return 130
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

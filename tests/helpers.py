@@ -247,7 +247,7 @@ def _summary_half_written(number: int) -> None:
 def _settings_written(number: int) -> None:
     from fedsub_app import server_app
 
-    _wrap(server_app, "open_run", after=lambda settings: True)
+    _wrap(server_app, "open_run", after=lambda *_: True)
 
 
 def _file(number: int) -> str:
