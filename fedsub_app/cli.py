@@ -43,7 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run an experiment on one of the three engines")
-    run.add_argument("experiment", nargs="?", default="", help="conf/<experiment>.toml (default: none)")
+    run.add_argument(
+        "experiment",
+        nargs="?",
+        default="",
+        help="conf/<experiment>.toml, or the path of a TOML file (default: none)",
+    )
     run.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     run.add_argument(
         "--engine",
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     reproduce = commands.add_parser(
         "reproduce", help="run a table's experiments over seeds, beside the paper's numbers"
     )
-    reproduce.add_argument("name", help="a table, see `fedsub list tables`")
+    reproduce.add_argument("name", help="a table, see `fedsub list tables`, or the path of a TOML file")
     reproduce.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the table's)")
     reproduce.add_argument(
         "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting in every run"
@@ -143,11 +148,12 @@ def _run(options: argparse.Namespace) -> int:
             f"--workers {options.workers}: of the local engine; --engine {options.engine} has its own nodes"
         )
     waking = flower.wake(options.engine) if options.engine != "local" else None
-    from fedsub_app.config import parse_pairs
+    from fedsub_app.config import is_file, parse_pairs
 
     overrides = parse_pairs(options.set)
     if options.experiment:
-        _give(overrides, {"experiment": options.experiment}, options.experiment)
+        name = str(Path(options.experiment).absolute()) if is_file(options.experiment) else options.experiment
+        _give(overrides, {"experiment": name}, options.experiment)
     if options.resume:
         _give(overrides, {"run-dir": str(options.resume.resolve()), "resume": True}, f"--resume {options.resume}")
     if options.engine == "local":

@@ -1,9 +1,13 @@
 """What is printed of a run: a line a round, a table at the end, what several runs have cost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
+from torch import nn
+
 from fedsub_app.common.tensors import Json
+from fedsub_app.data import Dataset
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.runs.directory import ACCURACIES
 from fedsub_app.runs.records import COSTS, Group, names_of, read_run, summary_of
@@ -29,9 +33,26 @@ def human_seconds(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
+def opening(folder: Path, dataset: Dataset, model: nn.Module, settings: Settings, stage: Callable[[int], str]) -> str:
+    """Return what a run is about to do, as one line of text; ``stage`` names a round's, "" where it has none."""
+    rounds = range(1, settings.num_rounds + 1)
+    named = [(name, list(numbers)) for name, numbers in groupby(rounds, stage) if name]
+    stages = ", ".join(f"{name} in rounds {numbers[0]} to {numbers[-1]}" for name, numbers in named[:3])
+    if named and len(named[0][1]) == len(rounds):
+        stages = f"{named[0][0]} in all of them"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    words = [f"run {folder}", f"{settings.method} on {settings.dataset}"]
+    words += [f"{len(dataset.train_y):,} training and {len(dataset.test_y):,} test samples"]
+    words += [f"{settings.model}, {count:,} parameters"]
+    words += [f"{settings.num_clients} clients, {settings.sample_size} a round"]
+    words += [f"{settings.num_rounds} rounds{', ' if stages else ''}{stages}"]
+    return "  ".join(words)
+
+
 def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     """Return one round as one line of text; ``line`` is that of rounds.jsonl."""
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
+    words += [line["stage"]] if "stage" in line else []
     words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
     if line.get("train-loss") is not None:
         words.append(f"train loss {line['train-loss']:.4f}")
