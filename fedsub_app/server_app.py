@@ -15,7 +15,7 @@ from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import load_dataset, make_partition, partition_summary
+from fedsub_app.data import Dataset, Partition, load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
@@ -110,6 +110,28 @@ def _draw(folder: Path) -> None:
         log.warning("no pictures: %s", one_line(error))
 
 
+def prepare(settings: Settings) -> tuple[Dataset, Partition, SubnetStrategy]:
+    """Return the data, what each client has of them, and the method's server side, whose ``model`` is the network.
+
+    Raises
+    ------
+    UserError
+        Bad input; nothing is written.
+    """
+    dataset = load_dataset(settings.data)
+    if settings.augment != "none" and dataset.train_x.dim() != 4:
+        raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
+    partition = make_partition(settings.data, settings.partitioning)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
+    strategy = METHODS[settings.method].strategy(settings, model)
+    check_defences(strategy)
+    if settings.stack_clients:
+        _check_stacked(settings, model)
+    return dataset, partition, strategy
+
+
 def run_experiment(grid: Grid, settings: Settings) -> Json:
     """Run all rounds on ``grid``; returns the summary.
 
@@ -121,31 +143,20 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         All rounds, or ``max-abandoned`` in a row, had too few valid replies, or the run's files cannot be written.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
-    dataset = load_dataset(settings.data)
-    if settings.augment != "none" and dataset.train_x.dim() != 4:
-        raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
-    partition = make_partition(settings.data, settings.partitioning)
-    model = build_model(
-        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
-    )
     device = pick_device(settings.device, settings.gpu_exact)
-    # Before the run directory exists, because it may reject its settings.
-    strategy = METHODS[settings.method].strategy(settings, model)
-    check_defences(strategy)
-    if settings.stack_clients:
-        _check_stacked(settings, model)
+    dataset, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
     run = open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
         header = {"run": run.run_id, "state-dir": str(run.state_folder)}
         global_test = GlobalTest(settings)
-        sample_flops = training_flops(model, tuple(dataset.train_x.shape[1:]), 1)
+        sample_flops = training_flops(strategy.model, tuple(dataset.train_x.shape[1:]), 1)
         facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
         strategy.connect(Federation(settings, header, told, device.type), facts)
         run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         for note in dataset.notes:
             log.info("note: %s", note)
-        log.info("%s", report.opening(run.folder, dataset, model, settings, strategy.stage))
+        log.info("%s", report.opening(run.folder, dataset, strategy))
         strategy.summary()
         return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
     except KeyboardInterrupt:
