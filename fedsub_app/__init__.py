@@ -1,1 +1,39 @@
 """fedsub: run, compare and deploy subnetwork federated learning with Flower."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch takes seconds
+    from fedsub_app.common.section import Value
+    from fedsub_app.runs.records import Record
+
+
+def run(settings: "Mapping[str, Value]", workers: int = 1) -> "Record":
+    """Run on the local engine, as ``fedsub run`` does; returns what the run's directory then holds.
+
+    Parameters
+    ----------
+    settings : single keys on top of their experiment's and the defaults, as in TOML: ``{"num-rounds": 20}``.
+    workers : processes; 1: all in this one.
+
+    Raises
+    ------
+    UserError
+        Bad input, before round 1: one line that names the key, the value and what is allowed.
+    RunFailed
+        The run could not go on; its ``folder`` may hold a checkpoint to resume from.
+    """
+    from fedsub_app.common.device import pick_device
+    from fedsub_app.federation.workers import local_grid
+    from fedsub_app.runs.directory import settings_of
+    from fedsub_app.runs.records import read_run
+    from fedsub_app.server_app import run_and_report
+
+    resolved = settings_of(settings)
+    on_gpu = pick_device(resolved.device).type == "cuda"
+    grid = local_grid("fedsub_app.client_app", settings, min(workers, resolved.num_clients), fork=not on_gpu)
+    try:
+        return read_run(Path(run_and_report(grid, resolved)["run-dir"]))
+    finally:
+        grid.close()

@@ -4,9 +4,12 @@ import argparse
 import gc
 import logging
 import os
+import platform
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.deployment.command import add_federation
@@ -41,10 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fedsub", description="Run, compare and deploy subnetwork federated learning."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions of fedsub and of what it runs on")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run an experiment on one of the three engines")
-    run.add_argument("experiment", nargs="?", default="", help="conf/<experiment>.toml (default: none)")
+    run.add_argument(
+        "experiment",
+        nargs="?",
+        default="",
+        help="conf/<experiment>.toml, or the path of a TOML file (default: none)",
+    )
     run.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     run.add_argument(
         "--engine",
@@ -58,13 +67,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes of the local engine (default: the cores that this process may use; the GPUs where they train)",
     )
-    run.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
+    run.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="continue the run in this directory; with -s num-rounds=N for more rounds",
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="say what the run would be: settings, clients, bytes, FLOPs, memory"
+    )
     run.set_defaults(command=_run)
 
     reproduce = commands.add_parser(
         "reproduce", help="run a table's experiments over seeds, beside the paper's numbers"
     )
-    reproduce.add_argument("name", help="a table, see `fedsub list tables`")
+    reproduce.add_argument("name", help="a table, see `fedsub list tables`, or the path of a TOML file")
     reproduce.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the table's)")
     reproduce.add_argument(
         "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting in every run"
@@ -133,7 +150,25 @@ def _parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help='print what a shell needs where setup did not run: eval "$(fedsub env)"')
     env.set_defaults(command=_env)
     add_federation(commands)
+
+    method = commands.add_parser("new-method", help="write the files of a method of your own, to be filled in")
+    method.add_argument("name", metavar="NAME", help="of the setting `method`: fedfoo")
+    method.set_defaults(command=_new_method)
+    completion = commands.add_parser(
+        "completion", help='print what completes this command in a shell: eval "$(fedsub completion bash)"'
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(command=_completion)
     return parser
+
+
+class _Version(argparse.Action):
+    """Print versions and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        packages = [f"{name} {version(name)}" for name in ("fedsub", "flwr", "ray", "torch")]
+        print(", ".join([*packages, f"Python {platform.python_version()}"]))
+        parser.exit()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -143,17 +178,30 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError(
             f"--workers {options.workers}: of the local engine; --engine {options.engine} has its own nodes"
         )
-    waking = flower.wake(options.engine) if options.engine != "local" else None
-    from fedsub_app.config import parse_pairs
+    waking = flower.wake(options.engine) if options.engine != "local" and not options.dry_run else None
+    overrides = _overrides(options)
+    if options.dry_run:
+        from fedsub_app.plan import plan
+        from fedsub_app.runs.directory import settings_of
 
-    overrides = parse_pairs(options.set)
-    if options.experiment:
-        _give(overrides, {"experiment": options.experiment}, options.experiment)
-    if options.resume:
-        _give(overrides, {"run-dir": str(options.resume.resolve()), "resume": True}, f"--resume {options.resume}")
+        print(plan(settings_of(overrides)))
+        return 0
     if options.engine == "local":
         return _run_local(overrides, options.workers)
     return flower.run(options.engine, overrides, waking)
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the single keys that a command line of ``fedsub run`` asks for."""
+    from fedsub_app.config import is_file, parse_pairs
+
+    overrides = parse_pairs(options.set)
+    if options.experiment:
+        name = str(Path(options.experiment).absolute()) if is_file(options.experiment) else options.experiment
+        _give(overrides, {"experiment": name}, options.experiment)
+    if options.resume:
+        _give(overrides, {"run-dir": str(options.resume.resolve()), "resume": True}, f"--resume {options.resume}")
+    return overrides
 
 
 def _give(overrides: dict[str, str | int | float | bool], values: dict[str, str | bool], said: str) -> None:
@@ -343,6 +391,22 @@ def _env(options: argparse.Namespace) -> int:
 
     for name, value in flower.environment().items():
         print(f'export {name}="${{{name}:-{value}}}"')
+    return 0
+
+
+def _new_method(options: argparse.Namespace) -> int:
+    from fedsub_app.new_method import new_method
+
+    for path in new_method(options.name):
+        print(path)
+    print("left to you: the method, its paper in the heads, rows in README.md, docs/bad-input.md and CHANGELOG.md")
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from fedsub_app.completion import completion
+
+    print(completion(_parser(), options.shell), end="")
     return 0
 
 

@@ -19,24 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError, shown
-from fedsub_app.common.section import Section, Value
+from fedsub_app.common.section import Section, Value, flatten
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import MethodSettings, Settings
 
 TABLE = "tool.flwr.app.config"
 RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true | false", "string": "text", "array": "text"}
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Nested TOML tables as one level of dotted keys."""
-    flat: dict[str, Value] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _sections() -> dict[str, type[Section]]:
@@ -96,8 +85,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def conf_name(path: Path) -> str:
-    """Return how a message names a file of conf/: ``conf/<paper>/<experiment>.toml``."""
-    return f"conf/{path.relative_to(conf_folder()).as_posix()}"
+    """Return how a message names a file: ``conf/<paper>/<experiment>.toml``, or as it is where it lies elsewhere."""
+    inside = path.is_relative_to(conf_folder())
+    return f"conf/{path.relative_to(conf_folder()).as_posix()}" if inside else str(path)
+
+
+def is_file(name: str) -> bool:
+    """Say whether the name of an experiment or a table is that of a file of one's own: it ends in ``.toml``."""
+    return name.endswith(".toml")
 
 
 def describe() -> dict[str, str]:
@@ -180,22 +175,42 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
 
     ``extending``: the experiments that led to this one, each of which extends the next.
     """
-    source = f"conf/{extending[-1]}.toml: extends" if extending else "experiment"
+    source = f"{conf_name(_file(extending[-1]))}: extends" if extending else "experiment"
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
-    path = experiments().get(name)
-    if path is None:
+    path = _file(name)
+    if not path.is_file():
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{source} = {name!r}: no conf/{name}.toml{hint}")
+        raise UserError(f"{source} = {name!r}: no {conf_name(path)}{hint}")
     own = flatten(read_toml(path))
     base = own.pop("extends", None)
-    _check_known(own, f" in conf/{name}.toml")
+    _check_known(own, f" in {conf_name(path)}")
     if base is None:
         return own
     if not isinstance(base, str) or not base:
-        raise UserError(f"conf/{name}.toml: extends = {base!r}: must be the name of an experiment")
-    return _read_experiment(base if "/" in base else f"{path.parent.name}/{base}", (*extending, name)) | own
+        raise UserError(f"{conf_name(path)}: extends = {base!r}: must be the name of an experiment")
+    if is_file(base):
+        base = str(path.parent / base)
+    elif "/" not in base and not is_file(name):
+        base = f"{path.parent.name}/{base}"
+    return _read_experiment(base, (*extending, name)) | own
+
+
+def _file(experiment: str) -> Path:
+    """Return the file of an experiment: of conf/, or one's own."""
+    return Path(experiment) if is_file(experiment) else conf_folder() / f"{experiment}.toml"
+
+
+def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
+    """Return single keys with those of an experiment of one's own, whose file other machines do not have."""
+    name = str(overrides.get("experiment", ""))
+    if not is_file(name):
+        return dict(overrides)
+    given = {key: value for key, value in overrides.items() if key != "experiment"}
+    found = own_keys(_read_experiment(name) | given)
+    preset = METHODS[str(found.get("method", defaults()["method"]))].preset
+    return {key: value for key, value in found.items() if key in given or key not in preset}
 
 
 def _check_known(values: Mapping[str, Value], source: str) -> None:

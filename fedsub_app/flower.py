@@ -6,6 +6,7 @@ shell may override) into the Python environment that it runs in, so that a hand-
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,10 +21,16 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 
-if TYPE_CHECKING:  # importing torch takes seconds; `wake` is called before them
+if TYPE_CHECKING:  # pydantic and torch take their time; `wake` is called before them
     from fedsub_app.common.section import Value
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
+LOCAL = ":local:"  # address of the SuperLink that Flower starts and keeps on this machine
+NODES_KEY = "fedsub-nodes"  # of a connection, which Flower ignores: simulated nodes, if not one a core
+OLD_OPTIONS = tuple(
+    f"backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
+)  # beside options.num-supernodes all that we once wrote; Flower 1.41 warns of options in every run
+OUR_KEYS = {"address", "options", NODES_KEY}
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
 CONFIG = "config.toml"
 PROJECT = Path(__file__).resolve().parents[1]
@@ -53,11 +60,15 @@ def setup(cluster: int | None = None) -> list[str]:
     """
     said = []
     known = connections()
-    wanted = {CONNECTION: _here} | ({CLUSTER: lambda: _cluster(cluster)} if cluster else {})
-    for name, lines in wanted.items():
-        if name not in known:
-            config = connect(name, ['address = ":local:"', *lines()])
-            said.append(f"{config}: connection {name} added")
+    wanted: dict[str, Mapping[str, Value]] = {CONNECTION: {}}
+    if cluster or CLUSTER in known:
+        wanted[CLUSTER] = {NODES_KEY: cluster} if cluster else {}
+    for name, keys in wanted.items():
+        found = known.get(name, {})
+        connection = {"address": LOCAL, **_kept(name, found), **keys}
+        if connection != found and _ours(found):
+            config = connect(name, [f"{key} = {_toml(value)}" for key, value in connection.items()])
+            said.append(f"{config}: connection {name} {'brought up to date' if found else 'added'}")
     # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
     hook = Path(sysconfig.get_path("purelib")) / "fedsub_environment.pth"
@@ -96,22 +107,58 @@ def _config_text() -> str:
     return config.read_text() if config.exists() else '[superlink]\ndefault = "local-simulation"\n'
 
 
-def _here() -> list[str]:
-    """Return the options of a simulation on this machine's cores and GPUs."""
+def _ours(connection: Mapping[str, Any]) -> bool:
+    """Say whether a simulation's connection may be written again: not if its user has put anything into it."""
+    if not connection:
+        return True
+    from fedsub_app.common.section import flatten
+
+    options = flatten(connection.get("options", {}))
+    nodes, usual = options.get("num-supernodes"), {"num-supernodes", *OLD_OPTIONS}
+    if connection.get("address") != LOCAL or not (options.keys() <= usual and connection.keys() <= OUR_KEYS):
+        return False
+    cpus, gpus, all_cpus = (options.get(key) for key in OLD_OPTIONS)
+    if gpus is not None:
+        import torch  # on demand: only this needs it
+
+        gpus = None if isinstance(nodes, int) and gpus == torch.cuda.device_count() / nodes else gpus
+    return cpus in (None, 1) and gpus is None and all_cpus in (None, nodes)
+
+
+def _kept(name: str, connection: Mapping[str, Any]) -> "dict[str, Value]":
+    """Return the number of nodes that a connection of ours names, today or as Flower's ``options`` of 1.40."""
+    options = connection.get("options", connection)
+    nodes = options.get("num-supernodes", options.get(NODES_KEY))
+    return {NODES_KEY: nodes} if nodes and (name == CLUSTER or nodes != cores()) else {}
+
+
+def simulation(name: str, connection: Mapping[str, Any]) -> "dict[str, Value]":
+    """Return what ``flwr run --federation-config`` has to say of a simulation: its nodes and what each may use.
+
+    Nothing of connections that are not ours, or that still say it themselves, in ``options``.
+    """
+    if name not in (CONNECTION, CLUSTER) or connection.get("address") != LOCAL or "options" in connection:
+        return {}
+    found: dict[str, Value] = {"num-supernodes": connection.get(NODES_KEY, cores()), "client-resources-num-cpus": 1}
+    if name == CLUSTER:  # it brings its own cores: given a number, Ray refuses a cluster that runs already
+        return found
     import torch  # on demand: only this needs it
 
-    workers, gpus = cores(), torch.cuda.device_count()
-    lines = [f"options.num-supernodes = {workers}", "options.backend.client-resources.num-cpus = 1"]
-    if workers < (os.cpu_count() or 1):  # Ray counts all; given a number, it refuses a cluster that runs already
-        lines.append(f"options.backend.init-args.num-cpus = {workers}")
-    if gpus:  # the workers share them; without a share Ray hides them
-        lines.append(f"options.backend.client-resources.num-gpus = {gpus / workers}")
-    return lines
+    if cores() < (os.cpu_count() or 1):  # Ray counts all
+        found["init-args-num-cpus"] = cores()
+    if share := gpu_share(cores(), torch.cuda.device_count()):  # without a share Ray hides them
+        found["client-resources-num-gpus"] = share
+    return found
 
 
-def _cluster(nodes: int | None) -> list[str]:
-    """Return the options of a simulation on a Ray cluster; it brings its own cores."""
-    return [f"options.num-supernodes = {nodes}", "options.backend.client-resources.num-cpus = 1"]
+def gpu_share(workers: int, gpus: int) -> float:
+    """Return the GPUs that each of some workers gets, such that Ray can place them all: a share, or whole ones.
+
+    Ray takes a share from one GPU alone, and counts in steps of 1/10,000.
+    """
+    if not gpus:
+        return 0.0
+    return float(gpus // workers) if gpus > workers else math.floor(10_000 / -(-workers // gpus)) / 10_000
 
 
 def _toml(value: "Value") -> str:
@@ -137,12 +184,13 @@ def wake(connection: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, env=full_environment(), stdout=quiet, stderr=quiet)
 
 
-def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.Popen[bytes] | None" = None) -> int:
+def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.Popen[bytes] | None" = None) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
+    from fedsub_app.config import without_file
     from fedsub_app.runs.directory import new_folder, settings_of
 
     settings = settings_of(overrides)  # fail early
-    overrides = dict(overrides)
+    overrides = without_file(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
@@ -153,6 +201,8 @@ def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.P
         waking.wait()
     variables = full_environment()
     command = flwr("run", str(PROJECT), connection, "--format", "json")
+    if simulated := simulation(connection, connections().get(connection, {})):
+        command += ["--federation-config", " ".join(f"{key}={_toml(value)}" for key, value in simulated.items())]
     if overrides:
         command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
     try:
@@ -177,7 +227,7 @@ def run(connection: str, overrides: Mapping[str, "Value"], waking: "subprocess.P
     return 0
 
 
-def _ended(connection: str, run_id: str, status: str, overrides: Mapping[str, "Value"]) -> str:
+def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, Value]") -> str:
     """Say what became of a run that did not complete, what stops it if it goes on, and what resumes it."""
     from fedsub_app.runs.directory import resume_command
 

@@ -31,7 +31,7 @@ from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import own_keys, resolve
+from fedsub_app.config import is_file, own_keys, resolve
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
 from fedsub_app.runs.directory import read_rounds, runs_folder
@@ -86,9 +86,11 @@ def reproduce(
 ) -> int:
     """Run a table's rows over its seeds; write ``<name>.md``, ``<name>.csv``, report.html; returns the exit code.
 
-    ``only`` names settings and methods: rows of these alone are run and written.
+    ``name`` may be the path of a table's file, ``<name>.toml``. ``only`` names settings and methods: rows of these
+    alone are run and written.
     """
-    table = read_table(name)
+    table, named = read_table(name), shlex.quote(name)
+    name = Path(name).stem if is_file(name) else name
     rows = table.rows
     for word in only:
         if not any(word in (row.setting, row.label) for row in rows):
@@ -108,7 +110,7 @@ def reproduce(
     failures = _run_all([job for job in jobs if job.summary() is None], workers or cores())
     machine = f"{platform.machine()}, {cores()} cores" + (", CUDA" if torch.cuda.is_available() else ", no GPU")
     facts = {
-        "command": " ".join(["fedsub reproduce", name, *(f"-s {key}={value}" for key, value in overrides.items())])
+        "command": " ".join(["fedsub reproduce", named, *(f"-s {key}={value}" for key, value in overrides.items())])
         + "".join(f" --only {shlex.quote(word)}" for word in only),
         "commit": ", ".join(sorted({_recorded(job, "commit") for job in jobs})),
         "seeds": ", ".join(map(str, numbers)),
@@ -205,8 +207,9 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     try:
         if (folder / "settings.json").exists():
             with contextlib.suppress(UserError):
-                settings_of(keys | {"resume": True})
-                keys["resume"] = True
+                recorded = read_json(folder / "settings.json")["settings"]
+                # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
+                keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
         if not keys.get("resume") and folder.exists():
             shutil.rmtree(folder)  # of other settings: nothing in it belongs to this table
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,13 +15,13 @@ from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import load_dataset, make_partition, partition_summary
+from fedsub_app.data import Dataset, Partition, load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, wake
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, build_model, load_tensors
 from fedsub_app.runs import pictures, report
-from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, settings_of, used_up
+from fedsub_app.runs.directory import Run, RunFailed, ended_by, open_run, resume_command, settings_of
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
@@ -110,6 +110,28 @@ def _draw(folder: Path) -> None:
         log.warning("no pictures: %s", one_line(error))
 
 
+def prepare(settings: Settings) -> tuple[Dataset, Partition, SubnetStrategy]:
+    """Return the data, what each client has of them, and the method's server side, whose ``model`` is the network.
+
+    Raises
+    ------
+    UserError
+        Bad input; nothing is written.
+    """
+    dataset = load_dataset(settings.data)
+    if settings.augment != "none" and dataset.train_x.dim() != 4:
+        raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
+    partition = make_partition(settings.data, settings.partitioning)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
+    strategy = METHODS[settings.method].strategy(settings, model)
+    check_defences(strategy)
+    if settings.stack_clients:
+        _check_stacked(settings, model)
+    return dataset, partition, strategy
+
+
 def run_experiment(grid: Grid, settings: Settings) -> Json:
     """Run all rounds on ``grid``; returns the summary.
 
@@ -121,30 +143,20 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         All rounds, or ``max-abandoned`` in a row, had too few valid replies, or the run's files cannot be written.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
-    dataset = load_dataset(settings.data)
-    if settings.augment != "none" and dataset.train_x.dim() != 4:
-        raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
-    partition = make_partition(settings.data, settings.partitioning)
-    model = build_model(
-        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
-    )
     device = pick_device(settings.device, settings.gpu_exact)
-    # Before the run directory exists, because it may reject its settings.
-    strategy = METHODS[settings.method].strategy(settings, model)
-    check_defences(strategy)
-    if settings.stack_clients:
-        _check_stacked(settings, model)
+    dataset, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
     run = open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
         header = {"run": run.run_id, "state-dir": str(run.state_folder)}
         global_test = GlobalTest(settings)
-        sample_flops = training_flops(model, tuple(dataset.train_x.shape[1:]), 1)
+        sample_flops = training_flops(strategy.model, tuple(dataset.train_x.shape[1:]), 1)
         facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
         strategy.connect(Federation(settings, header, told, device.type), facts)
         run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         for note in dataset.notes:
             log.info("note: %s", note)
+        log.info("%s", report.opening(run.folder, dataset, strategy))
         strategy.summary()
         return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
     except KeyboardInterrupt:
@@ -180,7 +192,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     began = time.perf_counter()
-    over = used_up(run.lines, settings)
+    over = ended_by(run.lines, settings)
+    if over:
+        log.info("the run is over: %s = %s", over, settings.flat()[over])
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
@@ -189,18 +203,20 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        measured: Json = {"round": number, "status": status, "seconds": time.perf_counter() - start}
+        stage = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
+        measured: Json = {"round": number, "status": status, **stage, "seconds": time.perf_counter() - start}
         line = measured | strategy.phase.report | measured  # in this order, and the server has the last word
-        over = used_up([*run.lines, line], settings)
+        over = ended_by([*run.lines, line], settings)
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
+        over = over or ended_by([*run.lines, line], settings)
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned, strategy.state_rounds)
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
         log.info("%s", report.round_line(line, settings, left))
         if over:
-            log.info("%s is used up: round %d was the last one", over, number)
+            log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
         if over or abandoned >= settings.max_abandoned:
             break
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):

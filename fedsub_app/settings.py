@@ -99,6 +99,8 @@ class RunSettings(Section):
     """Rounds from one evaluation to the next; the last round ends with one."""
     target_accuracy: PercentOrNone = None
     """Percent; the summary says in which round it was reached; 0: none."""
+    stop_at_accuracy: PercentOrNone = None
+    """Percent of the first accuracy of ``evaluate`` with which the run is over, as with max-flops; 0: no limit."""
     run_dir: TextOrNone = None
     """Run directory; "": a new folder under $FEDSUB_RUNS, else ./runs."""
     resume: bool = False

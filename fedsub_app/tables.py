@@ -7,13 +7,14 @@ the rows are all their pairs.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, Value
-from fedsub_app.config import conf_name, own_keys, read_toml, tables
+from fedsub_app.config import conf_name, is_file, own_keys, read_toml, tables
 
 
 class Entry(BaseModel):
@@ -49,6 +50,12 @@ class TableSetting(Entry):
     experiment: str
     overrides: dict[str, Value] = Field(alias="set", default={})
     paper: dict[str, Paper] = {}
+
+    def beside(self, table: Path) -> "TableSetting":
+        """Return the setting with its experiment, where that is a file of one's own, as found from the table's file."""
+        if not is_file(self.experiment):
+            return self
+        return self.model_copy(update={"experiment": str((table.parent / self.experiment).resolve())})
 
 
 class TableMethod(Entry):
@@ -111,20 +118,23 @@ class Row:
 
 
 def read_table(name: str) -> Table:
-    """Return a table's content.
+    """Return the content of a table of conf/, or of the file that ``name`` is the path of.
 
     Raises
     ------
     UserError
         There is no such table, or a key is missing, unknown or has a wrong value.
     """
-    path = tables().get(name)
+    path = Path(name) if is_file(name) else tables().get(name)
     if path is None:
-        raise UserError(f"table {name!r}: allowed are {', '.join(tables())}")
+        raise UserError(f"table {name!r}: allowed are {', '.join(tables())}, or a file of your own, <name>.toml")
+    if not path.is_file():
+        raise UserError(f"table {name!r}: no such file")
     try:
-        return Table.model_validate(read_toml(path))
+        table = Table.model_validate(read_toml(path))
     except ValidationError as error:
         raise UserError(f"{conf_name(path)}: {_fault(error)}") from None
+    return table.model_copy(update={"settings": [setting.beside(path) for setting in table.settings]})
 
 
 def _fault(error: ValidationError) -> str:

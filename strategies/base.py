@@ -155,6 +155,10 @@ class SubnetStrategy(Strategy):
         """
         return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.needs_all else {}
 
+    def stage(self, server_round: int) -> str:
+        """Return the name of the part of the method that a round, from 1 on, belongs to: "warm-up"; "" for none."""
+        return ""
+
     # --- what a method overrides: where its server's state changes ---------------------------------------------------
 
     def accepted(self, updates: Sequence[Update]) -> Json:

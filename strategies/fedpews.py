@@ -49,7 +49,7 @@ class FedPeWSSettings(MethodSettings):
     shares: Shares = ()
     """Each client's share of every hidden layer, fixed masks: "0.25, 0.75"; "": equal (C.4)."""
     warmup_rounds: CountOrZero = 10
-    """W, rounds of the warm-up; at most num-rounds."""
+    """W, rounds of the warm-up; num-rounds or more: all of them."""
     lambda_: NonNegative = 1.0
     """Weight of the mask diversity."""
     mask_lr: Positive = 0.1
@@ -62,11 +62,7 @@ class FedPeWSSettings(MethodSettings):
     """Gradient of the loss in the mask: of f(x ∘ m), 0 for units that are off; or of outputs times m, for all units."""
 
     def check(self, settings: Settings) -> None:
-        """W must not exceed T; shares must fit the clients."""
-        if self.warmup_rounds > settings.num_rounds:
-            raise ValueError(
-                f"fedpews.warmup-rounds = {self.warmup_rounds}: must be at most num-rounds = {settings.num_rounds}"
-            )
+        """Shares must fit the clients."""
         if self.shares and self.masks != "fixed":
             raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)
@@ -106,7 +102,11 @@ class FedPeWS(SubnetStrategy):
     @property
     def warming_up(self) -> bool:
         """Say whether the running round is one of the first W."""
-        return self.round <= self.options.warmup_rounds
+        return bool(self.stage(self.round))
+
+    def stage(self, server_round: int) -> str:
+        """The first W rounds are the warm-up."""
+        return "warm-up" if server_round <= self.options.warmup_rounds else ""
 
     def task(self, client: int) -> Task:
         """Line 6: the global model and, in the warm-up, the others' mask probabilities or the client's fixed mask."""

@@ -112,7 +112,11 @@ class LGFedAvg(SharedPart):
     @property
     def warming_up(self) -> bool:
         """Say whether the running round is FedAvg."""
-        return self.round <= self.options.warm_rounds
+        return bool(self.stage(self.round))
+
+    def stage(self, server_round: int) -> str:
+        """The first ``warm_rounds`` are FedAvg."""
+        return "warm-up" if server_round <= self.options.warm_rounds else ""
 
     def task(self, client: int) -> Task:
         """Send the whole model to who has none of after the warm-up."""

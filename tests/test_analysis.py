@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from safetensors.torch import load_file
 from torch import nn
 
@@ -15,8 +16,9 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import own_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
-from fedsub_app.runs.analysis import overlap, unit_activations
+from fedsub_app.runs.analysis import labelled, overlap, unit_activations
 from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.pictures import figure, legend_beside
 from fedsub_app.subnets.masks import unpack_bits
 from strategies.base import SubnetStrategy
 from tests.test_fedpews import SETTINGS
@@ -126,3 +128,30 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
     assert float(next(row[2] for row in rows if row[:2] == ["3", "fc3.weight"])) == pytest.approx(expected, abs=1e-4)
     for name in ("personal", "clients", "overlap", "overlap-rounds"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_whose_global_model_was_measured_first(run_local: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The line of round 0 names no clients. With two of three checkpoints left it says so, and draws whole rounds."""
+    keys = FEDSELECT | {"num-rounds": 3, "evaluate": "global, personal"}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    assert read_rounds(folder)[0]["round"] == 0
+    with caplog.at_level("WARNING", "fedsub"):
+        assert cli.main(["analyse", str(folder)]) == 0
+    assert "checkpoints: rounds 2, 3; a run with keep-checkpoints = 0 keeps all" in caplog.text
+    rows = list(csv.reader((folder / "mask-size.csv").open()))[1:]
+    assert {row[0] for row in rows} == {"2", "3"}
+
+
+def test_labels_of_rounds() -> None:
+    assert labelled([10, 11], 6) == [10, 11]
+    assert labelled(range(1, 21), 6) == [1, 5, 9, 13, 17]
+
+
+def test_a_legend_covers_no_curve() -> None:
+    drawing = figure(8, 4)
+    axes = drawing.subplots()
+    axes.plot([0, 1], [0, 1], label="a label that takes much of the width")
+    legend_beside(drawing)
+    FigureCanvasAgg(drawing).draw()
+    (legend,) = drawing.legends
+    assert legend.get_window_extent().x0 > axes.get_window_extent().x1

@@ -56,3 +56,22 @@ def test_a_run_that_is_over_stays_over(run_local: Run, tmp_path: Path) -> None:
     assert rounds(part) == before
     assert json.loads((part / "summary.json").read_text())["ended-by"] == "max-flops"
     assert (part / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("evaluate", ["global", "personal,global"])
+def test_a_run_ends_with_an_accuracy(evaluate: str, run_local: Run) -> None:
+    """With the first evaluated round that reaches it, of the first accuracy that is evaluated."""
+    keys = {"num_rounds": 6, "evaluate": evaluate, "eval_every": 2, "checkpoint_every": 9}
+    key = evaluate.partition(",")[0] + "-accuracy"
+    _, whole = run_local("whole", **keys)
+    found = {line["round"]: line[key] for line in read_rounds(whole) if key in line and line["round"]}
+    assert list(found) == [2, 4, 6]
+    assert found[4] > found[2] + 0.1
+    summary, folder = run_local("stopped", **keys, stop_at_accuracy=found[4])
+    assert (summary["status"], summary["rounds"], summary["ended-by"]) == ("completed", 4, "stop-at-accuracy")
+    assert rounds(folder) == rounds(whole)[: len(read_rounds(folder))]
+    assert (folder / "checkpoints/round-000004.safetensors").exists()
+    before = (folder / "model.safetensors").read_bytes()
+    run_local("stopped", **keys, stop_at_accuracy=found[4], resume=True)  # and stays so
+    assert read_rounds(folder)[-1]["round"] == 4
+    assert (folder / "model.safetensors").read_bytes() == before

@@ -222,7 +222,6 @@ def test_pairs() -> None:
         ({"clients-per-round": 9}, "clients-per-round = 9: at most num-clients = 2"),
         ({"min-replies": 3}, "min-replies = 3: at most the 2 clients that take part in a round"),
         ({"evaluate": "globl"}, "evaluate = 'globl': allowed are global, global-local, personal, comma-separated"),
-        ({"fedpews.warmup-rounds": 51}, "fedpews.warmup-rounds = 51: must be at most num-rounds = 50"),
         ({"fedpews.masks": "random"}, "fedpews.masks = 'random': must be 'learned' or 'fixed'"),
         ({"prox-mu": -0.1}, "prox-mu = -0.1: must be greater than or equal to 0"),
         ({"resume": True}, "run-dir = '': resume = true needs the run directory to resume"),

@@ -36,6 +36,14 @@ KEYS = {
     "node-timeout": "90.0",
 }
 
+ONE_WORKER = """
+[superlink.one-worker]
+address = ":local:"
+options.num-supernodes = 1
+options.backend.client-resources.num-cpus = 1
+options.backend.init-args.num-cpus = 1
+"""
+
 
 def pairs(**more: str | Path) -> list[str]:
     values = KEYS | {name.replace("_", "-"): str(value) for name, value in more.items()}
@@ -54,13 +62,8 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         "RAY_worker_niceness": "0",
     }
     subprocess.run([sys.executable, "-m", "fedsub_app.cli", "setup"], env=variables, check=True, timeout=PATIENCE)
-    config = (home / "config.toml").read_text()
-    two = re.sub(r"num-supernodes = \d+", "num-supernodes = 2", config).replace(
-        "init-args.num-cpus = 1", "init-args.num-cpus = 2"
-    )
-    one = two[two.index("[superlink.local-simulation]") :].replace("local-simulation", "one-worker")
-    one = one.replace("num-supernodes = 2", "num-supernodes = 1")
-    (home / "config.toml").write_text(f"{two}\n{re.sub(r'init-args.num-cpus = .*', 'init-args.num-cpus = 1', one)}")
+    with (home / "config.toml").open("a") as config:  # as its user may write one; Flower warns of its options
+        config.write(ONE_WORKER)
     try:
         yield variables
     finally:

@@ -246,3 +246,37 @@ def test_two_processes_cannot_run_one_directory(uninterrupted: Callable[..., Pat
     assert done.code == 2
     assert done.err.splitlines()[-1] == f"error: run-dir = '{folder}': another process is running it"
     assert tree(folder) == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_extended_run_is_as_one_that_was_longer_from_the_start(
+    method: str, uninterrupted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """From 2 rounds to 3 to 4, killed after the first extension: its checkpoints are of three sets of settings."""
+    folder = tmp_path / "run"
+    short = keys(method, folder, num_rounds="2")
+    assert fedsub(tmp_path, "run", *short).code == 0
+    extended = ("run", "--resume", str(folder), "-s", "num-rounds=3")
+    assert fedsub(tmp_path, *extended, die=("while a client trains", 3)).code == -signal.SIGKILL
+    assert not (folder / "summary.json").exists()  # nobody takes it for a run that has ended
+    assert fedsub(tmp_path, "run", "--resume", str(folder)).code == 0
+    done = fedsub(tmp_path, "run", "--resume", str(folder), "-s", "num-rounds=4")
+    assert done.code == 0, done.err
+    assert "resumed after round 3 of 4" in done.out
+    assert result(folder) == result(uninterrupted(method))
+    about, whole = (json.loads((run / "settings.json").read_text()) for run in (folder, uninterrupted(method)))
+    assert about["digest"] == whole["digest"]
+    assert len(about["earlier-digests"]) == 2
+    assert fedsub(tmp_path, "run", "--resume", str(folder)).code == 0
+    assert result(folder) == result(uninterrupted(method))
+
+
+def test_a_run_is_not_made_shorter(killed: Path, tmp_path: Path) -> None:
+    before = tree(killed)
+    for rounds in ("3", "many"):
+        refused = fedsub(tmp_path, "run", "--resume", str(killed), "-s", f"num-rounds={rounds}")
+        assert refused.code == 2
+        value = rounds if rounds.isdigit() else repr(rounds)
+        said = f"error: num-rounds = {value}: the run to resume in {killed} has 4; it can only get more\n"
+        assert refused.err == said
+    assert tree(killed) == before

@@ -4,7 +4,7 @@ A key has one type, one range and one default, its field's, and one description,
 kebab-case and one word, number or text: what is None in Python is ``""`` or 0 there, a tuple is text with commas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainSerializer
@@ -98,3 +98,14 @@ AmountOrNone = Annotated[
 ]
 TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), PlainSerializer(lambda text: text or "")]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    """Nested TOML tables as one level of dotted keys."""
+    flat: dict[str, Value] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -6,6 +6,7 @@ Overlap of masks against that of labels: what they claim of their sub-networks i
 """
 
 import csv
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,12 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.runs.directory import checkpoints, read_checkpoint, read_rounds, settings_of
-from fedsub_app.runs.pictures import COLOURS, figure
+from fedsub_app.runs.pictures import COLOURS, figure, legend_beside
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy
 
+log = logging.getLogger("fedsub")
 COVERED_BY = ("no client", "one client", "several clients")
 
 
@@ -59,6 +61,9 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     if masked:
         files += _coverage(folder, masked)
     if paths := checkpoints(folder):
+        if settings.keep_checkpoints and len(paths) < max((line["round"] for line in lines), default=0):
+            kept = ", ".join(str(int(path.stem.rpartition("-")[2])) for path in paths)
+            log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
         strategy = _strategy(settings)
         files += _activations(folder, strategy, paths, samples, masked[-1]["round"] if masked else 0)
         files += _units(folder, strategy)
@@ -88,18 +93,23 @@ def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]])
     return path
 
 
+def labelled(numbers: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of some numbers, from the first on and evenly, whose labels then do not touch."""
+    return list(numbers[:: -(-len(numbers) // most)])
+
+
 def _coverage(folder: Path, lines: Sequence[Json]) -> list[Path]:
     rows = []
     for line in lines:
         none, one, *several = line["units-covered-by"]
         rows.append([line["round"], none, one, sum(several)])
-    drawing = figure(6, 4)
+    drawing = figure(8, 4)
     axes = drawing.subplots()
     for column, name in enumerate(COVERED_BY, 1):
         axes.plot([row[0] for row in rows], [row[column] for row in rows], color=COLOURS[column - 1], label=name)
     axes.set(xlabel="round", ylabel="hidden units covered by", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
-    axes.legend()
+    legend_beside(drawing)
     drawing.savefig(folder / "coverage.png", dpi=120)
     return [_write_csv(folder / "coverage.csv", ("round", *COVERED_BY), rows), folder / "coverage.png"]
 
@@ -175,7 +185,7 @@ def _activations(
             axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
             if rounds[0] < warm_up < rounds[-1]:
                 axes.axvline(warm_up, color="white", linestyle="--", linewidth=1)
-            axes.locator_params(axis="x", integer=True)
+            axes.set_xticks(labelled(rounds, 6))
             axes.set_title(f"client {client}, {group.name}", fontsize="small")
         grid[client][0].set_ylabel("unit")
     for axes in grid[-1]:
@@ -245,15 +255,15 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
         rounds.append(checkpoint.round)
         rows += [[checkpoint.round, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
         outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
-    columns = min(6, len(last))
-    high = -(-len(last) // columns)
-    drawing = figure(2.2 * columns, 2.3 * high)
-    grid = drawing.subplots(high, columns, squeeze=False).flatten()
+    wide = min(6, len(last))
+    high = -(-len(last) // wide)
+    drawing = figure(2.2 * wide, 2.3 * high)
+    grid = drawing.subplots(high, wide, squeeze=False).flatten()
     for number, (axes, (name, found)) in enumerate(zip(grid, last.items(), strict=False)):
         image = axes.imshow(found, vmin=0, vmax=1, cmap="viridis")
         axes.set_title(name.removesuffix(".weight"), fontsize="small")
         axes.locator_params(integer=True)
-        axes.set(xlabel="client", ylabel="" if number % columns else "client")
+        axes.set(xlabel="client", ylabel="" if number % wide else "client")
     for axes in grid[len(last) :]:
         axes.set_axis_off()
     drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.8)
@@ -263,8 +273,8 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     axes = over_rounds.subplots()
     means = np.array([float(mean) for _, _, mean in rows]).reshape(-1, len(names)).T
     image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    labelled = range(0, len(rounds), -(-len(rounds) // 20))  # at most 20 labels, which then do not touch
-    axes.set_xticks(labelled, [str(rounds[column]) for column in labelled], fontsize="small")
+    columns = labelled(range(len(rounds)), 20)
+    axes.set_xticks(columns, [str(rounds[column]) for column in columns], fontsize="small")
     axes.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names], fontsize="x-small")
     axes.set_xlabel("round")
     over_rounds.colorbar(image, ax=axes, label="mean overlap")
@@ -290,7 +300,7 @@ def _overlap_by_labels(
     pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
     labels = overlap(list(counts > 0))[pairs]
     rows: list[list[Any]] = []
-    drawing = figure(6, 4)
+    drawing = figure(8, 4)
     axes = drawing.subplots()
     for number, (name, of_pairs) in enumerate((name, found[name][pairs]) for name in found):
         related = correlation(labels, of_pairs - chance[name][pairs])
@@ -309,7 +319,7 @@ def _overlap_by_labels(
         ylim=(0, 1.02),
     )
     if len(found) <= len(COLOURS):
-        axes.legend(fontsize="small")
+        legend_beside(drawing)
     drawing.savefig(folder / "overlap-labels.png", dpi=120)
     header = ("layer", "labels in common", "pairs", "mean overlap", "by chance", "correlation")
     return [_write_csv(folder / "overlap-labels.csv", header, rows), folder / "overlap-labels.png"]
@@ -325,14 +335,14 @@ def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequ
     rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, accuracy
     trained: set[int] = set()
     for line in lines:
-        trained |= {*line["clients"]} - {drop["client"] for drop in line.get("dropped", ())}
+        trained |= {*line.get("clients", ())} - {drop["client"] for drop in line.get("dropped", ())}
         for client, metrics in line.get("evaluated", {}).items():
             if line["round"] in outside and int(client) in trained and "personal-accuracy" in metrics:
                 percent = outside[line["round"]][int(client)]
                 rows.append((line["round"], int(client), percent, metrics["personal-accuracy"]))
     if not rows:
         return []
-    drawing = figure(6, 4)
+    drawing = figure(8, 4)
     axes = drawing.subplots()
     axes.scatter([row[2] for row in rows], [row[3] for row in rows], s=4, color="0.7", label="a client in a round")
     for number, client in enumerate(sorted(trained)[:4]):
@@ -345,7 +355,7 @@ def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequ
     ]
     axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")
     axes.set(xlabel="outside the client's mask (%)", ylabel="accuracy of the client's own model (%)")
-    axes.legend(fontsize="small")
+    legend_beside(drawing)
     drawing.savefig(folder / "mask-size.png", dpi=120)
     written = [[number, client, f"{percent:.2f}", f"{accuracy:.2f}"] for number, client, percent, accuracy in rows]
     header = ("round", "client", "outside its mask (%)", "personal-accuracy")
@@ -354,7 +364,7 @@ def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequ
 
 def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
     rows = [[line["round"], f"{line['personal-fraction']:.5f}", line["bytes-down"], line["bytes-up"]] for line in lines]
-    drawing = figure(8, 3.5)
+    drawing = figure(9, 3.5)
     left, right = drawing.subplots(1, 2)
     numbers = [line["round"] for line in lines]
     left.plot(numbers, [line["personal-fraction"] for line in lines], color=COLOURS[0])
@@ -362,7 +372,7 @@ def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
     for colour, way in enumerate(("down", "up")):
         right.plot(numbers, [line[f"bytes-{way}"] / 1e6 for line in lines], color=COLOURS[colour], label=way)
     right.set(xlabel="round", ylabel="MB sent a round", ylim=(0, None))
-    right.legend()
+    legend_beside(drawing)
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
     drawing.savefig(folder / "personal.png", dpi=120)
@@ -373,14 +383,14 @@ def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
 def _clients(folder: Path, line: Json) -> list[Path]:
     found = {int(client): metrics for client, metrics in line["evaluated"].items()}
     kinds = sorted({key for metrics in found.values() for key in metrics if key.endswith("-accuracy")})
-    drawing = figure(min(14.0, 3 + 0.3 * len(found)), 3.5)
+    drawing = figure(min(16.0, 5 + 0.3 * len(found)), 3.5)
     axes = drawing.subplots()
     for colour, kind in enumerate(kinds):
         values = sorted(metrics[kind] for metrics in found.values() if kind in metrics)
         label = f"{kind.removesuffix('-accuracy')}: {values[0]:.1f} to {values[-1]:.1f} %"
         axes.plot(range(len(values)), values, "o-", color=COLOURS[colour], label=label)
     axes.set(xlabel="clients, sorted by accuracy", ylabel="accuracy (%)", title=f"round {line['round']}")
-    axes.legend()
+    legend_beside(drawing)
     drawing.savefig(folder / "clients.png", dpi=120)
     rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(found.items())]
     return [_write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]

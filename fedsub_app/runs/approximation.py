@@ -39,7 +39,7 @@ from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.directory import Checkpoint, checkpoints, read_checkpoint, settings_of
-from fedsub_app.runs.pictures import COLOURS, figure
+from fedsub_app.runs.pictures import COLOURS, figure, legend_beside
 from fedsub_app.training.local import Training
 from fedsub_app.training.objectives import Objective
 from fedsub_app.training.workplace import Workplace, workplace
@@ -170,7 +170,7 @@ def _written(folder: Path, rounds: int, rows: Sequence[tuple[int, float, float]]
         writer = csv.writer(file)
         writer.writerow(("checkpoint", "rounds", "similarity", "mean of ten"))
         writer.writerows([number, rounds, f"{similarity:.6f}", f"{mean:.6f}"] for number, similarity, mean in rows)
-    drawing = figure(6, 4)
+    drawing = figure(8, 4)
     axes = drawing.subplots()
     numbers, similarities, means = zip(*rows, strict=True)
     axes.plot(numbers, similarities, ".", color=COLOURS[0], alpha=0.4, label="one checkpoint")
@@ -178,6 +178,6 @@ def _written(folder: Path, rounds: int, rows: Sequence[tuple[int, float, float]]
     axes.axhline(0, color="black", linewidth=0.5)
     axes.set(xlabel="checkpoint", ylabel=f"cosine with central training, {rounds} rounds")
     axes.locator_params(axis="x", integer=True)
-    axes.legend()
+    legend_beside(drawing)
     drawing.savefig(files[1], dpi=120)
     return files

@@ -22,7 +22,7 @@ import subprocess
 import time
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from fedsub_app.common.files import read_json, sweep, to_json, write_atomic, wri
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import read_tensors, round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
-from fedsub_app.config import resolve, spelled
+from fedsub_app.config import is_file, resolve, spelled
 from fedsub_app.settings import LOCATION_KEYS, Settings, digest
 
 try:
@@ -48,6 +48,8 @@ except ImportError:  # Windows
 
 
 CPU = torch.device("cpu")
+EXTENDED = "num-rounds"  # the key that may be larger when a run is resumed
+EARLIER = "earlier-digests"  # of settings.json: those of the settings before each extension
 
 
 class RunFailed(Exception):
@@ -64,15 +66,23 @@ def resume_command(folder: Path) -> str:
 
 
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
-    """Resolve a run's settings; with ``resume`` those of its directory, which the other keys must not contradict."""
+    """Resolve a run's settings; with ``resume`` those of its directory, which the other keys must not contradict.
+
+    But for ``num-rounds``, which may be larger: the run is extended.
+    """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
     folder = Path(str(overrides["run-dir"]))
     content = _recorded(folder)
     recorded = content["settings"]
+    longer = {}
     for key, value in overrides.items():
         if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != spelled(key, value):
-            raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {recorded.get(key)!r}")
+            before = recorded.get(key)
+            if key != EXTENDED or type(value) is not int or not isinstance(before, int) or value < before:
+                more = "; it can only get more" if key == EXTENDED else ""
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {before!r}{more}")
+            longer = {key: value}
     own = {key: value for key, value in recorded.items() if key != "experiment"}
     try:
         resolve(own)
@@ -80,7 +90,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
         wrote = f"it was written by commit {content.get('commit', 'unknown')}, which can resume it"
         raise UserError(f"{folder / 'settings.json'}: {error}; {wrote}") from None
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
-    return resolve(own | location).model_copy(update={"experiment": recorded.get("experiment") or None})
+    return resolve(own | location | longer).model_copy(update={"experiment": recorded.get("experiment") or None})
 
 
 def _recorded(folder: Path) -> Json:
@@ -171,11 +181,14 @@ def checkpoints(folder: Path) -> list[Path]:
 class Run:
     """The directory of one run, locked against other processes. Use :func:`open_run`, and close it."""
 
-    def __init__(self, folder: Path, settings: Settings, run_id: str, settings_digest: str) -> None:
+    def __init__(
+        self, folder: Path, settings: Settings, run_id: str, settings_digest: str, earlier: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.settings = settings
         self.run_id = run_id
         self.digest = settings_digest
+        self.earlier = tuple(earlier)
         self.lines: list[Json] = []
         self.last_round = 0
         self._lock = _lock(folder)
@@ -216,6 +229,20 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
+    def extend(self, recorded: Json) -> None:
+        """Have the run end later: its settings.json, ``recorded``, gets the larger ``num-rounds``.
+
+        Its summary goes first: killed in between, the run is one that has not ended, and no other's.
+        """
+        changed = recorded["settings"] | {EXTENDED: self.settings.num_rounds}
+        with self._writing("summary.json") as path:
+            path.unlink(missing_ok=True)
+        self.earlier = (*self.earlier, self.digest)
+        self.digest = digest(changed)
+        self.write_json(
+            "settings.json", recorded | {"settings": changed, "digest": self.digest, EARLIER: list(self.earlier)}
+        )
+
     def checkpoint(
         self,
         server_round: int,
@@ -248,7 +275,7 @@ class Run:
         last = Checkpoint()
         if found := checkpoints(self.folder):
             last = read_checkpoint(found[-1])
-            if last.digest != self.digest:
+            if last.digest not in (self.digest, *self.earlier):
                 reason = f"(digest {last.digest}, this run's is {self.digest})"
                 raise UserError(f"{found[-1]}: checkpoint of other settings {reason}")
         lines = read_rounds(self.folder) if last.round else []  # without a checkpoint round 0 is measured again, too
@@ -287,7 +314,10 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
                 f"device = 'auto': the run in {folder} was computed on {before}, here it would be {now}, with other "
                 f"rounding; device = {now} goes on with it"
             )
-        return Run(folder, settings, recorded["run-id"], recorded["digest"])
+        run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
+        if settings.num_rounds != recorded["settings"].get(EXTENDED, settings.num_rounds):
+            run.extend(recorded)
+        return run
     run_id, settings_digest = uuid.uuid4().hex[:12], settings.digest()
     content = {
         "run-id": run_id,
@@ -321,7 +351,8 @@ def runs_folder() -> Path:
 
 def new_folder(settings: Settings) -> Path:
     """Return the directory, which does not exist yet, of a run whose ``run-dir`` is empty."""
-    name = (settings.experiment or f"{settings.method}-{settings.dataset}").replace("/", "-").replace("+", "-")
+    name = settings.experiment or f"{settings.method}-{settings.dataset}"
+    name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")
     return _new(runs_folder().resolve(), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}")
 
 
@@ -423,8 +454,11 @@ TOTALS = (
 )
 
 
-def used_up(lines: list[Json], settings: Settings) -> str | None:
-    """Return which budget these rounds have used up: ``max-flops``, ``max-bytes`` or none."""
+def ended_by(lines: list[Json], settings: Settings) -> str | None:
+    """Return what ends a run after these rounds before ``num-rounds``: a budget that is used up, an accuracy, or none.
+
+    A key of the settings: ``max-flops``, ``max-bytes`` or ``stop-at-accuracy``.
+    """
     spent = {
         "max-flops": (settings.max_flops, ("flops",)),
         "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
@@ -432,7 +466,8 @@ def used_up(lines: list[Json], settings: Settings) -> str | None:
     for key, (most, counted) in spent.items():
         if most and sum(line.get(count) or 0 for line in lines for count in counted) >= most:
             return key
-    return None
+    enough, key = settings.stop_at_accuracy, f"{settings.evaluations[0]}-accuracy"
+    return "stop-at-accuracy" if enough and any((line.get(key) or 0) >= enough for line in lines) else None
 
 
 def summarise(lines: list[Json], settings: Settings) -> Json:
@@ -455,6 +490,6 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
                 summary["rounds-to-target"] = reached[0] if reached else None
     if spent := [line for line in lines if "epsilon" in line]:
         summary |= {"epsilon": spent[-1]["epsilon"], "delta": spent[-1]["delta"]}
-    if budget := used_up(lines, settings):
-        summary["ended-by"] = budget
+    if reason := ended_by(lines, settings):
+        summary["ended-by"] = reason
     return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in TOTALS}

@@ -42,6 +42,11 @@ def figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def legend_beside(drawing: "Figure") -> None:
+    """Add the legend of all axes of a figure, where it covers none of them."""
+    drawing.legend(loc="outside right upper", fontsize="small")
+
+
 @contextmanager
 def _as_text() -> Iterator[None]:
     """Draw labels as they are: letters and no outlines in SVG, no mathematics between dollar signs."""

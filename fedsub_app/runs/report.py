@@ -1,13 +1,16 @@
 """What is printed of a run: a line a round, a table at the end, what several runs have cost."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from fedsub_app.common.tensors import Json
+from fedsub_app.data import Dataset
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.runs.directory import ACCURACIES
 from fedsub_app.runs.records import COSTS, Group, names_of, read_run, summary_of
 from fedsub_app.settings import Settings
+from strategies.base import SubnetStrategy
 
 LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
 
@@ -29,9 +32,32 @@ def human_seconds(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
+def opening(folder: Path, dataset: Dataset, strategy: SubnetStrategy) -> str:
+    """Return what a run is about to do, as one line of text."""
+    settings = strategy.settings
+    count = sum(parameter.numel() for parameter in strategy.model.parameters())
+    words = [f"run {folder}", f"{settings.method} on {settings.dataset}"]
+    words += [f"{len(dataset.train_y):,} training and {len(dataset.test_y):,} test samples"]
+    words += [f"{settings.model}, {count:,} parameters"]
+    words += [f"{settings.num_clients} clients, {settings.sample_size} a round"]
+    stages = [f"{name} in {text}" for name, text in stages_of(strategy) if name]
+    words += [", ".join([f"{settings.num_rounds} rounds", *stages[:3]])]
+    return "  ".join(words)
+
+
+def stages_of(strategy: SubnetStrategy) -> list[tuple[str, str]]:
+    """Return the parts of a run, one after the other: a part's name, "" for none, and which rounds it is."""
+    most = strategy.settings.num_rounds
+    parts = [(name, list(rounds)) for name, rounds in groupby(range(1, most + 1), strategy.stage)]
+    if len(parts) == 1:
+        return [(parts[0][0], "all of them")]
+    return [(name, f"rounds {rounds[0]} to {rounds[-1]}") for name, rounds in parts]
+
+
 def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     """Return one round as one line of text; ``line`` is that of rounds.jsonl."""
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
+    words += [line["stage"]] if "stage" in line else []
     words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
     if line.get("train-loss") is not None:
         words.append(f"train loss {line['train-loss']:.4f}")

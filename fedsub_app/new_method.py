@@ -1,0 +1,182 @@
+"""``fedsub new-method``: the files of a method of one's own, as docs/adding-a-method.md has them, to be filled in.
+
+What is written is a whole method already, with one setting, and passes its test: FedAvg whose clients send a fraction
+of their change.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
+from fedsub_app.config import TABLE
+from fedsub_app.flower import PROJECT
+from fedsub_app.methods import METHODS
+
+STRATEGY = '''"""@NAME@, server side: FedAvg's.
+
+Authors: Title, venue, year, link. Deviations from paper and authors' code: which, and why.
+"""
+
+from fedsub_app.common.section import Fraction
+from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
+
+
+class @CLASS@Settings(MethodSettings):
+    """Keys of @NAME@."""
+
+    step: Fraction = 1.0
+    """Fraction of its change that a client sends; 1: FedAvg."""
+
+
+class @CLASS@(SubnetStrategy):
+    """FedAvg; docs/adding-a-method.md lists what can be overridden."""
+'''
+
+CLIENT = '''"""@NAME@, client side."""
+
+from client_apps.base import Client
+from fedsub_app.common.tensors import Json, Tensors
+from strategies.@MODULE@ import @CLASS@Settings
+
+
+class @CLASS@Client(Client):
+    """Trains as FedAvg does and goes a part of the way."""
+
+    options: @CLASS@Settings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Return ``w + step (w_i - w)``."""
+        self.load(sent)
+        start = self.trained()
+        self.fit()
+        step = self.options.step
+        return {name: x if step == 1 else start[name] + step * (x - start[name]) for name, x in self.trained().items()}
+'''
+
+CONF = """# @NAME@ on digits: ten clients with three of the ten digits each
+extends = "quickstart/digits"
+method = "@NAME@"
+
+[@NAME@]
+step = 0.5
+"""
+
+TEST = '''"""@NAME@: by hand, and FedAvg where it is FedAvg."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+
+Run = Callable[..., tuple[Json, Path]]
+
+
+def model_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_whole_step_is_fedavg(run_local: Run) -> None:
+    _, fedavg = run_local("fedavg", num_rounds=2)
+    _, own = run_local("own", num_rounds=2, method="@NAME@")
+    expected = model_of(fedavg)
+    assert all(torch.equal(x, expected[name]) for name, x in model_of(own).items())
+
+
+def test_half_a_step_is_half_of_the_way(run_local: Run) -> None:
+    _, fedavg = run_local("fedavg", num_rounds=1)
+    _, own = run_local("own", num_rounds=1, method="@NAME@", **{"@NAME@__step": 0.5})
+    _, none = run_local("none", num_rounds=1, method="@NAME@", **{"@NAME@__step": 0.0})
+    start, whole = model_of(none), model_of(fedavg)
+    for name, x in model_of(own).items():
+        assert torch.allclose(x, (start[name] + whole[name]) / 2, atol=1e-6)
+    assert any(not torch.equal(start[name], x) for name, x in whole.items())
+
+
+def test_the_experiment_is_of_this_method() -> None:
+    settings = resolve({"experiment": "@NAME@/digits"})
+    assert (settings.method, settings.options.step) == ("@NAME@", 0.5)
+'''
+
+
+def new_method(name: str, project: Path = PROJECT) -> list[Path]:
+    """Write the files of a method and register it; returns what was written or changed.
+
+    Raises
+    ------
+    UserError
+        The name is none, there is a method or a file of that name, or this is no checkout.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise UserError(f"method {name!r}: must be lower-case letters and digits, in words joined by '-'")
+    if name in METHODS:
+        raise UserError(f"method {name!r}: there is one of that name")
+    if not (project / "tests/helpers.py").is_file():
+        raise UserError(f"{project}: not a checkout of fedsub, which a method is added to")
+    module = name.replace("-", "_")
+    class_name = "".join(word.capitalize() for word in name.split("-"))
+    texts = {
+        f"strategies/{module}.py": STRATEGY,
+        f"client_apps/{module}.py": CLIENT,
+        f"conf/{name}/digits.toml": CONF,
+        f"tests/test_{module}.py": TEST,
+    }
+    for path in texts:
+        if (project / path).exists():
+            raise UserError(f"{project / path}: there already")
+    changed = {
+        "fedsub_app/methods.py": _registered(project / "fedsub_app/methods.py", name, module, class_name),
+        "tests/helpers.py": _after(project / "tests/helpers.py", "METHOD_KEYS: .*= {\n", f'    "{name}": {{}},\n'),
+    }
+    for path, text in texts.items():
+        text = text.replace("@NAME@", name).replace("@MODULE@", module).replace("@CLASS@", class_name)
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(project / path, text.encode())
+    for path, text in changed.items():
+        write_atomic(project / path, text.encode())
+    _tell_flower(project)
+    return [project / path for path in (*texts, *changed, "pyproject.toml")]
+
+
+def _registered(register: Path, name: str, module: str, class_name: str) -> str:
+    """Return methods.py with the imports of a method, where they belong in the order of names, and its line."""
+    lines = register.read_text().splitlines(keepends=True)
+    for line in (
+        f"from client_apps.{module} import {class_name}Client\n",
+        f"from strategies.{module} import {class_name}, {class_name}Settings\n",
+    ):
+        package = line.split(".")[0]
+        places = [number for number, other in enumerate(lines) if other.startswith(f"{package}.")]
+        later = [number for number in places if lines[number].split()[1] > line.split()[1]]
+        place = later[0] if later else next(n for n in range(places[-1] + 1, len(lines)) if lines[n][0] not in " )")
+        lines.insert(place, line)
+    end = len(lines) - 1 - lines[::-1].index("}\n")
+    entry = f'    "{name}": Method("authors and year", {class_name}Settings, {class_name}, {class_name}Client),\n'
+    return "".join([*lines[:end], entry, *lines[end:]])
+
+
+def _after(path: Path, pattern: str, line: str) -> str:
+    text, count = re.subn(f"(?m)^{pattern}", lambda found: found.group() + line, path.read_text(), count=1)
+    if not count:
+        raise UserError(f"{path}: no line {pattern.strip()!r} to add {line.strip()!r} behind")
+    return text
+
+
+def _tell_flower(project: Path) -> None:
+    """Write the copy of the defaults that pyproject.toml has to hold; a fresh process knows the new ones."""
+    path = project / "pyproject.toml"
+    command = [sys.executable, "-m", "fedsub_app.cli", "list", "settings", "--toml"]
+    toml = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
+    text = path.read_text()
+    start = text.index(toml.partition("\n")[0])
+    rest = text[start:]
+    other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", rest)
+    end = start + other.start() if other else len(text)
+    write_atomic(path, f"{text[:start]}{toml}\n{text[end:]}".encode())

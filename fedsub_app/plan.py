@@ -1,0 +1,131 @@
+"""What a run would be, before it is started: settings, partition, network, what a round sends and computes, memory."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fedsub_app.config import defaults
+from fedsub_app.data import Dataset, Partition
+from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.protocol import Spec, formula_bytes
+from fedsub_app.runs.report import human_bytes, markdown, stages_of
+from fedsub_app.server_app import prepare
+from fedsub_app.settings import Settings
+from fedsub_app.training.costs import training_flops
+from strategies.base import SubnetStrategy
+from strategies.merging import Facts
+
+MOST_CLIENTS = 20  # with more the partition is summed up
+
+
+def plan(settings: Settings) -> str:
+    """Return the plan of a run as text. Data are loaded and partitioned; nothing is trained and nothing written.
+
+    Raises
+    ------
+    UserError
+        What a run refuses before round 1.
+    """
+    dataset, partition, strategy = prepare(settings)
+    in_shape = tuple(dataset.train_x.shape[1:])
+    sample_flops = training_flops(strategy.model, in_shape, 1)
+    facts = Facts([len(indices) for indices in partition.train], sample_flops, lambda _: 0.0)
+    strategy.connect(Federation(settings, {}), facts)
+    usual = defaults()
+    chosen = [f"{key} = {value!r}" for key, value in settings.flat().items() if usual[key] != value]
+    parameters = sum(parameter.numel() for parameter in strategy.model.parameters())
+    rows = [
+        ("settings", ", ".join(chosen) or "the defaults"),
+        ("data", f"{settings.dataset}: {len(dataset.train_y):,} training and {len(dataset.test_y):,} test samples, "
+         f"{dataset.num_classes} classes"),
+        ("network", f"{settings.model}: {parameters:,} parameters, {human_bytes(_size(strategy))}"),
+        ("rounds", "; ".join(f"{name}: {which}" if name else which for name, which in stages_of(strategy)[:5])),
+        *((f"round {number}{f', {name}' if name else ''}", text) for number, name, text in _rounds(strategy)),
+        ("training", _training(strategy, partition, sample_flops)),
+        ("memory", _memory(strategy, dataset)),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), "", _clients(dataset, partition)])
+
+
+def _size(strategy: SubnetStrategy) -> int:
+    return formula_bytes(strategy.current)
+
+
+def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
+    """Yield, of the first round of each part of the method, its number, the part's name and what it sends.
+
+    Both by the papers' formula, of what the method's own ``task`` and ``expected`` name.
+    """
+    seen = set()
+    for number in range(1, strategy.settings.num_rounds + 1):
+        if (name := strategy.stage(number)) in seen:
+            continue
+        seen.add(name)
+        strategy.round = number
+        clients = strategy.federation.sample(number)
+        down = sum(formula_bytes(strategy.task(client).tensors) for client in clients)
+        expected = [strategy.expected(client) for client in clients]
+        up = sum(_most_bytes(specs) for specs in expected)
+        exact = not any(spec.up_to or spec.optional for specs in expected for spec in specs.values())
+        most = "" if exact else "at most "
+        yield (
+            number,
+            name,
+            f"{human_bytes(down)} down, {most}{human_bytes(up)} up by the formula, {len(clients)} clients",
+        )
+
+
+def _most_bytes(specs: Mapping[str, Spec]) -> int:
+    sizes = ((math.prod(spec.shape), spec.dtype == torch.bool) for spec in specs.values())
+    return sum(-(-count // 8) if bits else 4 * count for count, bits in sizes)
+
+
+def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int) -> str:
+    settings = strategy.settings
+    sizes = torch.tensor([len(indices) for indices in partition.train], dtype=torch.float64)
+    steps = settings.local_steps
+    samples = float(steps * settings.batch_size if steps else sizes.mean() * settings.local_epochs)
+    flops = samples * sample_flops * settings.sample_size
+    what = f"local-steps = {steps}" if steps else f"local-epochs = {settings.local_epochs}"
+    rest = "without what the method adds or leaves out"
+    return f"{flops / 1e9:.3g} GFLOPs a round on average: {what} of the whole network, {rest}"
+
+
+def _memory(strategy: SubnetStrategy, dataset: Dataset) -> str:
+    """Say what tensors take: of the server, and of a process that trains. Python, torch and activations come on top."""
+    settings, model = strategy.settings, _size(strategy)
+    data = sum(tensor.nbytes for tensor in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
+    held = settings.sample_size if strategy.needs_all or settings.mean != "average" else 1
+    messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
+    server = data + (3 + held) * model + 2 * messages  # current, mean and weights; two messages at a node
+    state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
+    worker = data + (3 + state) * model + messages  # network, gradients, what was sent
+    return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"
+
+
+def _clients(dataset: Dataset, partition: Partition) -> str:
+    counts = partition.class_counts(dataset)
+    sizes = [len(indices) for indices in partition.train]
+    if len(sizes) > MOST_CLIENTS:
+        classes = (counts > 0).sum(1)
+        middle = sorted(sizes)[len(sizes) // 2]
+        return (
+            f"{len(sizes)} clients: {min(sizes)} to {max(sizes)} training samples (median {middle}), "
+            f"{int(classes.min())} to {int(classes.max())} classes"
+        )
+    header = ("client", "training", "validation", "test", "classes: samples")
+    return markdown(
+        header,
+        [
+            [
+                str(client),
+                str(size),
+                str(len(partition.validation[client])),
+                str(len(partition.test[client])),
+                ", ".join(f"{label}: {int(of[label])}" for label in of.nonzero().flatten().tolist()),
+            ]
+            for client, (size, of) in enumerate(zip(sizes, counts, strict=True))
+        ],
+    )

@@ -1,0 +1,288 @@
+"""What a newcomer types: the README's own commands, files of one's own, plans, completion, versions; and Python."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.common.config import parse_config_args
+from helpers import rounds, tree
+
+import fedsub_app
+from fedsub_app import cli, flower, reproduce
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve, without_file
+from fedsub_app.flower import PROJECT
+from fedsub_app.reproduce import Job, run_job
+from fedsub_app.runs.directory import read_rounds
+from fedsub_app.tables import read_table
+
+Run = Callable[..., tuple[Json, Path]]
+OWN = """extends = "quickstart/digits"
+method = "fedprox"
+num-rounds = 2
+prox-mu = 0.5
+objective = "prox"
+fedselect.alpha = 0.4
+"""
+TABLE = """title = "Of my own"
+seeds = 1
+
+[[setting]]
+name = "mine"
+experiment = "../my.toml"
+
+[[method]]
+label = "FedProx"
+
+[[method]]
+label = "FedSelect"
+set = { method = "fedselect", objective = "none" }
+"""
+
+
+def commands(page: str, *first: str) -> list[str]:
+    """The commands in a page's indented code that begin with these words, without comments and brackets."""
+    lines = re.findall(r"(?m)^    (\S.*)$", (PROJECT / page).read_text())
+    found = [re.sub(r"\s+#.*|[\[\]]", "", line) for line in lines]
+    return [line for line in found if line.startswith(first)]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, run_local: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a finished run and files of one's own."""
+    run_local("runs/A", evaluate="global,personal")
+    (tmp_path / "my.toml").write_text(OWN)
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/mine.toml").write_text(TABLE)
+    shutil.copy(tmp_path / "tables/mine.toml", tmp_path / "my-table.toml")
+    (tmp_path / "my-table.toml").write_text(TABLE.replace("../my", "my"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every one is read; its settings are resolved, its table is there; those that start no run are run."""
+    shutil.copytree(desk / "runs/A", desk / "runs/B")
+    lines = commands("README.md", "fedsub ")
+    assert len(lines) > 15
+    for line in lines:
+        words = ["runs/A" if word.startswith("runs/2") else word for word in shlex.split(line)[1:]]
+        options: Any = cli._parser().parse_args(words)
+        if words[0] == "run":
+            if not options.resume:
+                resolve(cli._overrides(options))
+            if options.dry_run:
+                assert cli.main(words) == 0, line
+        elif words[0] == "reproduce":
+            table = read_table(options.name)
+            assert {*options.only} <= {row.label for row in table.rows}
+        elif words[0] in ("report", "export", "list", "completion") or words[:3] == ["analyse", "runs/A"]:
+            assert cli.main(words) == 0, line
+    assert "error" not in capsys.readouterr().err
+
+
+def test_flowers_commands_in_the_readme() -> None:
+    """Their keys as Flower itself reads them, all together and resolved."""
+    lines = commands("README.md", "flwr run ")
+    assert len(lines) >= 3
+    for line in lines:
+        words = shlex.split(line)
+        assert words[:4] == ["flwr", "run", ".", "local-simulation"]
+        given = [words[number + 1] for number, word in enumerate(words) if word == "-c"]
+        resolve(parse_config_args(given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("page", ["docs/scale.md", "docs/deploy.md", "docs/security.md", "docs/adding-a-method.md"])
+def test_the_pages_commands_can_be_read(page: str) -> None:
+    for line in commands(page, "fedsub "):
+        cli._parser().parse_args(shlex.split(line.split(" | ")[0])[1:])
+
+
+def test_an_experiment_in_a_file_of_ones_own(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys of another method in it do nothing; what is given by hand goes before it."""
+    settings = resolve({"experiment": "my.toml", "num-rounds": 1})
+    assert (settings.method, settings.num_clients, settings.num_rounds, settings.prox_mu) == ("fedprox", 10, 1, 0.5)
+    assert cli.main(["run", "my.toml", "--workers", "1", "-s", "num-rounds=1"]) == 0
+    (folder,) = desk.glob("runs/*-my-seed0")
+    assert f"run {folder}  fedprox on digits  400 training and 359 test samples" in capsys.readouterr().out
+    assert cli.main(["run", "--resume", str(folder), "-s", "num-rounds=2", "--workers", "1"]) == 0
+    assert [line["round"] for line in read_rounds(folder)] == [0, 1, 2]
+
+
+def test_the_bundle_does_not_hold_it_so_its_keys_are_sent(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Flower is given resolves to the same settings where the file is not, also with another method by hand."""
+    for given in ({}, {"num-rounds": 1}, {"method": "moon", "objective": "moon"}, {"method": "fedselect"}):
+        asked = {
+            "experiment": "my.toml",
+            **given,
+            **({"objective": "none"} if given.get("method") == "fedselect" else {}),
+        }
+        sent = without_file(asked)
+        assert "experiment" not in sent
+        assert resolve(sent).digest() == resolve(asked).digest()
+    assert without_file({"experiment": "fedpews/digits", "lr": 0.1}) == {"experiment": "fedpews/digits", "lr": 0.1}
+    started: list[list[str]] = []
+
+    def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "no SuperLink")
+
+    monkeypatch.setattr(flower.subprocess, "run", refuse)
+    with pytest.raises(UserError, match="no SuperLink"):
+        flower.run("mine", {"experiment": str(desk / "my.toml")})
+    keys = parse_config_args([started[0][started[0].index("-c") + 1]])
+    assert keys["method"] == "fedprox"
+    assert "experiment" not in keys
+
+
+def test_wrong_files_are_named(desk: Path) -> None:
+    (desk / "circle.toml").write_text('extends = "circle.toml"\n')
+    (desk / "odd.toml").write_text("num-round = 3\n")
+    (desk / "broken.toml").write_text("num-rounds = \n")
+    for name, said in {
+        "nowhere.toml": "experiment = 'nowhere.toml': no nowhere.toml",
+        "circle.toml": "circle.toml: extends = 'circle.toml': a circle (circle.toml -> circle.toml)",
+        "odd.toml": "num-round = 3 in odd.toml: unknown key; did you mean num-rounds?",
+        "broken.toml": "broken.toml: not valid TOML: ",
+    }.items():
+        with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+            resolve({"experiment": name})
+    with pytest.raises(UserError, match=re.escape("table 'nowhere.toml': no such file")):
+        read_table("nowhere.toml")
+    with pytest.raises(UserError, match=re.escape("my.toml: 'extends': unknown key; allowed are title, ")):
+        read_table("my.toml")
+
+
+def test_a_table_in_a_file_of_ones_own(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experiment is found from where the table's file lies."""
+
+    def run_all(jobs: list[Job], _: int) -> list[tuple[Job, str]]:  # in this process: to start others takes seconds
+        return [(job, reason) for job in jobs if (reason := run_job(job.overrides, job.folder))]
+
+    monkeypatch.setattr(reproduce, "_run_all", run_all)
+    arguments = ["tables/mine.toml", "--only", "FedSelect", "--workers", "1", "-s", "num-rounds=1"]
+    assert cli.main(["reproduce", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "runs/reproduce/mine/mine.md" in out
+    page = (desk / "runs/reproduce/mine/mine.md").read_text()
+    assert "- command: fedsub reproduce tables/mine.toml -s num-rounds=1 --only FedSelect" in page
+
+
+def test_the_opening_line_and_the_warm_up(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first thing that a run says is where it is and what it will do; a round of the warm-up is called so."""
+    keys = {"model": "feature-mlp", "train-per-class": "40", "run-dir": "warm", "num-rounds": "3"}
+    pairs = [word for key, value in keys.items() for word in ("-s", f"{key}={value}")]
+    assert cli.main(["run", "fedpews/digits", "--workers", "1", *pairs, "-s", "fedpews.warmup-rounds=2"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"run {desk / 'warm'}  fedpews on digits  400 training and ")
+    assert first.endswith("  2 clients, 2 a round  3 rounds, warm-up in rounds 1 to 2")
+    assert "feature-mlp, 77,010 parameters" in first
+    said = [line for line in lines if line.startswith("round ")]
+    assert [line.split("  ")[:2][1] == "warm-up" for line in said] == [True, True, False]
+    assert [line.get("stage") for line in read_rounds(desk / "warm")] == [None, "warm-up", "warm-up", None]
+
+
+def test_a_warm_up_that_is_longer_than_the_run(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """W = 50 of 20 rounds, as with num-rounds = 20 on one of the paper's experiments."""
+    assert cli.main(["run", "fedpews/table2-eta-1", "--dry-run", "-s", "num-rounds=20"]) == 0
+    assert re.search(r"^rounds +warm-up: all of them$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_plan_says_what_the_run_then_does(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes by the formula, of both parts of the method, and the clients' samples; nothing is written."""
+    before = tree(desk)
+    pairs = ["-s", "model=feature-mlp", "-s", "fedpews.warmup-rounds=1", "-s", "num-rounds=2", "-s", "lr=0.03"]
+    assert cli.main(["run", "fedpews/digits", *pairs, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert tree(desk) == before
+    assert cli.main(["run", "fedpews/digits", *pairs, "-s", "run-dir=run", "--workers", "1"]) == 0
+    warm, after = read_rounds(desk / "run")[1:]
+    assert "lr = 0.03" in plan
+    down, up = (after[f"formula-bytes-{way}"] for way in ("down", "up"))
+    assert re.search(
+        rf"^round 2 +{down / 1000:.3g} kB down, {up / 1000:.3g} kB up by the formula, 2 clients$", plan, re.M
+    )
+    found = re.search(r"^round 1, warm-up +([\d.]+) kB down, at most ([\d.]+) kB up", plan, re.MULTILINE)
+    assert found
+    assert float(found[1]) == pytest.approx(warm["formula-bytes-down"] / 1000, rel=0.01)
+    assert float(found[2]) >= warm["formula-bytes-up"] / 1000
+    flops = re.search(r"^training +([\d.]+) GFLOPs", plan, re.MULTILINE)
+    assert flops
+    assert float(flops[1]) == pytest.approx(after["flops"] / 1e9, rel=0.01)
+    assert plan.count("\n| ") == 2 + 2
+
+
+def test_a_plan_of_many_clients_and_of_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["-s", "num-clients=30", "-s", "partition=iid", "-s", "model=feature-mlp", "-s", "method=ist"]
+    assert cli.main(["run", "--dry-run", *keys]) == 0
+    assert "30 clients: 47 to 48 training samples (median 48), " in capsys.readouterr().out
+    assert cli.main(["run", "--dry-run", *keys, "-s", "clip-norm=1.0"]) == 2  # what the method refuses
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0
+    assert re.fullmatch(r"fedsub [\d.]+, flwr 1\.41\.\d+, ray .*, torch .*, Python 3\..*\n", capsys.readouterr().out)
+
+
+COMPLETED = {
+    "fedsub repr": "reproduce",
+    "fedsub run fedpews/dig": "fedpews/digits",
+    "fedsub run -s num-cl": "num-clients=",
+    "fedsub reproduce quick": "quickstart-digits",
+    "fedsub run --dry": "--dry-run",
+}
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the shell does it: the function that the script registers, asked for the last word."""
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    for typed, expected in COMPLETED.items():
+        words = " ".join(map(shlex.quote, typed.split()))
+        ask = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); _shtab_fedsub; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f". {script}; {ask}"], capture_output=True, text=True, check=False)
+        assert expected in done.stdout.split(), (typed, done.stdout, done.stderr[-300:])
+
+
+def test_completion_for_zsh_and_without_its_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["completion", "zsh"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("#compdef fedsub")
+    assert "_fedsub_experiment" in out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == (
+        "error: completion: needs the package shtab; `pip install 'fedsub[completion]'`\n"
+    )
+
+
+def test_python_page(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its code, block after block, as one program; it gives what the command gives."""
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", (PROJECT / "docs/python.md").read_text())
+    assert len(blocks) >= 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    record = names["record"]
+    assert record.status == "completed"
+    again = fedsub_app.run(
+        {"experiment": "quickstart/digits", "method": "fedselect", "num-rounds": 5, "run-dir": "again"}, workers=2
+    )
+    assert rounds(again.folder) == rounds(record.folder)
+    with pytest.raises(UserError, match="num-round = 3: unknown key"):
+        fedsub_app.run({"num-round": 3})

@@ -1,0 +1,151 @@
+"""The connections that `fedsub setup` writes, and what a simulation is told of this machine."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.cli.flower_config import parse_superlink_connection
+from flwr.supercore.utils import simulation_config_from_json
+
+from fedsub_app import flower
+
+OLD = """[superlink]
+default = "mine"
+
+[superlink.mine]
+address = "127.0.0.1:8000"
+insecure = true
+
+[superlink.local-simulation]
+address = ":local:"
+options.num-supernodes = {nodes}
+options.backend.client-resources.num-cpus = 1
+{more}
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An empty FLWR_HOME of a machine with these cores and GPUs."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setattr(flower.sysconfig, "get_path", lambda _: str(tmp_path))
+
+    def of(cores: int, gpus: int = 0) -> Path:
+        monkeypatch.setattr(flower, "cores", lambda: cores)
+        monkeypatch.setattr(flower.os, "cpu_count", lambda: 16)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return tmp_path / "config.toml"
+
+    return of
+
+
+def connections(config: Path) -> Any:
+    """The file's connections, as Flower itself reads them."""
+    found = tomllib.loads(config.read_text())["superlink"]
+    for name, table in found.items():
+        if isinstance(table, dict):
+            parse_superlink_connection(table, name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "share"), [(3, 2, 0.5), (16, 1, 0.0625), (4, 8, 2), (2, 0, 0), (7, 1, 0.1428), (2, 2, 1)]
+)
+def test_every_worker_finds_a_gpu(cores: int, gpus: int, share: float) -> None:
+    assert flower.gpu_share(cores, gpus) == share
+    if gpus:
+        assert gpus // share >= cores if share >= 1 else gpus * int(1 / share) >= cores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cores", "gpus"), [(3, 2), (7, 1)])
+def test_ray_places_them_all(cores: int, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that Ray is told of: it counts them and does not look."""
+    import ray
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+    ray.init(num_cpus=cores, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
+    try:
+
+        @ray.remote(num_cpus=1, num_gpus=flower.gpu_share(cores, gpus))
+        class Worker:
+            def gpu(self) -> list[int]:
+                return [int(number) for number in ray.get_gpu_ids()]
+
+        workers = [Worker.remote() for _ in range(cores)]
+        found = ray.get([worker.gpu.remote() for worker in workers], timeout=60)
+    finally:
+        ray.shutdown()
+    assert all(len(own) == 1 for own in found)
+    assert {number for own in found for number in own} == set(range(gpus))
+
+
+def test_a_new_connection_holds_nothing_that_flower_warns_of(machine: Any) -> None:
+    config = machine(2)
+    assert any("connection local-simulation added" in line for line in flower.setup())
+    assert connections(config) == {"default": "local-simulation", "local-simulation": {"address": ":local:"}}
+    assert flower.setup() == ["nothing to do"]
+
+
+def test_a_simulation_is_told_of_the_machine(machine: Any) -> None:
+    machine(3, 2)
+    flower.setup(cluster=12)
+    known = flower.connections()
+    told = flower.simulation("local-simulation", known["local-simulation"])
+    assert told == {
+        "num-supernodes": 3,
+        "client-resources-num-cpus": 1,
+        "init-args-num-cpus": 3,
+        "client-resources-num-gpus": 0.5,
+    }
+    of_flower = simulation_config_from_json({key.replace("-", "_"): value for key, value in told.items()})
+    assert (of_flower.num_supernodes, of_flower.client_resources_num_gpus) == (3, 0.5)
+    cluster = flower.simulation("ray-cluster", known["ray-cluster"])
+    assert cluster == {"num-supernodes": 12, "client-resources-num-cpus": 1}
+    assert flower.simulation("mine", {"address": "127.0.0.1:8000"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "kept"),
+    [
+        (3, "", {}),
+        (3, "options.backend.init-args.num-cpus = 3", {}),
+        (3, f"options.backend.client-resources.num-gpus = {2 / 3}", {}),
+        (5, "", {"fedsub-nodes": 5}),  # a number that its user chose, or of before this machine's cores were changed
+    ],
+)
+def test_an_old_connection_of_ours_is_brought_up_to_date(
+    nodes: int, more: str, kept: dict[str, int], machine: Any
+) -> None:
+    """It may lack its share of the GPUs, or have one that Ray cannot place."""
+    config = machine(3, 2)
+    config.write_text(OLD.format(nodes=nodes, more=more))
+    said = flower.setup()
+    assert any("local-simulation brought up to date" in line for line in said)
+    found = connections(config)
+    assert found["local-simulation"] == {"address": ":local:", **kept}
+    assert found["mine"] == {"address": "127.0.0.1:8000", "insecure": True}
+    assert flower.simulation("local-simulation", found["local-simulation"])["num-supernodes"] == nodes
+    assert flower.setup() == ["nothing to do"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "options.backend.client-resources.num-gpus = 0.25",
+        "options.backend.init-args.num-cpus = 2",
+        "options.verbose = true",
+        'federation = "@none/default"',
+    ],
+)
+def test_a_connection_that_its_user_has_changed_is_left_alone(more: str, machine: Any) -> None:
+    config = machine(3, 2)
+    config.write_text(OLD.format(nodes=3, more=more))
+    before = config.read_bytes()
+    flower.setup()
+    assert config.read_bytes() == before
+    assert "options" in flower.connections()["local-simulation"]
+    assert flower.simulation("local-simulation", flower.connections()["local-simulation"]) == {}

@@ -1,0 +1,65 @@
+"""`fedsub new-method` in a copy of the project: what it writes passes at once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.flower import PROJECT
+from fedsub_app.new_method import new_method
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this one."""
+    target = tmp_path_factory.mktemp("copy") / "project"
+    target.mkdir()
+    for name in ("fedsub_app", "strategies", "client_apps", "conf", "tests"):
+        shutil.copytree(PROJECT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(PROJECT / name, target / name)
+    return target
+
+
+def in_copy(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"PYTHONPATH": str(project), "FEDSUB_RUNS": str(project / "runs")}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_what_it_writes_passes_at_once(project: Path) -> None:
+    """Its own test, that Flower is told of its keys, those that hold of every method, and the linter."""
+    done = in_copy(project, "fedsub_app.cli", "new-method", "fed-foo")
+    assert done.returncode == 0, done.stderr
+    assert f"{project / 'strategies/fed_foo.py'}\n" in done.stdout
+    new = ["strategies/fed_foo.py", "client_apps/fed_foo.py", "tests/test_fed_foo.py", "fedsub_app/methods.py"]
+    for arguments in (("check", *new), ("format", "--check", *new)):
+        linted = in_copy(project, "ruff", *arguments)
+        assert linted.returncode == 0, linted.stdout
+    chosen = "fed_foo or fed-foo or test_flower_is_told_every_key"
+    pages = ["tests/test_fed_foo.py", "tests/test_methods.py", "tests/test_config.py"]
+    tested = in_copy(project, "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *pages)
+    assert tested.returncode == 0, tested.stdout[-3000:]
+    assert int(tested.stdout.split(" passed")[0].split()[-1]) >= 3 + 1 + 3
+    assert "fed-foo.step" in in_copy(project, "fedsub_app.cli", "list", "settings").stdout
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    for name in ("Fed Foo", "fed_foo", "", "../x", "1st"):
+        with pytest.raises(UserError, match=r"must be lower-case letters and digits, in words joined by '-'"):
+            new_method(name, tmp_path)
+    with pytest.raises(UserError, match="method 'fedavg': there is one of that name"):
+        new_method("fedavg", tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path}: not a checkout of fedsub, which a method is added to"):
+        new_method("fedfoo", tmp_path)
+    for path in ("tests/helpers.py", "strategies/fedfoo.py"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text("")
+    with pytest.raises(UserError, match=r"strategies/fedfoo\.py: there already"):
+        new_method("fedfoo", tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*.py")) == ["fedfoo.py", "helpers.py"]
