@@ -26,11 +26,12 @@ if TYPE_CHECKING:  # pydantic and torch take their time; `wake` is called before
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
 LOCAL = ":local:"  # address of the SuperLink that Flower starts and keeps on this machine
-NODES_KEY = "fedsub-nodes"  # of a connection, which Flower ignores: simulated nodes, if not one a core
-OLD_OPTIONS = tuple(
-    f"backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
-)  # beside options.num-supernodes all that we once wrote; Flower 1.41 warns of options in every run
-OUR_KEYS = {"address", "options", NODES_KEY}
+# Of a connection to it, all that we write. Flower 1.41 warns of options in a run that is typed by hand; without them it
+# would have two nodes of two cores each, whatever the machine.
+NODES = "options.num-supernodes"
+CPUS, GPUS, ALL_CPUS = (
+    f"options.backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
+)
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
 CONFIG = "config.toml"
 PROJECT = Path(__file__).resolve().parents[1]
@@ -58,14 +59,14 @@ def setup(cluster: int | None = None) -> list[str]:
     ----------
     cluster : also register ``ray-cluster``, with so many simulated nodes, for a Ray cluster that runs already.
     """
+    from fedsub_app.common.section import flatten
+
     said = []
     known = connections()
-    wanted: dict[str, Mapping[str, Value]] = {CONNECTION: {}}
-    if cluster or CLUSTER in known:
-        wanted[CLUSTER] = {NODES_KEY: cluster} if cluster else {}
-    for name, keys in wanted.items():
-        found = known.get(name, {})
-        connection = {"address": LOCAL, **_kept(name, found), **keys}
+    for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
+        found = flatten(known.get(name, {}))
+        nodes = cluster if cluster and name == CLUSTER else found.get(NODES)
+        connection = _simulation(nodes if isinstance(nodes, int) else cores(), name == CLUSTER)
         if connection != found and _ours(found):
             config = connect(name, [f"{key} = {_toml(value)}" for key, value in connection.items()])
             said.append(f"{config}: connection {name} {'brought up to date' if found else 'added'}")
@@ -108,46 +109,32 @@ def _config_text() -> str:
 
 
 def _ours(connection: Mapping[str, Any]) -> bool:
-    """Say whether a simulation's connection may be written again: not if its user has put anything into it."""
+    """Say whether a simulation's connection, as single keys, may be written again: its user has put nothing into it."""
     if not connection:
         return True
-    from fedsub_app.common.section import flatten
-
-    options = flatten(connection.get("options", {}))
-    nodes, usual = options.get("num-supernodes"), {"num-supernodes", *OLD_OPTIONS}
-    if connection.get("address") != LOCAL or not (options.keys() <= usual and connection.keys() <= OUR_KEYS):
+    if connection.get("address") != LOCAL or not connection.keys() <= {"address", NODES, CPUS, GPUS, ALL_CPUS}:
         return False
-    cpus, gpus, all_cpus = (options.get(key) for key in OLD_OPTIONS)
-    if gpus is not None:
+    nodes, share = connection.get(NODES), connection.get(GPUS)
+    if share is not None and isinstance(nodes, int):
         import torch  # on demand: only this needs it
 
-        gpus = None if isinstance(nodes, int) and gpus == torch.cuda.device_count() / nodes else gpus
-    return cpus in (None, 1) and gpus is None and all_cpus in (None, nodes)
+        gpus = torch.cuda.device_count()
+        if share in (gpus / nodes, gpu_share(nodes, gpus)):  # gpus / nodes is what we once wrote
+            share = None
+    return connection.get(CPUS) in (None, 1) and share is None and connection.get(ALL_CPUS) in (None, nodes)
 
 
-def _kept(name: str, connection: Mapping[str, Any]) -> "dict[str, Value]":
-    """Return the number of nodes that a connection of ours names, today or as Flower's ``options`` of 1.40."""
-    options = connection.get("options", connection)
-    nodes = options.get("num-supernodes", options.get(NODES_KEY))
-    return {NODES_KEY: nodes} if nodes and (name == CLUSTER or nodes != cores()) else {}
-
-
-def simulation(name: str, connection: Mapping[str, Any]) -> "dict[str, Value]":
-    """Return what ``flwr run --federation-config`` has to say of a simulation: its nodes and what each may use.
-
-    Nothing of connections that are not ours, or that still say it themselves, in ``options``.
-    """
-    if name not in (CONNECTION, CLUSTER) or connection.get("address") != LOCAL or "options" in connection:
-        return {}
-    found: dict[str, Value] = {"num-supernodes": connection.get(NODES_KEY, cores()), "client-resources-num-cpus": 1}
-    if name == CLUSTER:  # it brings its own cores: given a number, Ray refuses a cluster that runs already
+def _simulation(nodes: int, cluster: bool) -> "dict[str, Value]":
+    """Return a connection to a simulation, as single keys: its nodes and what each of them may use."""
+    found: dict[str, Value] = {"address": LOCAL, NODES: nodes, CPUS: 1}
+    if cluster:  # it brings its own cores: given a number, Ray refuses a cluster that runs already
         return found
     import torch  # on demand: only this needs it
 
     if cores() < (os.cpu_count() or 1):  # Ray counts all
-        found["init-args-num-cpus"] = cores()
-    if share := gpu_share(cores(), torch.cuda.device_count()):  # without a share Ray hides them
-        found["client-resources-num-gpus"] = share
+        found[ALL_CPUS] = cores()
+    if share := gpu_share(nodes, torch.cuda.device_count()):  # without a share Ray hides them
+        found[GPUS] = share
     return found
 
 
@@ -201,8 +188,6 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
         waking.wait()
     variables = full_environment()
     command = flwr("run", str(PROJECT), connection, "--format", "json")
-    if simulated := simulation(connection, connections().get(connection, {})):
-        command += ["--federation-config", " ".join(f"{key}={_toml(value)}" for key, value in simulated.items())]
     if overrides:
         command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
     try:

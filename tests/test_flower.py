@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from flwr.cli.flower_config import parse_superlink_connection
-from flwr.supercore.utils import simulation_config_from_json
 
 from fedsub_app import flower
+from fedsub_app.common.section import flatten
 
 OLD = """[superlink]
 default = "mine"
@@ -83,52 +83,46 @@ def test_ray_places_them_all(cores: int, gpus: int, monkeypatch: pytest.MonkeyPa
     assert {number for own in found for number in own} == set(range(gpus))
 
 
-def test_a_new_connection_holds_nothing_that_flower_warns_of(machine: Any) -> None:
-    config = machine(2)
-    assert any("connection local-simulation added" in line for line in flower.setup())
-    assert connections(config) == {"default": "local-simulation", "local-simulation": {"address": ":local:"}}
+def options(config: Path, name: str = "local-simulation") -> Any:
+    return flatten(connections(config)[name])
+
+
+def test_a_new_connection_says_what_each_node_may_use(machine: Any) -> None:
+    config = machine(3, 2)
+    assert any("connection local-simulation added" in line for line in flower.setup(cluster=12))
+    assert options(config) == {
+        "address": ":local:",
+        "options.num-supernodes": 3,
+        "options.backend.client-resources.num-cpus": 1,
+        "options.backend.init-args.num-cpus": 3,
+        "options.backend.client-resources.num-gpus": 0.5,
+    }
+    assert options(config, "ray-cluster") == {
+        "address": ":local:",
+        "options.num-supernodes": 12,
+        "options.backend.client-resources.num-cpus": 1,
+    }
     assert flower.setup() == ["nothing to do"]
 
 
-def test_a_simulation_is_told_of_the_machine(machine: Any) -> None:
-    machine(3, 2)
-    flower.setup(cluster=12)
-    known = flower.connections()
-    told = flower.simulation("local-simulation", known["local-simulation"])
-    assert told == {
-        "num-supernodes": 3,
-        "client-resources-num-cpus": 1,
-        "init-args-num-cpus": 3,
-        "client-resources-num-gpus": 0.5,
-    }
-    of_flower = simulation_config_from_json({key.replace("-", "_"): value for key, value in told.items()})
-    assert (of_flower.num_supernodes, of_flower.client_resources_num_gpus) == (3, 0.5)
-    cluster = flower.simulation("ray-cluster", known["ray-cluster"])
-    assert cluster == {"num-supernodes": 12, "client-resources-num-cpus": 1}
-    assert flower.simulation("mine", {"address": "127.0.0.1:8000"}) == {}
-
-
 @pytest.mark.parametrize(
-    ("nodes", "more", "kept"),
+    ("nodes", "more"),
     [
-        (3, "", {}),
-        (3, "options.backend.init-args.num-cpus = 3", {}),
-        (3, f"options.backend.client-resources.num-gpus = {2 / 3}", {}),
-        (5, "", {"fedsub-nodes": 5}),  # a number that its user chose, or of before this machine's cores were changed
+        (3, ""),
+        (3, "options.backend.init-args.num-cpus = 3"),
+        (3, f"options.backend.client-resources.num-gpus = {2 / 3}"),
+        (5, ""),  # a number that its user chose, or of before this machine's cores were changed
     ],
 )
-def test_an_old_connection_of_ours_is_brought_up_to_date(
-    nodes: int, more: str, kept: dict[str, int], machine: Any
-) -> None:
+def test_an_old_connection_of_ours_is_brought_up_to_date(nodes: int, more: str, machine: Any) -> None:
     """It may lack its share of the GPUs, or have one that Ray cannot place."""
     config = machine(3, 2)
     config.write_text(OLD.format(nodes=nodes, more=more))
     said = flower.setup()
     assert any("local-simulation brought up to date" in line for line in said)
-    found = connections(config)
-    assert found["local-simulation"] == {"address": ":local:", **kept}
-    assert found["mine"] == {"address": "127.0.0.1:8000", "insecure": True}
-    assert flower.simulation("local-simulation", found["local-simulation"])["num-supernodes"] == nodes
+    assert options(config)["options.num-supernodes"] == nodes
+    assert options(config)["options.backend.client-resources.num-gpus"] == flower.gpu_share(nodes, 2)
+    assert connections(config)["mine"] == {"address": "127.0.0.1:8000", "insecure": True}
     assert flower.setup() == ["nothing to do"]
 
 
@@ -147,5 +141,3 @@ def test_a_connection_that_its_user_has_changed_is_left_alone(more: str, machine
     before = config.read_bytes()
     flower.setup()
     assert config.read_bytes() == before
-    assert "options" in flower.connections()["local-simulation"]
-    assert flower.simulation("local-simulation", flower.connections()["local-simulation"]) == {}

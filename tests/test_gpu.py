@@ -126,7 +126,7 @@ def test_a_simulated_node_that_sees_no_gpu_is_refused(run_local: Run, monkeypatc
 
     with pretended_gpu():
         monkeypatch.setattr(client_app, "sees_gpu", lambda: False)
-        with pytest.raises(UserError, match="it sees no GPU, the server uses one: it needs a share"):
+        with pytest.raises(UserError, match="it sees no GPU, the server uses one: its connection needs a share"):
             run_local("run", method="fedavg")
 
 

@@ -163,8 +163,8 @@ class Federation:
                     raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
                 if self.device == "cuda" and node.simulated and not node.gpu:
                     raise BadReply(
-                        "it sees no GPU, the server uses one: it needs a share, as `fedsub run` says with "
-                        "--federation-config 'client-resources-num-gpus=…'; or device = cpu"
+                        "it sees no GPU, the server uses one: its connection needs a share of them, which "
+                        "`fedsub setup` writes; or device = cpu"
                     )
                 twin = self._twin(node)
                 if twin and first:
