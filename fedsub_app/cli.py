@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fedsub_app.common.errors import UserError
+from fedsub_app import cli_sweep
+from fedsub_app.common.errors import UserError, between
 from fedsub_app.deployment.command import add_federation
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
@@ -92,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="NAME", help="only this method or setting; may be given often"
     )
     reproduce.set_defaults(command=_reproduce)
+
+    cli_sweep.register(commands)
 
     report = commands.add_parser(
         "report", help="draw and compare runs: accuracy against rounds, bytes, FLOPs and seconds"
@@ -211,13 +214,6 @@ def _give(overrides: dict[str, str | int | float | bool], values: dict[str, str 
     overrides |= values
 
 
-def _between(option: str, value: int | None, most: int) -> int | None:
-    """Return an option's value, ``None`` for its default."""
-    if value is not None and not 1 <= value <= most:
-        raise UserError(f"{option} {value}: must be 1 to {most}")
-    return value
-
-
 def _run_local(overrides: dict[str, str | int | float | bool], workers: int | None) -> int:
     gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
     from fedsub_app.common.device import pick_device, visible_gpus
@@ -229,7 +225,7 @@ def _run_local(overrides: dict[str, str | int | float | bool], workers: int | No
     log_to_stdout()
     settings = settings_of(overrides)
     on_gpu = pick_device(settings.device).type == "cuda"
-    wanted = _between("--workers", workers, 1000) or (len(visible_gpus()) if on_gpu else cores())
+    wanted = between("--workers", workers, 1000) or (len(visible_gpus()) if on_gpu else cores())
     workers = min(wanted, settings.num_clients)
     grid = local_grid("fedsub_app.client_app", overrides, workers, fork=not on_gpu)
     gc.freeze()
@@ -240,6 +236,8 @@ def _run_local(overrides: dict[str, str | int | float | bool], workers: int | No
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
     finally:
+        for handler in logging.getLogger("fedsub").handlers:
+            handler.close()  # which takes a live line away, before anything is said on stderr
         grid.close()
     return 0
 
@@ -249,7 +247,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     from fedsub_app.reproduce import reproduce
 
     overrides = parse_pairs(options.set)
-    seeds, workers = _between("--seeds", options.seeds, 1000), _between("--workers", options.workers, 1000)
+    seeds, workers = between("--seeds", options.seeds, 1000), between("--workers", options.workers, 1000)
     return reproduce(options.name, seeds, overrides, workers, options.out, options.only)
 
 
@@ -295,8 +293,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _analyse(options: argparse.Namespace) -> int:
-    rounds = _between("--approximation", options.approximation, 1_000_000)
-    samples = _between("--samples", options.samples, 1_000_000)
+    rounds = between("--approximation", options.approximation, 1_000_000)
+    samples = between("--samples", options.samples, 1_000_000)
     if rounds:
         from fedsub_app.runs.approximation import approximation
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError, shown
-from fedsub_app.common.section import Section, Value, flatten
+from fedsub_app.common.section import Listed, Section, Value, flatten
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import MethodSettings, Settings
 
@@ -143,6 +143,11 @@ def as_toml() -> str:
             words = f"{allowed}: " if " | " in (allowed := _allowed(field)) else ""
             lines.append(f"{f'{field.alias} = {value}':<28} # {words}{_about(field)[0]}")
     return "\n".join(lines) + "\n"
+
+
+def is_list(key: str) -> bool:
+    """Say whether the value of a key is itself a list, in one text with commas."""
+    return key in _fields() and any(isinstance(about, Listed) for about in _fields()[key].metadata)
 
 
 def spelled(key: str, value: Value) -> Value:

@@ -50,8 +50,12 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def log_to_stdout() -> None:
-    """Log one plain line per record to the current stdout, which Flower replaces to stream it."""
-    handler = logging.StreamHandler(sys.stdout)
+    """Log to the current stdout, which Flower replaces to stream it: plain lines, or a live one on a terminal."""
+    handler: logging.Handler = logging.StreamHandler(sys.stdout)
+    if sys.stdout.isatty():
+        from fedsub_app.runs.progress import LiveHandler  # on demand: it loads rich
+
+        handler = LiveHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
@@ -213,8 +217,10 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         run.log_round(line)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned, strategy.state_rounds)
-        left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
-        log.info("%s", report.round_line(line, settings, left))
+        pace = (time.perf_counter() - began) / (number - last)
+        left = pace * (settings.num_rounds - number)
+        told = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
+        log.info("%s", report.round_line(line, settings, left), extra=told)
         if over:
             log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
         if over or abandoned >= settings.max_abandoned:

@@ -12,6 +12,7 @@ import pytest
 
 from fedsub_app import cli, config, reproduce
 from fedsub_app.common.tensors import Json
+from fedsub_app.runs import batch
 from fedsub_app.runs.report import compare, human_bytes, human_seconds
 from fedsub_app.tables import Paper, read_table
 from fedsub_app.training.workplace import workplace
@@ -173,12 +174,12 @@ def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
 
 def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
     """A run with a checkpoint but no summary is resumed, not started again."""
-    job = reproduce.Job(read_table(table).rows[0], 0, tmp_path / "run")
-    assert reproduce.run_job(job.overrides, job.folder) == ""
+    job = reproduce.job_of(read_table(table).rows[0], 0, tmp_path / "run")
+    assert batch.run_job(job.overrides, job.folder) == ""
     (job.folder / "summary.json").unlink()
     (job.folder / "checkpoints/round-000002.safetensors").unlink()
     assert job.summary() is None
-    assert reproduce.run_job(job.overrides, job.folder) == ""
+    assert batch.run_job(job.overrides, job.folder) == ""
     assert "resumed after round 1 of 2" in (tmp_path / "run.log").read_text()
     assert job.summary() is not None
 

@@ -21,3 +21,10 @@ def printable(text: str, most: int = 200) -> str:
     cut = text[: most + 1]
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in cut).split())
     return line[: most - 1] + "…" if len(line) > most or len(text) > len(cut) else line
+
+
+def between(option: str, value: int | None, most: int) -> int | None:
+    """Return the value of a command's option, ``None`` for its default; it must be 1 to ``most``."""
+    if value is not None and not 1 <= value <= most:
+        raise UserError(f"{option} {value}: must be 1 to {most}")
+    return value

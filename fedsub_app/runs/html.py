@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,13 +68,21 @@ class Heat(NamedTuple):
     rows: list[tuple[str, list[Shade]]]
 
 
-def write_html(groups: Sequence[Group], target: Path, title: str, command: str, note: str = "") -> list[Path]:
+def write_html(
+    groups: Sequence[Group],
+    target: Path,
+    title: str,
+    command: str,
+    note: str = "",
+    drawings: Mapping[str, str] | None = None,
+) -> list[Path]:
     """Write the report of some runs, and its numbers beside it as CSV (a row a round) and JSON; returns the files.
 
     Parameters
     ----------
     title, note : heading and first paragraph.
     command : what repeats it.
+    drawings : further pictures, heading -> SVG, before the learning curves.
 
     Raises
     ------
@@ -88,6 +96,7 @@ def write_html(groups: Sequence[Group], target: Path, title: str, command: str, 
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
+    content["drawings"] = dict(drawings or {})
     runs = {f"{group.label}, seed {record.settings['seed']}": record for group in groups for record in group.records}
     if len(runs) < sum(len(group.records) for group in groups):  # the same run twice, or sections with equal labels
         runs = {os.path.relpath(record.folder, target.parent): record for group in groups for record in group.records}

@@ -1,5 +1,6 @@
 """What is drawn of runs with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,6 +196,52 @@ def svg(drawing: "Figure", title: str) -> str:
     label = escape(title, quote=True)
     head = f'<svg role="img" aria-label="{label}" viewBox'
     return re.sub(r"<svg [^>]*?viewBox", head, body, count=1, flags=re.DOTALL)
+
+
+def draw_sweep(
+    points: Sequence[tuple[Mapping[str, Any], float]], keys: Sequence[str], ylabel: str, logs: set[str], grid: bool
+) -> "Figure":
+    """Draw what the trials of a sweep came to: a grid of two keys as a heat map, else a panel a key.
+
+    Parameters
+    ----------
+    points : the values of the searched keys, and the percent that they came to.
+    logs : keys on a logarithmic axis.
+    """
+    best = max(value for _, value in points)
+    if grid and len(keys) == 2:
+        (rows, columns), (down, right) = [list(dict.fromkeys(at.get(key) for at, _ in points)) for key in keys], keys
+        drawing = figure(3 + 0.8 * len(columns), 1.6 + 0.5 * len(rows))
+        axes = drawing.subplots()
+        place = [(columns.index(at.get(right)), rows.index(at.get(down)), value) for at, value in points]
+        values = [
+            [next((v for x, y, v in place if (x, y) == (i, k)), math.nan) for i in range(len(columns))]
+            for k in range(len(rows))
+        ]
+        low = min(value for _, value in points)
+        shown = axes.imshow(values, cmap="cividis", aspect="auto", vmin=low, vmax=max(best, low + 1))
+        for column, row, value in place:
+            dark = value < (low + max(best, low + 1)) / 2
+            text = f"{value:.2f}" + " ★" * (value == best)
+            axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
+        axes.set_xticks(range(len(columns)), [str(word) for word in columns])
+        axes.set_yticks(range(len(rows)), [str(word) for word in rows])
+        axes.set(xlabel=right, ylabel=down)
+        drawing.colorbar(shown, label=ylabel)
+        return drawing
+    drawing = figure(max(4.2, 3.2 * len(keys)), 3)
+    panels = drawing.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+    for panel, key in zip(panels, keys, strict=True):
+        numbers = all(isinstance(at.get(key), int | float) and not isinstance(at.get(key), bool) for at, _ in points)
+        for at, value in points:
+            where: Any = at[key] if numbers else str(at.get(key, "–"))
+            panel.plot([where], [value], marker="*" if value == best else "o", color=COLOURS[1 if value == best else 0])
+        if key in logs:
+            panel.set_xscale("log")
+        panel.set_xlabel(key)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(ylabel)
+    return drawing
 
 
 def draw_partition(folder: Path) -> Path:

@@ -1,0 +1,180 @@
+"""Many runs on this machine, several at a time: what tables and sweeps share.
+
+Every run has its directory, so a stopped batch goes on where it was; when a run is finished its clients' states, which
+for personal models are gigabytes, are dropped.
+"""
+
+import contextlib
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle, islice
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+from fedsub_app.common.device import VISIBLE, visible_gpus
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json
+from fedsub_app.common.machine import cores
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
+from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.progress import BatchProgress
+from fedsub_app.settings import Settings
+
+LOOK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: how it is called, its single keys (``run-dir`` among them), its directory."""
+
+    name: str
+    overrides: Mapping[str, Value]
+    folder: Path
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Resolved settings of the run."""
+        return resolve(self.overrides)
+
+    def summary(self) -> Json | None:
+        """Return the summary if the run is complete and of these settings."""
+        with contextlib.suppress(UserError):
+            recorded, summary = (read_json(self.folder / name) for name in ("settings.json", "summary.json"))
+            if recorded.get("digest") == self.settings.digest() and summary.get("status") == "completed":
+                return summary
+        return None
+
+    def lines(self) -> list[Json]:
+        """Return the lines of the rounds that are on disk."""
+        return read_rounds(self.folder)
+
+
+def gpus_of(settings: Iterable[Settings]) -> list[str]:
+    """Return the GPUs on which some runs are computed; none where all are on the CPU."""
+    return visible_gpus() if torch.cuda.is_available() and any(each.device != "cpu" for each in settings) else []
+
+
+def run_all(
+    jobs: Iterable[Job], workers: int | None = None, gpus: Sequence[str] = (), total: int | None = None
+) -> list[tuple[Job, str]]:
+    """Run the jobs, say what is done and how long is left; returns those that failed and why.
+
+    Parameters
+    ----------
+    jobs : asked for the next one whenever there is room for it, so that it may depend on those that have ended.
+    workers : runs at a time; ``None``: as many as there are GPUs, without any as there are cores.
+    gpus : each process takes one of these, in turn (:func:`gpus_of`).
+    total : how many jobs there are at most; ``None``: as many as the sequence has.
+    """
+    total = len(jobs) if total is None and isinstance(jobs, Sequence) else total or 0
+    if not total:
+        return []
+    workers = min(workers or len(gpus) or cores(), total)
+    failures: list[tuple[Job, str]] = []
+    waiting = iter(jobs)
+    context = get_context("spawn")
+    turns: SimpleQueue[str] = context.SimpleQueue()
+    for gpu in islice(cycle(gpus), workers):
+        turns.put(gpu)
+    with (
+        ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(turns if gpus else None,)) as pool,
+        BatchProgress(total) as progress,
+    ):
+        running: dict[Future[str], Job] = {}
+        while True:
+            for job in islice(waiting, workers - len(running)):
+                running[pool.submit(run_job, job.overrides, job.folder)] = job
+                progress.begin(job)
+            if not running:
+                return failures
+            done, _ = wait(running, timeout=LOOK_SECONDS)
+            for future in done:
+                job = running.pop(future)
+                reason = future.exception() or future.result()
+                if reason:
+                    failures.append((job, str(reason)))
+                progress.end(job, failed=bool(reason))
+            progress.look()
+
+
+def _begin(turns: "SimpleQueue[str] | None") -> None:
+    """Prepare a process that runs jobs: it takes a GPU, and it ends with the one that started it."""
+    _end_with_parent()
+    if turns is not None:
+        take_gpu(turns)
+
+
+def take_gpu(turns: "SimpleQueue[str]") -> None:
+    """Let this process, which has not used CUDA yet, see the GPU whose turn it is and no other."""
+    os.environ[VISIBLE] = turns.get()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended, also if that was killed. Its runs can be resumed."""
+    parent = parent_process()
+    assert parent
+
+    def watch() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
+    """Run or continue one run in this process; returns why it failed, or nothing."""
+    from fedsub_app.client_app import app
+    from fedsub_app.federation.local_grid import LocalGrid
+    from fedsub_app.runs.directory import RunFailed, settings_of
+    from fedsub_app.server_app import run_and_report
+
+    log = logging.getLogger("fedsub")
+    keys = dict(overrides)
+    try:
+        if (folder / "settings.json").exists():
+            with contextlib.suppress(UserError):
+                recorded = read_json(folder / "settings.json")["settings"]
+                # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
+                keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
+        if not keys.get("resume") and folder.exists():
+            shutil.rmtree(folder)  # of other settings: nothing in it belongs to this batch
+        folder.mkdir(parents=True, exist_ok=True)
+        log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        run_and_report(LocalGrid(app, keys), settings_of(keys))
+        shutil.rmtree(folder / "clients", ignore_errors=True)
+    except (UserError, RunFailed) as error:
+        return str(error)
+    return ""
+
+
+def commits(jobs: Sequence[Job]) -> str:
+    """Return the commits with which the runs were made."""
+    return ", ".join(sorted({_recorded(job, "commit") for job in jobs}))
+
+
+def _recorded(job: Job, key: str) -> str:
+    """Return what the run's settings.json says of where it was made."""
+    with contextlib.suppress(UserError):
+        return str(read_json(job.folder / "settings.json").get(key, "unknown"))
+    return "not run"
+
+
+def machine() -> str:
+    """Return where a batch is run, for its table."""
+    gpu = ", CUDA" if torch.cuda.is_available() else ", no GPU"
+    return f"{platform.machine()}, {cores()} cores{gpu}; one run a core, one thread a run"

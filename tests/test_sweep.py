@@ -1,0 +1,232 @@
+"""Sweeps: what is searched, what decides, and that a killed one goes on as if nothing had been."""
+
+import csv
+import json
+import statistics
+import time
+import tomllib
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from helpers import _main, _processes
+
+from fedsub_app import cli, config, sweep
+from fedsub_app.common.files import write_json
+from fedsub_app.common.section import Value
+from fedsub_app.runs import batch
+from fedsub_app.sweep import Range, Space, Sweep, Trial, read_space
+
+KEYS = ["evaluate=personal", "validation-fraction=0.2", "num-rounds=4", "method=fedselect"]
+VALIDATED = [word for key in KEYS for word in ("-s", key)]
+
+
+def test_values_ranges_and_what_stays() -> None:
+    fixed, space = read_space(
+        [
+            "lr=0.01,0.1",
+            "fedpews.lambda=0.5..5:log",
+            "local-epochs=1..5",
+            "method=fedavg,fedpews",
+            "evaluate=global,personal",  # a key that is a list itself
+            'lr-decay-at=["2, 4", "3"]',
+            "momentum=0.9",
+            "weight-decay=1e-4..1e-2",
+        ]
+    )
+    assert fixed == {"evaluate": "global,personal", "momentum": 0.9}
+    assert space == {
+        "lr": (0.01, 0.1),
+        "fedpews.lambda": Range(0.5, 5.0, log=True, whole=False),
+        "local-epochs": Range(1.0, 5.0, log=False, whole=True),
+        "method": ("fedavg", "fedpews"),
+        "lr-decay-at": ("2, 4", "3"),
+        "weight-decay": Range(1e-4, 1e-2, log=False, whole=False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["-s", "lr=0.1"], "nothing to search: give a key several values, -s lr=0.01,0.1, or a range, "),
+        (["-s", "lr=0.1..0.01"], "lr = 0.1..0.01: the first number must be below the second"),
+        (["-s", "lr=0..1:log"], "lr = 0..1:log: must be above 0 on a logarithmic scale"),
+        (["-s", "batch-size=1.5..8"], "batch-size = 1.5..8: must be from one integer to another"),
+        (["-s", "optimizer=1..2"], "optimizer = 1..2: only a number has a range; values to try stand with commas"),
+        (["-s", "lr=0.1..x", "-s", "momentum=0,0.9", *VALIDATED], "lr = '0.1..x': must be number"),
+        (["-s", "learning=0.1,0.2", *VALIDATED], "learning = 0.1: unknown key; "),
+        (["-s", "lr=0.1..5e6", "--trials", "2", *VALIDATED], "lr = 5000000.0: must be less than or equal to 1000000"),
+        (["-s", "seed=1,2"], "seed = 1,2: must be one number, that of the first run; --seeds N runs N of them"),
+        (["-s", "resume=true"], "-s resume: a sweep sets it itself; allowed are the other keys"),
+        (["-s", "lr=0.1..0.2"], "--trials: how many settings to try must be said, with a range and with Optuna"),
+        (
+            ["-s", "lr=0.1..0.2", "--search", "grid"],
+            "lr = 0.1..0.2: a range has no grid; --search random or optuna, or values",
+        ),
+        (["-s", "lr=0.1,0.2", "--trials", "0"], "--trials 0: must be 1 to 100000"),
+        (
+            ["-s", "lr=0.1,0.2"],
+            "validation-fraction = 0.0: must be above 0, a sweep compares on validation data; "
+            "--metric global would compare on test data",
+        ),
+        (
+            ["-s", "lr=0.1,0.2", "-s", "validation-fraction=0.2"],
+            "evaluate = 'global': must name global-local or personal, which have validation accuracies",
+        ),
+        (
+            ["-s", "lr=0.1,0.2", "--metric", "personal"],
+            "--metric 'personal': allowed with these settings are global",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sweep", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {line}")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_optuna_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["sweep", "-s", "lr=0.1,0.2", "--search", "optuna", "--trials", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --search optuna: needs the package optuna; `pip install 'fedsub[sweep]'`\n"
+    )
+
+
+def made(out: Path, space: Space, search: str, trials: int, **fixed: Value) -> Sweep:
+    keys = {"evaluate": "personal", "validation-fraction": 0.2, "model": "feature-mlp"} | fixed
+    return Sweep("", keys, space, search, "personal-validation", 1, trials, out)
+
+
+def test_a_grid_has_every_pair_once_and_methods_only_their_own_keys(tmp_path: Path) -> None:
+    grid = made(tmp_path, {"method": ("fedavg", "ditto"), "ditto.lambda": (0.1, 1.0), "lr": (0.1, 0.2)}, "grid", 100)
+    assert len(grid.plan) == 2 + 4  # FedAvg has no lambda
+    shuffled = made(tmp_path, {"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 4)
+    drawn = [tuple(keys.values()) for keys in shuffled.plan]
+    assert len(set(drawn)) == 4
+    more = made(tmp_path, {"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 100)
+    assert [tuple(keys.values()) for keys in more.plan][:4] == drawn
+    assert len(more.plan) == 6
+
+
+def test_random_trials_are_in_range_and_the_same_however_many(tmp_path: Path) -> None:
+    space: Space = {
+        "lr": Range(1e-4, 1.0, log=True, whole=False),
+        "local-epochs": Range(1, 3, log=False, whole=True),
+        "optimizer": ("sgd", "adam"),
+    }
+    plan = made(tmp_path, space, "random", 200).plan
+    assert made(tmp_path, space, "random", 3).plan == plan[:3]
+    assert made(tmp_path, space, "random", 3, seed=1).plan != plan[:3]
+    rates = [float(keys["lr"]) for keys in plan]
+    assert min(rates) >= 1e-4
+    assert max(rates) <= 1.0
+    assert 0.35 < sum(rate < 1e-2 for rate in rates) / 200 < 0.65  # half of the range in its logarithm
+    assert {keys["local-epochs"] for keys in plan} == {1, 2, 3}
+    assert {keys["optimizer"] for keys in plan} == {"sgd", "adam"}
+
+
+def finish(trial: Trial, accuracy: float) -> None:
+    """Write what a finished run leaves behind."""
+    for job in trial.jobs:
+        write_json(job.folder / "settings.json", {"digest": job.settings.digest()})
+        summary = {"status": "completed", "final-personal-validation-accuracy": accuracy}
+        write_json(job.folder / "summary.json", summary)
+
+
+def test_optuna_goes_where_it_was_good_and_proposes_the_same_again(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = made(tmp_path, {"lr": Range(0.0, 1.0, log=False, whole=False), "momentum": (0.0, 0.9)}, "optuna", 30)
+    for number in range(30):
+        trial = search.trial(number)
+        finish(trial, 90 - 100 * abs(float(trial.keys["lr"]) - 0.7) - 10 * float(trial.keys["momentum"]))
+    rates = [float(trial.keys["lr"]) for trial in search.begun()]
+    assert statistics.fmean(abs(rate - 0.7) for rate in rates[15:]) < 0.2  # random: 0.29
+    file = tmp_path / "trial-029.json"
+    before = file.read_text()
+    file.unlink()
+    search.trial(29)
+    assert file.read_text() == before
+
+
+def test_a_folder_of_another_sweep_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sweep", *VALIDATED, "--out", str(tmp_path)]
+    write_json(tmp_path / "sweep.json", {"experiment": "fedpews/digits"})
+    assert cli.main([*arguments, "-s", "lr=0.1,0.2"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --out {tmp_path}: has another sweep, with experiment = 'fedpews/digits'\n"
+    )
+
+
+def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = get_context("spawn").SimpleQueue()
+    for gpu in ("GPU-a", "GPU-b"):
+        turns.put(gpu)
+    monkeypatch.setenv(batch.VISIBLE, "GPU-a,GPU-b")
+    seen = []
+    for _ in range(2):
+        batch.take_gpu(turns)
+        seen.append(batch.os.environ[batch.VISIBLE])
+    assert seen == ["GPU-a", "GPU-b"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="a process is killed as on Linux")
+def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path) -> None:
+    """Two keys of FedSelect on digits; kill -9 in the second trial."""
+    out = tmp_path / "out"
+    arguments = ("sweep", "quickstart/digits", *VALIDATED, "-s", "lr=0.02..0.2:log", "-s", "fedselect.alpha=0.1,0.5")
+    arguments += ("-s", "local-epochs=2", "--trials", "3", "--workers", "1", "--out", str(out))
+    files = tmp_path / "stdout.txt", tmp_path / "stderr.txt"
+    process = _processes.Process(target=_main, args=(arguments, None, files, dict(batch.os.environ), None))
+    process.start()
+    rounds = out / "trial-001-seed0/rounds.jsonl"
+    deadline = time.monotonic() + 120
+    while not (rounds.exists() and b'"round": 1,' in rounds.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    planned = {path.name: path.read_text() for path in out.glob("trial-*.json")}
+    done = (out / "trial-000-seed0/rounds.jsonl").stat().st_mtime_ns
+    assert not (out / "trial-001-seed0/summary.json").exists()
+    assert cli.main(list(arguments)) == 0
+    assert {path.name: path.read_text() for path in out.glob("trial-*.json")} == planned
+    assert (out / "trial-000-seed0/rounds.jsonl").stat().st_mtime_ns == done
+    assert "resumed after round" in (out / "trial-001-seed0.log").read_text()
+
+    rows = list(csv.DictReader((out / "sweep.csv").open()))
+    assert len(rows) == 3
+    found = {row["trial"]: row["personal-validation (%)"] for row in rows}
+    ranked = [float(row["personal-validation (%)"]) for row in rows]
+    assert ranked == sorted(ranked, reverse=True)
+    text = (out / "sweep.md").read_text()
+    assert "- chosen by: personal validation accuracy at the end" in text
+    assert f"Best: trial {rows[0]['trial']} (" in text
+    assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    assert "The search" in (out / "report.html").read_text()
+    # What the killed trial came to is what it comes to in one go.
+    keys = json.loads(planned["trial-001.json"])["keys"]
+    alone = Sweep(
+        "quickstart/digits", dict(config.parse_pairs([*KEYS, "local-epochs=2"])), {}, "random", "", 1, 1, tmp_path
+    )
+    folder = tmp_path / "alone"
+    overrides = alone.overrides(keys) | {"run-dir": str(folder)}
+    assert batch.run_job(overrides, folder) == ""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert found["1"] == f"{summary['final-personal-validation-accuracy']:.2f}"
+    # The best settings are an experiment's file.
+    best = tomllib.loads((out / "best.toml").read_text())
+    assert best.pop("extends") == "quickstart/digits"
+    number = int(rows[0]["trial"])
+    (job,) = alone_jobs(out, number)
+    assert config.resolve({"experiment": "quickstart/digits", **config.flatten(best)}).digest() == job
+
+
+def alone_jobs(out: Path, number: int) -> list[str]:
+    """Return the digests of the runs of a trial."""
+    return [json.loads(path.read_text())["digest"] for path in out.glob(f"trial-{number:03d}-seed*/settings.json")]
