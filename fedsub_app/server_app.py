@@ -22,6 +22,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, build_model, load_tensors
 from fedsub_app.runs import pictures, report
 from fedsub_app.runs.directory import Run, RunFailed, ended_by, open_run, resume_command, settings_of
+from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
@@ -131,6 +132,7 @@ def prepare(settings: Settings) -> tuple[Dataset, Partition, SubnetStrategy]:
     )
     strategy = METHODS[settings.method].strategy(settings, model)
     check_defences(strategy)
+    check_tracker(settings.track)
     if settings.stack_clients:
         _check_stacked(settings, model)
     return dataset, partition, strategy
@@ -195,6 +197,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
+    tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
+    tracking.follow(run.lines)
     began = time.perf_counter()
     over = ended_by(run.lines, settings)
     if over:
@@ -215,6 +219,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         over = over or ended_by([*run.lines, line], settings)
         run.log_round(line)
+        tracking.follow(run.lines)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned, strategy.state_rounds)
         pace = (time.perf_counter() - began) / (number - last)
@@ -227,6 +232,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
             break
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
         run.finish("failed", to_tensors(arrays))
+        tracking.end(completed=False)
         which = f"{abandoned} rounds in a row" if abandoned >= settings.max_abandoned else f"all {number} rounds"
         last_line = run.lines[-1]
         reasons = [last_line.get("abandoned", ""), *(drop["reason"] for drop in last_line.get("dropped", ())[:1])]
@@ -235,7 +241,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
             f"last reason: {'; '.join(reasons)}; checkpoint in {run.folder}",
             run.folder,
         )
-    return run.finish("completed", to_tensors(arrays))
+    summary = run.finish("completed", to_tensors(arrays))
+    tracking.end(completed=True)
+    return summary
 
 
 def _evaluate(

@@ -31,6 +31,7 @@ LOCATION_KEYS = (
     "experiment",
     "run-dir",
     "resume",
+    "track",
     "device",
     "data-dir",
     "backbone-dir",
@@ -109,6 +110,8 @@ class RunSettings(Section):
     """Rounds from one checkpoint to the next; the last round has one."""
     keep_checkpoints: CountOrNone = 2
     """Checkpoints that are kept, the latest; 0: all."""
+    track: Literal["none", "tensorboard", "mlflow", "wandb", "trackio"] = "none"
+    """Tracker that is told every round as well, a package of its own (`pip install 'fedsub[mlflow]'`)."""
 
     @model_validator(mode="after")
     def _resume_needs_a_run(self) -> "RunSettings":
