@@ -1,0 +1,98 @@
+"""What is shown on a terminal, here a pseudo-terminal, and that a pipe gets plain lines."""
+
+import os
+import pty
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from fedsub_app.common.tensors import Json
+from fedsub_app.runs.batch import Job
+from fedsub_app.runs.progress import BatchProgress
+from fedsub_app.server_app import log, log_to_stdout
+
+RunLocal = Callable[..., tuple[Json, Path]]
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+BACK = "\x1b[2K"  # the line is emptied, to be written over
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 200) -> Iterator[list[str]]:
+    """Let stdout be a pseudo-terminal; afterwards the list holds what was written to it."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    main, second = pty.openpty()
+    written: list[str] = []
+    pieces: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while piece := os.read(main, 4096):
+                pieces.append(piece)
+        except OSError:  # the other side is closed
+            pass
+
+    reader = Thread(target=read)
+    reader.start()
+    with os.fdopen(second, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        yield written
+    reader.join()
+    os.close(main)
+    written.append(b"".join(pieces).decode())
+
+
+def test_a_run_has_one_line_on_a_terminal(run_local: RunLocal, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as written:
+        log_to_stdout()
+        run_local(num_rounds=4)
+        log.info("the end")
+        log.handlers[0].close()
+    text = written[0]
+    assert BACK in text
+    shown = re.findall(
+        r"round (\d)/4  global ([\d.]+) %  loss ([\d.]+)  \S+ (?:rounds/s|s a round)  left \d+ s  dropped 0",
+        ESCAPES.sub("", text),
+    )
+    assert list(dict.fromkeys(number for number, *_ in shown)) == ["1", "2", "3", "4"]
+    assert "down " not in ESCAPES.sub("", text)  # of the plain line
+    assert text.rstrip().endswith("the end")
+
+
+def test_a_round_that_lost_a_reply_stays_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"round": 2, "status": "ok", "train-loss": 0.5, "dropped": [{"client": 1, "reason": "boom"}]}
+    with terminal(monkeypatch) as written:
+        log_to_stdout()
+        log.info("round 2 dropped client 1: boom", extra={"line": line, "rounds": 9, "left": 70.0, "pace": 0.25})
+        log.handlers[0].close()
+    text = ESCAPES.sub("", written[0])
+    assert "round 2 dropped client 1: boom\r\n" in text
+    assert "round 2/9  loss 0.5000  4.0 rounds/s  left 1:10 min  dropped 1" in text
+
+
+def test_a_pipe_gets_plain_lines(run_local: RunLocal, capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stdout()
+    run_local(num_rounds=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in lines if line.startswith("round")] == ["round 1/2", "round 2/2"]
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_batch_shows_its_runs(run_local: RunLocal, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = run_local(num_rounds=2)
+    begun = Job("half way", {"num-rounds": 4, "method": "fedavg"}, folder)
+    ended = Job("over", {"num-rounds": 4, "method": "fedavg"}, folder.parent / "nothing")
+    with terminal(monkeypatch) as written, BatchProgress(3) as progress:
+        progress.begin(begun)
+        progress.begin(ended)
+        progress.end(ended, failed=False)
+        progress.look()
+    text = ESCAPES.sub("", written[0])
+    assert "done  over" in text
+    assert "6 of 12 rounds, 2 runs to go" in text
+    assert re.search(r"half way  round 2/4  global [\d.]+ %  loss [\d.]+  dropped 0", text)
