@@ -13,7 +13,9 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -49,10 +51,10 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._last = self._read(folder)
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
         if self._last < 0:
-            for summary in hparams(dict(settings), {}):  # type: ignore[no-untyped-call]
-                self._writer.file_writer.add_summary(summary)  # type: ignore[union-attr]
+            for summary in hparams(dict(settings), {}):
+                self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     @staticmethod
     def _read(folder: Path) -> int:
@@ -69,12 +71,12 @@ class TensorBoard:
     def tell(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write a scalar for each number."""
         for key, value in numbers.items():
-            self._writer.add_scalar(key, value, server_round)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(key, value, server_round)
+        self._writer.flush()
 
     def end(self, completed: bool) -> None:
         """Close the file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class MLflow:
@@ -88,15 +90,12 @@ class MLflow:
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
         self._client = MlflowClient(place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
+        if self._client.get_experiment_by_name(name) is None:
             artifacts = (folder.parent / "mlflow-artifacts").as_uri() if place.startswith("sqlite:") else None
-            try:
+            with suppress(MlflowException):  # another run has made it meanwhile
                 self._client.create_experiment(name, artifacts)
-            except MlflowException:  # another run has made it meanwhile
-                if self._client.get_experiment_by_name(name) is None:
-                    raise
-            experiment = self._client.get_experiment_by_name(name)
+        experiment = self._client.get_experiment_by_name(name)
+        assert experiment, f"{place}: the experiment {name} cannot be made"
         found = self._client.search_runs([experiment.experiment_id], f"tags.`fedsub.run-id` = '{run_id}'")
         if found:
             self._id = found[0].info.run_id
@@ -199,14 +198,14 @@ class Tracking:
         """Tell the rounds that are new; ``lines``: those of rounds.jsonl so far."""
         new = list(takewhile(lambda line: line["round"] > self._last, reversed(lines)))
         for line in reversed(new):
-            self._try(lambda tracker, line=line: tracker.tell(line["round"], numbers_of(line)))  # type: ignore[misc]
+            self._try(partial(_tell, line))
             self._last = line["round"]
 
     def end(self, completed: bool) -> None:
         """The run is over."""
         self._try(lambda tracker: tracker.end(completed))
 
-    def _try(self, call: Any) -> None:
+    def _try(self, call: Callable[[Tracker], None]) -> None:
         if self._tracker is None:
             return
         try:
@@ -215,6 +214,10 @@ class Tracking:
             self._tracker = None
             said = "track = %r: %s; the run goes on without it, rounds.jsonl has every round"
             log.warning(said, self._name, printable(one_line(error)))
+
+
+def _tell(line: Json, tracker: Tracker) -> None:
+    tracker.tell(line["round"], numbers_of(line))
 
 
 def numbers_of(line: Json) -> dict[str, float]:
