@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -143,5 +144,8 @@ def test_wandb_offline(run_local: RunLocal, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_MODE", "offline")
     _, folder = run_local(track="wandb", num_rounds=2)
     (written,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 60
+    while b"global-accuracy" not in written.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)  # wandb's own process writes it
     assert b"global-accuracy" in written.read_bytes()
     assert (folder / ".wandb-told").read_text() == "2"
