@@ -21,6 +21,7 @@ from fedsub_app.config import resolve, without_file
 from fedsub_app.flower import PROJECT
 from fedsub_app.reproduce import Job, run_job
 from fedsub_app.runs.directory import read_rounds
+from fedsub_app.sweep import Sweep, metric_of, read_space
 from fedsub_app.tables import read_table
 
 Run = Callable[..., tuple[Json, Path]]
@@ -83,6 +84,10 @@ def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) ->
         elif words[0] == "reproduce":
             table = read_table(options.name)
             assert {*options.only} <= {row.label for row in table.rows}
+        elif words[0] == "sweep":
+            fixed, space = read_space(options.set)
+            made = Sweep(options.experiment, fixed, space, "random", "", 1, options.trials, desk)
+            assert metric_of(resolve(made.overrides(made.plan[0])), options.metric) == "personal-validation"
         elif words[0] in ("report", "export", "list", "completion") or words[:3] == ["analyse", "runs/A"]:
             assert cli.main(words) == 0, line
     assert "error" not in capsys.readouterr().err

@@ -88,7 +88,8 @@ class LiveHandler(logging.Handler):
             rounds, left, pace = (getattr(record, key) for key in ("rounds", "left", "pace"))
             measured = _measured(self._accuracies | {"train-loss": line.get("train-loss")})
             speed = f"{1 / pace:.1f} rounds/s" if pace < 1 else f"{pace:.1f} s a round"
-            words = [f"round {line['round']}/{rounds}", *measured, speed, f"left {human_seconds(left)}"]
+            stage = [line["stage"]] if "stage" in line else []
+            words = [f"round {line['round']}/{rounds}", *stage, *measured, speed, f"left {human_seconds(left)}"]
             self._line.show(line["round"], rounds, "  ".join([*words, f"dropped {self._dropped}"]))
         except Exception:  # as every handler of logging: what is shown must not end what is run
             self.handleError(record)
