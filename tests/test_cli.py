@@ -19,7 +19,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve, without_file
 from fedsub_app.flower import PROJECT
-from fedsub_app.reproduce import Job, run_job
+from fedsub_app.runs.batch import Job, run_job
 from fedsub_app.runs.directory import read_rounds
 from fedsub_app.sweep import Sweep, metric_of, read_space
 from fedsub_app.tables import read_table
@@ -170,10 +170,10 @@ def test_a_table_in_a_file_of_ones_own(
 ) -> None:
     """Its experiment is found from where the table's file lies."""
 
-    def run_all(jobs: list[Job], _: int) -> list[tuple[Job, str]]:  # in this process: to start others takes seconds
+    def run_all(jobs: list[Job], *_: Any) -> list[tuple[Job, str]]:  # in this process: to start others takes seconds
         return [(job, reason) for job in jobs if (reason := run_job(job.overrides, job.folder))]
 
-    monkeypatch.setattr(reproduce, "_run_all", run_all)
+    monkeypatch.setattr(reproduce, "run_all", run_all)
     arguments = ["tables/mine.toml", "--only", "FedSelect", "--workers", "1", "-s", "num-rounds=1"]
     assert cli.main(["reproduce", *arguments]) == 0
     out = capsys.readouterr().out
