@@ -214,6 +214,8 @@ class DefenceSettings(FederationSettings):
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {LEAST_NOISE}")
         if self.dp_noise_multiplier and not self.clip_norm:
             raise ValueError("clip-norm = 0: must be above 0 with dp-noise-multiplier above 0")
+        if self.dp_noise_multiplier and self.oversample > 1:
+            raise ValueError(f"oversample = {self.oversample:g}: must be 1 with dp-noise-multiplier above 0")
         if self.dp_noise_multiplier and self.mean != "average":
             raise ValueError(f"mean = {self.mean!r}: must be 'average' with dp-noise-multiplier above 0")
         return self

@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -377,12 +377,12 @@ class Slow(LocalGrid):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that the server's clock shows; they pass when a test says so."""
     now = [0.0]
     monkeypatch.setattr(fedsub_app.federation.nodes.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(fedsub_app.federation.nodes.time, "sleep", lambda seconds: pytest.fail("a round waited"))
-    yield now
+    return now
 
 
 def came(grid: LocalGrid, node_id: int, partition: int) -> None:

@@ -60,10 +60,19 @@ class Node:
         return f"node {self.partition_id}"
 
 
-def sample(settings: FederationSettings, server_round: int) -> list[int]:
-    """Return the clients of a round: sorted, seeded by (seed, round)."""
+def draw(settings: FederationSettings, server_round: int) -> list[int]:
+    """Return the clients that a round asks, in the order in which they are drawn, seeded by (seed, round).
+
+    The first ``sample_size`` take part; those after them are asked as well and stand in for them (``oversample``).
+    """
     order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample"))
-    return sorted(order[: settings.sample_size].tolist())
+    drawn: list[int] = order[: settings.asked_size].tolist()
+    return drawn
+
+
+def sample(settings: FederationSettings, server_round: int) -> list[int]:
+    """Return the clients that a round asks: sorted, seeded by (seed, round)."""
+    return sorted(draw(settings, server_round))
 
 
 class Federation:
@@ -89,10 +98,16 @@ class Federation:
             int, tuple[float, float]
         ] = {}  # a node that stays out -> when, by the clock, and s till then
         self.complaints: dict[int, str] = {}  # why a node stays out, as it was logged
+        self.late: set[str] = set()  # messages of earlier phases that were not waited for
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
         return sample(self.settings, server_round)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether no node is a machine of its own: all answers come, whichever is first."""
+        return all(node.simulated for node in self.nodes.values())
 
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.
@@ -111,13 +126,14 @@ class Federation:
         UserError
             At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
         """
+        self._forget_late(grid)
         deadline = time.monotonic() + self.settings.node_timeout
         wait = not self.nodes  # also when all have left: the round is abandoned if none comes back in time
         while True:
             present = set(grid.get_node_ids())
             for known in (self.nodes, self.waiting, self.ask_again, self.complaints):
                 for node_id in known.keys() - present:  # one that comes back is called again
-                    del known[node_id]  # type: ignore[attr-defined]
+                    del known[node_id]
             self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
             self._take_answers(grid)
             for node_id, node in sorted(self.waiting.items()):
@@ -135,6 +151,11 @@ class Federation:
                     f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes there, missing: {missing}"
                 )
             time.sleep(_pause(self.settings.node_timeout + time.monotonic() - deadline))
+
+    def _forget_late(self, grid: Grid) -> None:
+        """Throw the replies away that came too late, which a SuperLink keeps until somebody asks for them."""
+        for reply in grid.pull_messages(list(self.late)) if self.late else ():
+            self.late.discard(reply.metadata.reply_to_message_id)
 
     def _missing(self) -> str:
         announced = max((node.num_partitions for node in self.nodes.values()), default=1)
@@ -277,10 +298,16 @@ class Federation:
 
         A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. None is handed out from a
         shared queue while many answers wait for an earlier client's. A node that has lost the settings gets its message
-        again with them.
+        again with them. Replies that nobody waits for any more are thrown away before a later phase.
         """
-        start = time.monotonic()
         flying: dict[str, Message] = {}
+        try:
+            yield from self._replies(grid, phase, flying)
+        finally:
+            self.late |= flying.keys()
+
+    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> Iterator[Message]:
+        start = time.monotonic()
         again: set[str] = set()
         while self._hand_out(grid, phase, flying):
             found = []
@@ -322,9 +349,15 @@ class Federation:
         return bool(flying)
 
     def answers(
-        self, phase: Phase, replies: Iterable[Message], expected: Callable[[int], Mapping[str, Spec]]
+        self,
+        phase: Phase,
+        replies: Iterable[Message],
+        expected: Callable[[int], Mapping[str, Spec]],
+        in_order: bool = True,
     ) -> Iterator[Answer]:
         """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
+
+        ``in_order=False``: as they come. Who needs no more of them stops iterating.
 
         At the end the clients without a part are in ``phase.dropped``.
 
@@ -352,6 +385,9 @@ class Federation:
             phase.dropped += [Dropped(client, reason) for client, reason in lost.items()]
             for client in clients:
                 del reasons[client]
+            if not in_order:
+                yield from (found.pop(client)[0] for client in clients if client in found)
+                continue
             while order and order[0] not in reasons:
                 if (ready := found.pop(order.popleft(), None)) is not None:
                     yield ready[0]

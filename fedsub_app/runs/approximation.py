@@ -126,7 +126,7 @@ def _federated(
                 reasons = [said["abandoned"], *(drop["reason"] for drop in said["dropped"][:1])]
                 raise UserError(f"round {number} from checkpoint {start.round} was abandoned: {'; '.join(reasons)}")
             arrays = merged
-            clients.append(sorted(strategy.phase.asked))
+            clients.append(sorted(set(strategy.phase.asked) - set(strategy.phase.report.get("not-waited-for", ()))))
     return to_tensors(arrays), clients
 
 
