@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import (
     AmountOrNone,
     ClientsSettings,
@@ -251,6 +252,11 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
     def hidden_width(self) -> int | None:
         """Units of every hidden layer of the global network, where the method sets them."""
         return self.options.hidden_width(self)
+
+    def need_data(self) -> None:
+        """Raise :class:`UserError` where the clients' data are not here, but their nodes' own."""
+        if self.private_examples:
+            raise UserError(f"private-examples = {self.private_examples}: the clients' data are with their nodes")
 
     @property
     def data(self) -> DataSettings:

@@ -409,7 +409,7 @@ def test_a_late_node_is_called_once_and_its_answer_counts_however_late(clock: li
 
 
 def test_a_silent_node_costs_no_seconds_and_is_never_given_up(clock: list[float]) -> None:
-    """It is called again after 30, 60, 120 s and so on; the first answer counts, the others are nobody's."""
+    """It is called again after 2, 4, 8 minutes and so on; the first answer counts, the others are nobody's."""
     grid = Slow(1)
     fed = federation(min_nodes=1)
     fed.meet(grid)
@@ -422,7 +422,7 @@ def test_a_silent_node_costs_no_seconds_and_is_never_given_up(clock: list[float]
         clock[0] = float(second)
         fed.meet(grid)
         times += [second] * (grid.asked.count(99) - len(times))
-    assert times == [0, 30, 90, 210, 450, 930]
+    assert times == [0, 120, 360, 840]
     grid.held = set()
     fed.meet(grid)
     assert set(fed.nodes) == {2, 99}
@@ -471,7 +471,7 @@ def test_a_node_that_answers_wrongly_stays_out_for_as_long(
     fed = federation()
     fed.meet(grid)
     came(grid, 77, 9)
-    for second in range(0, 100, 10):
+    for second in range(0, 400, 40):
         clock[0] = float(second)
         fed.meet(grid)
     said = "node 77 stays out: partition-id = 9: must be 0 to num-partitions - 1"
@@ -479,7 +479,7 @@ def test_a_node_that_answers_wrongly_stays_out_for_as_long(
     assert grid.asked == [2, 3, 77, 77, 77]
     del grid.contexts[3]
     grid.contexts[77].node_config["partition-id"] = 1
-    clock[0] = 300.0
+    clock[0] = 1000.0
     fed.meet(grid)
     assert set(fed.nodes) == {2, 77}
 

@@ -39,7 +39,7 @@ from fedsub_app.federation.settings import FederationSettings
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
 MOST_HELD = 4  # times message-mb: answers that wait for an earlier client's
-ASK_AGAIN_S = 30.0  # after the first roll call to a node that has not answered it rightly; twice that after the next
+ASK_AGAIN_S = 120.0  # after the first roll call to a node that has not answered it rightly; twice that after the next
 MOST_NODES = 100_000
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
 
@@ -115,7 +115,7 @@ class Federation:
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
         answered, and rejects a misconfigured node with an error. Later ones wait for nobody: they look whether roll
         calls were answered since, however late, and a node that answers wrongly stays out with a warning. A node
-        outside is called when Flower lists it and, while it stays out, again after 30 s, 60 s, 120 s and so on: a call
+        outside is called when Flower lists it and, while it stays out, again after 2, 4, 8 minutes and so on: a call
         that it got just before it was killed is lost, and Flower does not say so.
 
         A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
@@ -219,6 +219,11 @@ class Federation:
         count = next(iter(self.nodes.values()), node).num_partitions
         if node.num_partitions != count:
             raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
+        if self.settings.private_examples and node.num_partitions != self.settings.num_clients:
+            clients = f"num-clients = {self.settings.num_clients}"
+            raise BadReply(
+                f"num-partitions = {node.num_partitions}: must be {clients} where each node has private data"
+            )
         if self.device == "cuda" and node.simulated and not node.gpu:
             raise BadReply(
                 "it sees no GPU, the server uses one: its connection needs a share of them, which "
@@ -236,6 +241,8 @@ class Federation:
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         placement = self.settings.placement
+        if self.settings.private_examples:
+            placement = "pinned"
         if placement == "auto":
             placement = "balanced" if all(node.simulated for node in nodes) else "pinned"
         if placement == "balanced" and nodes:

@@ -56,6 +56,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         The folder is not that of a run, or holds neither masked rounds nor checkpoints.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings.need_data()
     lines, files = read_rounds(folder), []
     masked = [line for line in lines if "units-covered-by" in line]
     if masked:

@@ -63,6 +63,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
         A folder is not that of a run or has no checkpoint, or ``starts`` is of another network.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings.need_data()
     place = workplace(settings)
     found = checkpoints(starts or folder)
     if not found:
