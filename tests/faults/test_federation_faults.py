@@ -1,5 +1,6 @@
 """What befalls a real federation, and what becomes of its run: two nodes, TLS, node keys (docs/results/faults.md)."""
 
+import fcntl
 import json
 import os
 import signal
@@ -43,6 +44,16 @@ def so_far(folder: Path) -> list[Json]:
 def why(line: Json, client: int) -> str:
     """Why a client was dropped from a round; "": it was not."""
     return next((str(drop["reason"]) for drop in line["dropped"] if drop["client"] == client), "")
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process runs this directory."""
+    with (folder / ".lock").open("r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def signalled(here: Deployed, number: int, *names: str) -> None:
@@ -124,7 +135,7 @@ def test_a_frozen_and_a_killed_node_lose_their_rounds_and_nothing_else(here: Dep
     process = begin(here, folder, **{"num-rounds": 500})
     node = ("node-1", "node-1-superexec")
     try:
-        wait_for(lambda: len(so_far(folder)) >= 2)
+        wait_for(lambda: len(so_far(folder)) >= 2, 900)
         start = time.monotonic()
         signalled(here, signal.SIGSTOP, *node)
         wait_for(lambda: why(so_far(folder)[-1], 1).startswith(AWAY[1:]))
@@ -158,7 +169,7 @@ def test_a_killed_superlink_costs_the_rounds_after_the_last_checkpoint(here: Dep
     """It is started again, the run is resumed, and ends as if nothing had happened."""
     folder, keys = tmp_path / "run", {"num-rounds": 4}
     process = begin(here, folder, **keys)
-    wait_for(lambda: len(so_far(folder)) >= 2)
+    wait_for(lambda: len(so_far(folder)) >= 2, 900)
     here.kill("superlink")
     start = time.monotonic()
     done = ended(process)
@@ -166,7 +177,8 @@ def test_a_killed_superlink_costs_the_rounds_after_the_last_checkpoint(here: Dep
     here.up()
     up = time.monotonic() - start
     before = len(so_far(folder))
-    again = ended(here.run("--resume", folder))
+    wait_for(lambda: not in_use(folder), 900)  # the server's process tries to reach the SuperLink again for a while
+    again = ended(here.run("--resume", folder), 900)
     print(
         f"SuperLink killed: exit {done.returncode} after {told:.0f} s, {done.stderr.strip()[-300:]!r}; up {up:.0f} s;"
     )
