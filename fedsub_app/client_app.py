@@ -18,8 +18,10 @@ from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import keep_freed_memory
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
+from fedsub_app.data import private_name
 from fedsub_app.federation.protocol import STAMP, UNKNOWN_SETTINGS, Update, pack, unpack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
@@ -94,7 +96,29 @@ def _place(header: Json, context: Context) -> Workplace | None:
     if "settings" in header:
         _keep_settings(header, folder)
     text = _kept_settings(folder, header["digest"])
-    return workplace(_settings(text, str(context.node_config.get("data-dir", "")))) if text else None
+    own = {key: str(context.node_config.get(key, "")) for key in ("data-dir", "private-data")}
+    if not text:
+        return None
+    if json.loads(text).get("private-examples", 0) or own["private-data"]:
+        return _private_place(text, own["private-data"], header)
+    return workplace(_settings(text, own["data-dir"]))
+
+
+def _private_place(text: str, path: str, header: Json) -> Workplace:
+    """Return the workplace of a node's own data, which must be like the server's."""
+    settings = _settings(text, "")
+    if not path:
+        said = f"private-examples = {settings.private_examples}"
+        raise UserError(f"--node-config: {said} needs private-data=<path of an .npz file or image folder>")
+    if not settings.private_examples:
+        raise UserError(f"private-data = {path!r}: not used in a run with private-examples = 0")
+    shape, classes = tuple(header["shape"]), header["classes"]
+    square = len(shape) == 3 and shape[1] == shape[2]
+    place = workplace(_private_settings(text, path, shape[1] if square else 0))
+    for what, have, wanted in (("classes", place.dataset.num_classes, classes), ("samples", place.in_shape, shape)):
+        if have != wanted:
+            raise UserError(f"private-data = {path!r}: {what} {have}, the server's data set has {wanted}")
+    return place
 
 
 def _answer(message: Message, context: Context) -> Message:
@@ -179,6 +203,14 @@ def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Te
                 found = [Update(client.id, error=printable(f"{type(error).__name__}: {error}")) for client in clients]
             updates |= dict(zip(some, found, strict=True))
     return [updates[number] for number in range(len(parts))]
+
+
+@lru_cache(maxsize=4)
+def _private_settings(text: str, path: str, image_size: int) -> Settings:
+    """Settings from a message, with all samples of a data set of this node in the place of the run's."""
+    name = private_name(Path(path))
+    own: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
+    return resolve(json.loads(text) | own | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 
 @lru_cache(maxsize=4)

@@ -27,7 +27,9 @@ def plan(settings: Settings) -> str:
     UserError
         What a run refuses before round 1.
     """
+    settings.need_data()
     dataset, partition, strategy = prepare(settings)
+    assert partition
     in_shape = tuple(dataset.train_x.shape[1:])
     sample_flops = training_flops(strategy.model, in_shape, 1)
     facts = Facts([len(indices) for indices in partition.train], sample_flops, lambda _: 0.0)

@@ -115,8 +115,10 @@ def _draw(folder: Path) -> None:
         log.warning("no pictures: %s", one_line(error))
 
 
-def prepare(settings: Settings) -> tuple[Dataset, Partition, SubnetStrategy]:
+def prepare(settings: Settings) -> tuple[Dataset, Partition | None, SubnetStrategy]:
     """Return the data, what each client has of them, and the method's server side, whose ``model`` is the network.
+
+    Where the clients' data are their nodes' own there is no partition.
 
     Raises
     ------
@@ -126,7 +128,7 @@ def prepare(settings: Settings) -> tuple[Dataset, Partition, SubnetStrategy]:
     dataset = load_dataset(settings.data)
     if settings.augment != "none" and dataset.train_x.dim() != 4:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
-    partition = make_partition(settings.data, settings.partitioning)
+    partition = None if settings.private_examples else make_partition(settings.data, settings.partitioning)
     model = build_model(
         settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
     )
@@ -154,12 +156,17 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     run = open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
-        header = {"run": run.run_id, "state-dir": str(run.state_folder)}
+        header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
+        if not partition:  # what a node's own data must be like
+            header |= {"shape": list(dataset.train_x.shape[1:]), "classes": dataset.num_classes}
         global_test = GlobalTest(settings)
         sample_flops = training_flops(strategy.model, tuple(dataset.train_x.shape[1:]), 1)
-        facts = Facts([len(indices) for indices in partition.train], sample_flops, global_test.quick_loss)
+        private = [settings.private_examples] * settings.num_clients
+        examples = [len(indices) for indices in partition.train] if partition else private
+        facts = Facts(examples, sample_flops, global_test.quick_loss)
         strategy.connect(Federation(settings, header, told, device.type), facts)
-        run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
+        if partition:
+            run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         for note in dataset.notes:
             log.info("note: %s", note)
         log.info("%s", report.opening(run.folder, dataset, strategy))

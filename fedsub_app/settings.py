@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import (
     AmountOrNone,
     ClientsSettings,
@@ -217,6 +218,8 @@ class DefenceSettings(FederationSettings):
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {LEAST_NOISE}")
         if self.dp_noise_multiplier and not self.clip_norm:
             raise ValueError("clip-norm = 0: must be above 0 with dp-noise-multiplier above 0")
+        if self.dp_noise_multiplier and self.oversample > 1:
+            raise ValueError(f"oversample = {self.oversample:g}: must be 1 with dp-noise-multiplier above 0")
         if self.dp_noise_multiplier and self.mean != "average":
             raise ValueError(f"mean = {self.mean!r}: must be 'average' with dp-noise-multiplier above 0")
         return self
@@ -252,6 +255,11 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
     def hidden_width(self) -> int | None:
         """Units of every hidden layer of the global network, where the method sets them."""
         return self.options.hidden_width(self)
+
+    def need_data(self) -> None:
+        """Raise :class:`UserError` where the clients' data are not here, but their nodes' own."""
+        if self.private_examples:
+            raise UserError(f"private-examples = {self.private_examples}: the clients' data are with their nodes")
 
     @property
     def data(self) -> DataSettings:

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Json, Tensors, prefixed
-from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.nodes import Federation, draw
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import (
     GLOBAL,
@@ -40,7 +40,7 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import NormGuard, norm, square
-from strategies.merging import DEFENCES, Facts, Merging, PrivacySpent
+from strategies.merging import DEFENCES, Facts, FirstValid, Merging, PrivacySpent, Valid
 
 log = logging.getLogger("fedsub")
 MOST_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
@@ -258,32 +258,36 @@ class SubnetStrategy(Strategy):
         phase = self.phase
         # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
         most = math.inf if self.settings.dp_noise_multiplier else self.settings.max_update_norm
-        guard = NormGuard[tuple[Update, Contribution]](most, norm(self.current.values()))
-        merging = Merging(self)
+        guard = partial(NormGuard[Valid], most, norm(self.current.values()))
+        settings, merging = self.settings, Merging(self)
+        judge = FirstValid(draw(settings, server_round), settings.sample_size, guard) if settings.spares else guard()
         diverged = 0
 
-        def take(decided: Iterable[tuple[tuple[Update, Contribution], str]]) -> None:
-            for (update, contribution), reason in decided:
+        def take(decided: Iterable[tuple[Valid, str]]) -> None:
+            for valid, reason in decided:
                 if reason:
-                    phase.dropped.append(Dropped(update.client, reason))
+                    phase.dropped.append(Dropped(valid.update.client, reason))
                 else:
-                    merging.add(update, contribution)
+                    merging.add(valid)
 
-        for client, part, expected in self.federation.answers(phase, replies, self.expected):
+        for client, part, expected in self.federation.answers(phase, replies, self.expected, not settings.spares):
             try:
                 update = read_update(part, expected, self.metrics(client), self.most_examples(client))
                 contribution = self.contribution(update)
-                take(guard.add((update, contribution), self.norms(update, contribution)))
+                norms = self.norms(update, contribution)
+                take(judge.add(Valid(update, contribution, norms), norms))
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
                 diverged += isinstance(error, Diverged)
-        take(guard.rest())
+            if judge.enough and not self.federation.simulated:  # nobody waits for the others
+                break
+        take(judge.rest())
         # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
         updates = merging.updates
         names = {name: None for update in updates for name in update.metrics if name not in COSTS}
         metrics = _means(updates, names) | _sums(updates, COSTS)
         # What the server measures has the last word.
-        phase.report = {**metrics, **phase.report, **_middle(guard.norms("update"))}
+        phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
         phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
         phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
         phase.report |= merging.said | self._spent.after(server_round, self.federation.sample)
@@ -291,6 +295,11 @@ class SubnetStrategy(Strategy):
         self.state_rounds |= {u.client: min(u.state[1], server_round) for u in updates if u.state[1]}
         merged, reason = self._merged(merging, diverged)
         phase.report |= {"merge-seconds": merging.seconds} | self.accepted(updates if merged is not None else [])
+        if settings.spares:
+            decided = {update.client for update in updates} | {drop.client for drop in phase.dropped}
+            phase.report["not-waited-for"] = sorted(set(phase.report["clients"]) - decided)
+        if merged is not None and len(updates) < settings.sample_size:
+            phase.report["partial"] = f"{len(updates)} of {settings.sample_size} replies"
         phase.report["dropped"] = _reasons(phase.dropped)
         if merged is None:
             phase.report |= {"abandoned": reason}

@@ -129,7 +129,8 @@ class IST(SubnetStrategy):
 
     def refuses(self) -> Mapping[str, str]:
         """All: a unit is trained by one client of a round."""
-        return dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
+        alone = dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
+        return alone | {"oversample": "the units of a client that is not waited for would not be trained"}
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
         """Average what all have, and write each client's slices where they were taken.

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import Update, formula_bytes
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.subnets.privacy import NoisyMean, epsilon, require_accountant
 from fedsub_app.subnets.robust import RobustMean, clipped
 
@@ -42,6 +43,56 @@ class Facts:
     examples: Sequence[int]
     sample_flops: float
     loss: Callable[[Tensors], float]
+
+
+class Valid(NamedTuple):
+    """An update that is as it must be, what it adds to the mean, and its norms, which the others' may refuse."""
+
+    update: Update
+    contribution: Contribution
+    norms: Mapping[str, float]
+
+
+class FirstValid:
+    """Decides on a round's updates as :class:`NormGuard` does, where more clients were asked than it needs.
+
+    Nothing is decided before enough of them are in. What is decided depends on which have come, not on their order: all
+    are held against each other in the order of the clients, and of those that pass, the clients that were drawn first
+    count.
+
+    Parameters
+    ----------
+    draw : the clients that were asked, in the order in which they were drawn.
+    wanted : how many of them are enough.
+    guard : makes the guard of a round.
+    """
+
+    def __init__(self, draw: Sequence[int], wanted: int, guard: Callable[[], NormGuard[Valid]]) -> None:
+        self._place = {client: place for place, client in enumerate(draw)}
+        self._wanted, self._guard = wanted, guard
+        self._came: dict[int, Valid] = {}
+
+    def add(self, item: Valid, norms: Mapping[str, float]) -> list[tuple[Valid, str]]:
+        """Take the next update; none is decided yet."""
+        self._came[item.update.client] = item
+        return []
+
+    @property
+    def enough(self) -> bool:
+        """Whether as many as are needed have passed."""
+        return len(self._came) >= self._wanted and sum(not reason for _, reason in self._judged()) >= self._wanted
+
+    def _judged(self) -> list[tuple[Valid, str]]:
+        guard = self._guard()
+        decided = [found for _, item in sorted(self._came.items()) for found in guard.add(item, item.norms)]
+        return decided + guard.rest()
+
+    def rest(self) -> list[tuple[Valid, str]]:
+        """Return those that count, with the reason "", and those that are refused; in the order of the clients."""
+        decided = self._judged()
+        passed = sorted(self._place[item.update.client] for item, reason in decided if not reason)
+        last = passed[: self._wanted][-1] if passed else -1
+        return [(item, reason) for item, reason in decided if reason or self._place[item.update.client] <= last]
 
 
 class Server(Protocol):
@@ -81,6 +132,7 @@ def check_defences(strategy: Server) -> None:
     chosen = {
         "clip-norm": f"clip-norm = {settings.clip_norm:g}" if settings.clip_norm else "",
         settings.mean: f"mean = {settings.mean!r}",
+        "oversample": f"oversample = {settings.oversample:g}" if settings.oversample > 1 else "",
         "dp-noise-multiplier": f"dp-noise-multiplier = {settings.dp_noise_multiplier:g}"
         if settings.dp_noise_multiplier
         else "",
@@ -105,18 +157,23 @@ class Merging:
     formula_bytes : of all tensors that were answered, by the papers' formula.
     seconds : spent on adding and merging.
     clipped : answers that were longer than ``clip-norm``.
+    norms : of the answers that change anything.
     """
 
     def __init__(self, strategy: Server) -> None:
         self.updates: list[Update] = []
         self.formula_bytes, self.seconds, self.clipped = 0, 0.0, 0
+        self.norms: list[float] = []
         self._strategy = strategy
         self._mean = _empty_mean(strategy)
         self._waiting: list[Contribution] = []
         self._bytes = 0
 
-    def add(self, update: Update, contribution: Contribution) -> None:
+    def add(self, valid: Valid) -> None:
         """Add the next answer."""
+        update, contribution, norms = valid
+        if norms.get("update"):
+            self.norms.append(norms["update"])
         self.formula_bytes += formula_bytes(update.tensors)
         strategy = self._strategy
         if strategy.needs_all:

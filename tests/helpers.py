@@ -30,7 +30,7 @@ from fedsub_app.federation.protocol import Update, pack, read_update, unpack_rep
 from fedsub_app.flower import PROJECT
 from fedsub_app.subnets.norms import NormGuard
 from strategies.base import SubnetStrategy
-from strategies.merging import Merging
+from strategies.merging import Merging, Valid
 
 TIMINGS = ("seconds", "compute-seconds", "merge-seconds", "evaluate-seconds")
 # Messages hold the run directory's path and the clients' seconds as text.
@@ -328,7 +328,8 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
     strategy.phase.sent = [(None, list(asked) or [update.client for update in updates])]  # type: ignore[list-item]
     merging = Merging(strategy)
     for update in updates:
-        merging.add(update, strategy.contribution(update))
+        contribution = strategy.contribution(update)
+        merging.add(Valid(update, contribution, strategy.norms(update, contribution)))
     merged = merging.result() if updates else None
     said = strategy.accepted(merging.updates)
     strategy.current = merged or strategy.current

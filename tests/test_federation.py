@@ -358,25 +358,130 @@ def test_a_second_node_of_a_taken_partition_waits(caplog: pytest.LogCaptureFixtu
     assert {node.node_id: node.partition_id for node in fed.nodes.values()} == {2: 0, 77: 1}
 
 
-def test_a_node_that_never_answers_is_waited_for_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fedsub_app.federation.nodes, "LATE_ROLL_CALL_S", 0.0)
+class Slow(LocalGrid):
+    """The answers of late nodes stay away until they are let through; ``asked``: the nodes of all roll calls."""
 
-    class Mute(LocalGrid):
-        asked = 0
+    def __init__(self, count: int) -> None:
+        super().__init__(app, {}, count)
+        self.asked: list[int] = []
+        self.held: set[int] = set()
 
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            sent = list(messages)
-            self.asked += sum(message.metadata.dst_node_id == 99 for message in sent)
-            return super().push_messages([message for message in sent if message.metadata.dst_node_id != 99])
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sent = list(messages)
+        self.asked += [message.metadata.dst_node_id for message in sent]
+        return super().push_messages(sent)
 
-    grid = Mute(app, {}, 2)
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        there = [number for number in message_ids if number in self._replies]
+        return super().pull_messages([n for n in there if self._replies[n].metadata.src_node_id not in self.held])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the server's clock shows; they pass when a test says so."""
+    now = [0.0]
+    monkeypatch.setattr(fedsub_app.federation.nodes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(fedsub_app.federation.nodes.time, "sleep", lambda seconds: pytest.fail("a round waited"))
+    return now
+
+
+def came(grid: LocalGrid, node_id: int, partition: int) -> None:
+    """A node appears."""
+    grid.contexts[node_id] = Context(1, node_id, {"partition-id": partition, "num-partitions": 2}, RecordDict(), {})
+
+
+def test_a_late_node_is_called_once_and_its_answer_counts_however_late(clock: list[float]) -> None:
+    grid = Slow(2)
+    fed = federation(min_nodes=1)
+    late = grid.contexts.pop(3)
+    fed.meet(grid)
+    grid.contexts[3] = late
+    grid.held = {3}
+    for _ in range(10):
+        clock[0] += 2
+        fed.meet(grid)  # no round waits for it
+    assert grid.asked == [2, 3]
+    assert set(fed.nodes) == {2}
+    grid.held = set()
+    fed.meet(grid)
+    assert set(fed.nodes) == {2, 3}
+    assert grid.asked == [2, 3]
+
+
+def test_a_silent_node_costs_no_seconds_and_is_never_given_up(clock: list[float]) -> None:
+    """It is called again after 2, 4, 8 minutes and so on; the first answer counts, the others are nobody's."""
+    grid = Slow(1)
+    fed = federation(min_nodes=1)
+    fed.meet(grid)
+    came(grid, 99, 1)
+    grid.contexts[2].node_config["num-partitions"] = 2
+    fed.nodes[2] = Node(2, 0, 2, True)
+    grid.held = {99}
+    times = []
+    for second in range(1000):
+        clock[0] = float(second)
+        fed.meet(grid)
+        times += [second] * (grid.asked.count(99) - len(times))
+    assert times == [0, 120, 360, 840]
+    grid.held = set()
+    fed.meet(grid)
+    assert set(fed.nodes) == {2, 99}
+    assert not fed.called
+
+
+def test_a_node_that_was_lost_is_called_when_flower_lists_it_again(clock: list[float]) -> None:
+    """Whatever it was refused for: an operator may have mended it, and with its key it keeps its id."""
+    grid = Slow(2)
     fed = federation()
     fed.meet(grid)
-    grid.contexts[99] = grid.contexts[3]
-    for _ in range(6):
+    for config in ({"partition-id": 5, "num-partitions": 2}, {"partition-id": 1, "num-partitions": 2}):
+        lost = grid.contexts.pop(3)
         fed.meet(grid)
-    assert grid.asked == 3
+        assert set(fed.nodes) == {2}
+        lost.node_config = config  # type: ignore[assignment]
+        grid.contexts[3] = lost
+        fed.meet(grid)
+    assert grid.asked == [2, 3, 3, 3]
     assert set(fed.nodes) == {2, 3}
+
+
+def test_a_node_that_was_away_when_flower_answered_for_it_is_called_again(clock: list[float]) -> None:
+    """Flower's answer is none of the node's: it is listed again before the server looks."""
+    grid = Slow(2)
+    fed = federation(min_nodes=1)
+    late = grid.contexts.pop(3)
+    fed.meet(grid)
+    grid.contexts[3], grid.held = late, {3}
+    fed.meet(grid)
+    (number,) = fed.called
+    failed = Message(Error(5, "Node Unavailable"), reply_to=grid._replies[number])
+    failed.metadata.__dict__ |= {"_reply_to_message_id": number, "_src_node_id": 1}
+    grid._replies[number] = failed
+    grid.held = set()
+    fed.meet(grid)
+    fed.meet(grid)
+    assert grid.asked == [2, 3, 3]
+    assert set(fed.nodes) == {2, 3}
+
+
+def test_a_node_that_answers_wrongly_stays_out_for_as_long(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = Slow(2)
+    fed = federation()
+    fed.meet(grid)
+    came(grid, 77, 9)
+    for second in range(0, 400, 40):
+        clock[0] = float(second)
+        fed.meet(grid)
+    said = "node 77 stays out: partition-id = 9: must be 0 to num-partitions - 1"
+    assert [record.getMessage() for record in caplog.records] == [said], "said once"
+    assert grid.asked == [2, 3, 77, 77, 77]
+    del grid.contexts[3]
+    grid.contexts[77].node_config["partition-id"] = 1
+    clock[0] = 1000.0
+    fed.meet(grid)
+    assert set(fed.nodes) == {2, 77}
 
 
 def test_min_nodes_are_enough() -> None:
@@ -389,7 +494,7 @@ def test_late_nodes_are_waited_for() -> None:
     """As Flower's simulation: the ServerApp is there before the nodes are."""
     looks = iter([{0, 1, 2}, {0, 1, 2}, {1}, set()])
     fed = federation()
-    fed.meet(Comings(app, {}, lambda _: next(looks)))
+    fed.meet(Comings(app, {}, lambda _: next(looks, set())))
     assert fed.nodes == nodes(3)
 
 

@@ -44,6 +44,12 @@ class ClientsSettings(Section):
 
     num_clients: Annotated[int, Field(ge=1, le=100_000)] = 2
     """Clients of the federation."""
+    private_examples: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Training samples that a client can have, where each node holds private data of its own; 0: all share one set.
+
+    Such a node is one client: its ``--node-config`` has ``private-data="/path"``, an .npz file or image folder as the
+    server's ``dataset`` is one, with the same classes. The server has its own set for the test of the global model.
+    """
 
 
 class Listed:

@@ -23,7 +23,7 @@ features of images that pretrained networks extract (:mod:`fedsub_app.data.featu
 
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
 from fedsub_app.data.partition import Partition, PartitionSettings, make_partition, partition_summary
-from fedsub_app.data.sources import dataset_names
+from fedsub_app.data.sources import dataset_names, private_name
 
 __all__ = [
     "DataSettings",
@@ -34,4 +34,5 @@ __all__ = [
     "load_dataset",
     "make_partition",
     "partition_summary",
+    "private_name",
 ]

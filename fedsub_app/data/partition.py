@@ -109,8 +109,11 @@ def make_partition(data: DataSettings, settings: PartitionSettings) -> Partition
 
 @lru_cache(maxsize=8)
 def _make(dataset: Dataset, settings: PartitionSettings) -> Partition:
-    _check(dataset, settings)
-    train = (_draw if settings.samples_per_client else _DIVIDE[settings.partition])(dataset, settings)
+    if settings.private_examples:  # the whole set is one client's, whichever it is
+        train = [torch.arange(len(dataset.train_y))] * settings.num_clients
+    else:
+        _check(dataset, settings)
+        train = (_draw if settings.samples_per_client else _DIVIDE[settings.partition])(dataset, settings)
     validation: list[Tensor] = []
     test: list[Tensor] = []
     for client, indices in enumerate(train):

@@ -420,6 +420,21 @@ def _own_files(data: Path) -> dict[str, Path]:
     return found
 
 
+def private_name(path: Path) -> str:
+    """Return the name under which :func:`load_sources` reads one of our own forms from the folder that it lies in.
+
+    Raises
+    ------
+    UserError
+        It is not there, of another form, or a known data set has its name.
+    """
+    name = next((name for name, file in _own_files(path.parent).items() if file == path), "")
+    if not name:
+        forms = f"an .npz file, an image folder with classes or an archive of one ({', '.join(ARCHIVES)})"
+        raise UserError(f"private-data = {str(path)!r}: not there, or not {forms} under a name of its own")
+    return name
+
+
 def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> None:
     """Let torchvision or medmnist download; where that fails, say what is missing and what is there instead."""
     name, data = wanted.name, wanted.data

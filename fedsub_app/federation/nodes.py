@@ -39,8 +39,7 @@ from fedsub_app.federation.settings import FederationSettings
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
 MOST_HELD = 4  # times message-mb: answers that wait for an earlier client's
-LATE_ROLL_CALL_S = 20.0  # how long a round waits for a node that has just come up
-MOST_ROLL_CALLS = 3  # a node that is silent so often is not waited for again
+ASK_AGAIN_S = 120.0  # after the first roll call to a node that has not answered it rightly; twice that after the next
 MOST_NODES = 100_000
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
 
@@ -61,10 +60,19 @@ class Node:
         return f"node {self.partition_id}"
 
 
-def sample(settings: FederationSettings, server_round: int) -> list[int]:
-    """Return the clients of a round: sorted, seeded by (seed, round)."""
+def draw(settings: FederationSettings, server_round: int) -> list[int]:
+    """Return the clients that a round asks, in the order in which they are drawn, seeded by (seed, round).
+
+    The first ``sample_size`` take part; those after them are asked as well and stand in for them (``oversample``).
+    """
     order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample"))
-    return sorted(order[: settings.sample_size].tolist())
+    drawn: list[int] = order[: settings.asked_size].tolist()
+    return drawn
+
+
+def sample(settings: FederationSettings, server_round: int) -> list[int]:
+    """Return the clients that a round asks: sorted, seeded by (seed, round)."""
+    return sorted(draw(settings, server_round))
 
 
 class Federation:
@@ -84,19 +92,31 @@ class Federation:
         self.header = header | ({"digest": text_digest(self.told["settings"])} if told else {})
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.refused: set[int] = set()  # ids of misconfigured nodes, which are not asked again
         self.waiting: dict[int, Node] = {}  # those whose partition another node has
-        self.silent: dict[int, int] = {}  # how many roll calls in a row a node has not answered
+        self.called: dict[str, int] = {}  # roll calls without an answer yet: message id -> node
+        self.ask_again: dict[
+            int, tuple[float, float]
+        ] = {}  # a node that stays out -> when, by the clock, and s till then
+        self.complaints: dict[int, str] = {}  # why a node stays out, as it was logged
+        self.late: set[str] = set()  # messages of earlier phases that were not waited for
 
     def sample(self, server_round: int) -> list[int]:
         """Return the clients of a round: sorted, seeded by (seed, round), independent of nodes and engine."""
         return sample(self.settings, server_round)
 
+    @property
+    def simulated(self) -> bool:
+        """Whether no node is a machine of its own: all answers come, whichever is first."""
+        return all(node.simulated for node in self.nodes.values())
+
     def meet(self, grid: Grid) -> None:
         """Call the roll of nodes that are not known yet and forget those that left.
 
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
-        answered, and rejects a misconfigured node with an error. Later ones ignore it with a warning.
+        answered, and rejects a misconfigured node with an error. Later ones wait for nobody: they look whether roll
+        calls were answered since, however late, and a node that answers wrongly stays out with a warning. A node
+        outside is called when Flower lists it and, while it stays out, again after 2, 4, 8 minutes and so on: a call
+        that it got just before it was killed is lost, and Flower does not say so.
 
         A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
         that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
@@ -106,15 +126,16 @@ class Federation:
         UserError
             At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
         """
+        self._forget_late(grid)
         deadline = time.monotonic() + self.settings.node_timeout
         wait = not self.nodes  # also when all have left: the round is abandoned if none comes back in time
         while True:
             present = set(grid.get_node_ids())
-            self.nodes = {node_id: node for node_id, node in self.nodes.items() if node_id in present}
-            self.waiting = {node_id: node for node_id, node in self.waiting.items() if node_id in present}
-            new = sorted(present - set(self.nodes) - set(self.waiting) - self.refused)
-            if new:
-                self._call_roll(grid, new, not self.met, deadline)
+            for known in (self.nodes, self.waiting, self.ask_again, self.complaints):
+                for node_id in known.keys() - present:  # one that comes back is called again
+                    del known[node_id]
+            self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
+            self._take_answers(grid)
             for node_id, node in sorted(self.waiting.items()):
                 if not self._twin(node):
                     log.info(
@@ -129,7 +150,12 @@ class Federation:
                 raise UserError(
                     f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes there, missing: {missing}"
                 )
-            time.sleep(0.1)
+            time.sleep(_pause(self.settings.node_timeout + time.monotonic() - deadline))
+
+    def _forget_late(self, grid: Grid) -> None:
+        """Throw the replies away that came too late, which a SuperLink keeps until somebody asks for them."""
+        for reply in grid.pull_messages(list(self.late)) if self.late else ():
+            self.late.discard(reply.metadata.reply_to_message_id)
 
     def _missing(self) -> str:
         announced = max((node.num_partitions for node in self.nodes.values()), default=1)
@@ -145,45 +171,68 @@ class Federation:
         """Return the node that has this one's partition."""
         return next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
 
-    def _call_roll(self, grid: Grid, node_ids: Sequence[int], first: bool, deadline: float) -> None:
-        timeout = deadline - time.monotonic() if first else LATE_ROLL_CALL_S
-        asked = _roll_call(node_ids, self.header | self.told)
-        replies = exchange(grid, asked, max(1.0, timeout))
-        node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+    def _call_roll(self, grid: Grid, node_ids: Sequence[int]) -> None:
+        """Call those whose turn it is."""
+        now = time.monotonic()
+        due = [node_id for node_id in node_ids if self.ask_again.get(node_id, (0.0, 0.0))[0] <= now]
+        for node_id in due:
+            pause = 2 * self.ask_again[node_id][1] if node_id in self.ask_again else ASK_AGAIN_S
+            self.ask_again[node_id] = (now + pause, pause)
+        if due:
+            calls = _roll_call(due, self.header | self.told)
+            stored = set(grid.push_messages(calls))  # without those to nodes that have left just now
+            asked = {call.metadata.message_id: call.metadata.dst_node_id for call in calls}
+            self.called |= {number: node_id for number, node_id in asked.items() if number in stored}
+
+    def _take_answers(self, grid: Grid) -> None:
+        """Look at the answers that have come; before the first round a wrong one is an error."""
+        replies = list(grid.pull_messages(list(self.called))) if self.called else []
+        present = set(grid.get_node_ids()) if replies else set()
         for reply in replies:
-            node_id = node_of.pop(reply.metadata.reply_to_message_id, None)
-            if node_id is None:  # a second answer
-                continue
-            if reply.has_error() and node_id not in set(grid.get_node_ids()):  # it has left, and is called again
+            node_id = self.called.pop(reply.metadata.reply_to_message_id, None)
+            if node_id is None or node_id not in present or node_id in self.nodes or node_id in self.waiting:
+                continue  # not asked for, or a second one, or of a node that has left
+            if reply.has_error() and reply.metadata.src_node_id != node_id:  # Flower's: it had left, and is back
+                self.ask_again.pop(node_id, None)
                 continue
             try:
-                node = _read_roll_call(node_id, reply)
-                count = next(iter(self.nodes.values()), node).num_partitions
-                if node.num_partitions != count:
-                    raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
-                if self.device == "cuda" and node.simulated and not node.gpu:
-                    raise BadReply(
-                        "it sees no GPU, the server uses one: its connection needs a share of them, which "
-                        "`fedsub setup` writes; or device = cpu"
-                    )
-                twin = self._twin(node)
-                if twin and first:
-                    raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
+                node = self._admitted(node_id, reply)
             except BadReply as error:
-                if first:
+                if not self.met:
                     raise UserError(f"node {node_id}: {error}") from None
-                log.warning("node %s stays out: %s", node_id, error)
-                self.refused.add(node_id)
+                if self.complaints.get(node_id) != str(error):
+                    log.warning("node %s stays out: %s", node_id, error)
+                self.complaints[node_id] = str(error)
                 continue
-            if twin:
+            self.complaints.pop(node_id, None)
+            self.ask_again.pop(node_id, None)
+            if twin := self._twin(node):
                 said = "node %s waits: partition-id = %s is that of node %s, which Flower still lists"
                 log.warning(said, node_id, node.partition_id, twin.node_id)
                 self.waiting[node_id] = node
             else:
                 self.nodes[node_id] = node
-        self.silent = {node_id: self.silent.get(node_id, 0) + 1 for node_id in node_of.values()}
-        if not first:
-            self.refused |= {node_id for node_id, times in self.silent.items() if times >= MOST_ROLL_CALLS}
+
+    def _admitted(self, node_id: int, reply: Message) -> Node:
+        """Return the node that has answered the roll call; :class:`BadReply`: it cannot take part."""
+        node = _read_roll_call(node_id, reply)
+        count = next(iter(self.nodes.values()), node).num_partitions
+        if node.num_partitions != count:
+            raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
+        if self.settings.private_examples and node.num_partitions != self.settings.num_clients:
+            clients = f"num-clients = {self.settings.num_clients}"
+            raise BadReply(
+                f"num-partitions = {node.num_partitions}: must be {clients} where each node has private data"
+            )
+        if self.device == "cuda" and node.simulated and not node.gpu:
+            raise BadReply(
+                "it sees no GPU, the server uses one: its connection needs a share of them, which "
+                "`fedsub setup` writes; or device = cpu"
+            )
+        twin = self._twin(node)
+        if twin and not self.met:
+            raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
+        return node
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
         """Return which node may be asked for which of the sorted clients; those whose node is away are dropped.
@@ -192,6 +241,8 @@ class Federation:
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         placement = self.settings.placement
+        if self.settings.private_examples:
+            placement = "pinned"
         if placement == "auto":
             placement = "balanced" if all(node.simulated for node in nodes) else "pinned"
         if placement == "balanced" and nodes:
@@ -254,10 +305,16 @@ class Federation:
 
         A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. None is handed out from a
         shared queue while many answers wait for an earlier client's. A node that has lost the settings gets its message
-        again with them.
+        again with them. Replies that nobody waits for any more are thrown away before a later phase.
         """
-        start = time.monotonic()
         flying: dict[str, Message] = {}
+        try:
+            yield from self._replies(grid, phase, flying)
+        finally:
+            self.late |= flying.keys()
+
+    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> Iterator[Message]:
+        start = time.monotonic()
         again: set[str] = set()
         while self._hand_out(grid, phase, flying):
             found = []
@@ -299,9 +356,15 @@ class Federation:
         return bool(flying)
 
     def answers(
-        self, phase: Phase, replies: Iterable[Message], expected: Callable[[int], Mapping[str, Spec]]
+        self,
+        phase: Phase,
+        replies: Iterable[Message],
+        expected: Callable[[int], Mapping[str, Spec]],
+        in_order: bool = True,
     ) -> Iterator[Answer]:
         """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
+
+        ``in_order=False``: as they come. Who needs no more of them stops iterating.
 
         At the end the clients without a part are in ``phase.dropped``.
 
@@ -329,6 +392,9 @@ class Federation:
             phase.dropped += [Dropped(client, reason) for client, reason in lost.items()]
             for client in clients:
                 del reasons[client]
+            if not in_order:
+                yield from (found.pop(client)[0] for client in clients if client in found)
+                continue
             while order and order[0] not in reasons:
                 if (ready := found.pop(order.popleft(), None)) is not None:
                     yield ready[0]
@@ -390,24 +456,6 @@ def _brief(reason: str | None) -> str:
     return lines[-1]
 
 
-def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> list[Message]:
-    """Send messages and collect their replies until all are there or ``timeout`` seconds are over."""
-    waiting = [message_id for message_id in grid.push_messages(messages) if message_id]
-    replies: list[Message] = []
-    start = time.monotonic()
-    while waiting:
-        found = list(grid.pull_messages(waiting))
-        replies += found
-        answered = {reply.metadata.reply_to_message_id for reply in found}
-        waiting = [message_id for message_id in waiting if message_id not in answered]
-        elapsed = time.monotonic() - start
-        if not waiting or elapsed > timeout:
-            break
-        if not found:
-            _wait(grid, elapsed)
-    return replies
-
-
 def _push(grid: Grid, message: Message, flying: dict[str, Message]) -> None:
     flying |= {message_id: message for message_id in grid.push_messages([message]) if message_id}
 
@@ -418,7 +466,11 @@ def _wait(grid: Grid, elapsed: float) -> None:
     Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this starts at 5 ms and
     backs off to 0.5 s, so short rounds are not dominated by the wait.
     """
-    getattr(grid, "wait", time.sleep)(min(0.5, max(0.005, elapsed / 50)))
+    getattr(grid, "wait", time.sleep)(_pause(elapsed))
+
+
+def _pause(elapsed: float) -> float:
+    return min(0.5, max(0.005, elapsed / 50))
 
 
 def _lost_settings(reply: Message) -> bool:

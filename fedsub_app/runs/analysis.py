@@ -56,6 +56,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         The folder is not that of a run, or holds neither masked rounds nor checkpoints.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings.need_data()
     lines, files = read_rounds(folder), []
     masked = [line for line in lines if "units-covered-by" in line]
     if masked:
@@ -335,7 +336,8 @@ def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequ
     rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, accuracy
     trained: set[int] = set()
     for line in lines:
-        trained |= {*line.get("clients", ())} - {drop["client"] for drop in line.get("dropped", ())}
+        others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
+        trained |= {*line.get("clients", ())} - others
         for client, metrics in line.get("evaluated", {}).items():
             if line["round"] in outside and int(client) in trained and "personal-accuracy" in metrics:
                 percent = outside[line["round"]][int(client)]

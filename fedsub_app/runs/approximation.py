@@ -63,6 +63,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
         A folder is not that of a run or has no checkpoint, or ``starts`` is of another network.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings.need_data()
     place = workplace(settings)
     found = checkpoints(starts or folder)
     if not found:
@@ -126,7 +127,7 @@ def _federated(
                 reasons = [said["abandoned"], *(drop["reason"] for drop in said["dropped"][:1])]
                 raise UserError(f"round {number} from checkpoint {start.round} was abandoned: {'; '.join(reasons)}")
             arrays = merged
-            clients.append(sorted(strategy.phase.asked))
+            clients.append(sorted(set(strategy.phase.asked) - set(strategy.phase.report.get("not-waited-for", ()))))
     return to_tensors(arrays), clients
 
 

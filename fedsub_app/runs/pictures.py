@@ -263,7 +263,8 @@ def draw_partition(folder: Path) -> Path:
 
 def draw_run(folder: Path) -> None:
     """Draw one run's partition and, where anything was evaluated, its learning curves into its directory."""
-    draw_partition(folder)
+    if (folder / "partition.json").exists():  # there is none where the clients' data are their nodes' own
+        draw_partition(folder)
     groups = grouped([folder])
     if curves(groups):
         draw_curves(groups, folder / "curve.png")

@@ -12,7 +12,7 @@ from fedsub_app.runs.records import COSTS, Group, names_of, read_run, summary_of
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
-LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
+NAMED = ("not-waited-for", "lost-state", "evaluated-without-state")  # of a round's line: clients
 
 
 def human_bytes(count: float) -> str:
@@ -61,8 +61,8 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
     if line.get("train-loss") is not None:
         words.append(f"train loss {line['train-loss']:.4f}")
-    dropped = line.get("dropped", ())
-    words.append(f"clients {len(line['clients']) - len(dropped)}/{len(line['clients'])}")
+    dropped, others = line.get("dropped", ()), line.get("not-waited-for", ())
+    words.append(f"clients {len(line['clients']) - len(dropped) - len(others)}/{len(line['clients'])}")
     if line.get("epsilon") is not None:
         words.append(f"epsilon {line['epsilon']:.3g}")
     words.append(f"down {human_bytes(line['bytes-down'])} up {human_bytes(line['bytes-up'])}")
@@ -70,10 +70,12 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     words.append(f"left {human_seconds(seconds_left)}")
     if line["status"] == "abandoned":
         words.append(f"ABANDONED: {line['abandoned']}, the model stays")
+    elif "partial" in line:
+        words.append(f"partial: {line['partial']}")
     words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]
     if len(dropped) > 3:
         words.append(f"and {len(dropped) - 3} more dropped")
-    words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in LOST if key in line]
+    words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in NAMED if line.get(key)]
     return "  ".join(words)
 
 

@@ -100,6 +100,11 @@ class NormGuard(Generic[T]):
         self._waiting = []
         return decided
 
+    @property
+    def enough(self) -> bool:
+        """Whether no more updates are needed: all are."""
+        return False
+
     def norms(self, kind: str) -> list[float]:
         """Return the norms above 0 of those that have passed."""
         return self._passed.get(kind, [])

@@ -1,0 +1,141 @@
+"""Nodes with data of their own: the server knows no more of them than a bound, and says what does not fit."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from helpers import rounds
+
+from fedsub_app.client_app import app
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
+from fedsub_app.data import private_name
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.plan import plan
+from fedsub_app.runs.analysis import analyse
+from fedsub_app.runs.approximation import approximation
+
+RunLocal = Callable[..., tuple[Json, Path]]
+KEYS: dict[str, Value] = {"num_clients": 2, "private_examples": 60, "num_rounds": 2, "evaluate": "global,global-local"}
+
+
+def images(path: Path, count: int, classes: int = 10, seed: int = 0, size: int = 8) -> Path:
+    """An .npz of grey images, brighter from class to class; every class is in it."""
+    random = np.random.default_rng(seed)
+    labels = np.arange(count) % classes
+    pictures = (labels[:, None, None] * 20 + random.integers(0, 40, (count, size, size))).astype(np.uint8)
+    test = slice(0, 2 * classes)
+    np.savez(path, train_images=pictures, train_labels=labels, test_images=pictures[test], test_labels=labels[test])
+    return path
+
+
+class Private(LocalGrid):
+    """Each node has one of the paths as its data."""
+
+    def __init__(self, overrides: Any, paths: Iterable[Path | str]) -> None:
+        found = list(paths)
+        super().__init__(app, overrides, len(found))
+        self.sent: list[Message] = []
+        for context, path in zip(self.contexts.values(), found, strict=True):
+            if path:
+                context.node_config["private-data"] = str(path)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sent = list(messages)
+        self.sent += sent
+        return super().push_messages(sent)
+
+
+def test_each_node_trains_on_its_own(run_local: RunLocal, tmp_path: Path) -> None:
+    """As many samples as it has, in another size, which is brought to that of the server's images."""
+    first, second = images(tmp_path / "clinic-a.npz", 50), images(tmp_path / "clinic-b.npz", 30, seed=1, size=16)
+    _, folder = run_local("private", grid=lambda _, keys: Private(keys, [first, second]), weighting="examples", **KEYS)
+    lines = rounds(folder)
+    assert [line["status"] for line in lines] == ["ok"] * 3
+    assert all(line["dropped"] == [] for line in lines[1:])
+    one, other = (lines[-1]["evaluated"][number]["global-local-accuracy"] for number in ("0", "1"))
+    assert one > 10
+    assert other > 10
+    assert not (folder / "partition.json").exists(), "the server does not know their labels"
+    _, swapped = run_local("swapped", grid=lambda _, keys: Private(keys, [first, first]), weighting="examples", **KEYS)
+    assert (folder / "model.safetensors").read_bytes() != (swapped / "model.safetensors").read_bytes()
+
+
+def dropped(folder: Path) -> dict[int, str]:
+    return {drop["client"]: drop["reason"] for drop in rounds(folder)[1]["dropped"]}
+
+
+@pytest.mark.parametrize(
+    ("count", "classes", "said"),
+    [
+        (61, 10, "num-examples = 61: must be an integer from 1 to 60"),
+        (40, 8, "node failed: private-data = 'PATH': classes 8, the server's data set has 10"),
+        (
+            0,
+            0,
+            "node failed: private-data = 'PATH': not there, or not an .npz file, an image folder with classes or an ",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_are_one_line(count: int, classes: int, said: str, run_local: RunLocal, tmp_path: Path):
+    good, other = images(tmp_path / "a.npz", 40), tmp_path / "b.npz"
+    if count:
+        images(other, count, classes)
+    _, folder = run_local("run", grid=lambda _, keys: Private(keys, [good, other]), **KEYS | {"evaluate": "global"})
+    ((client, reason),) = dropped(folder).items()
+    assert client == 1
+    assert reason.startswith(said.replace("PATH", str(other))[:199])
+
+
+def test_both_sides_must_want_it(run_local: RunLocal, tmp_path: Path) -> None:
+    good = images(tmp_path / "a.npz", 40)
+    _, folder = run_local("without", grid=lambda _, keys: Private(keys, [good, ""]), **KEYS | {"evaluate": "global"})
+    said = "node failed: --node-config: private-examples = 60 needs private-data=<path of an .npz file or image folder>"
+    assert dropped(folder) == {1: said}
+    keys = {"num_clients": 2, "placement": "pinned", "evaluate": "global", "num_rounds": 1}
+    _, folder = run_local("not wanted", grid=lambda _, keys: Private(keys, [good, ""]), **keys)
+    assert dropped(folder) == {0: f"node failed: private-data = '{good}': not used in a run with private-examples = 0"}
+
+
+def test_a_node_is_one_client(run_local: RunLocal, tmp_path: Path) -> None:
+    good = images(tmp_path / "a.npz", 40)
+    said = "^node 2: num-partitions = 1: must be num-clients = 2 where each node has private data$"
+    with pytest.raises(UserError, match=said):
+        run_local(grid=lambda _, keys: Private(keys, [good]), **KEYS)
+
+
+def test_an_analysis_needs_the_data(run_local: RunLocal, tmp_path: Path) -> None:
+    good = images(tmp_path / "a.npz", 40)
+    _, folder = run_local(grid=lambda _, keys: Private(keys, [good, good]), **KEYS)
+    private = resolve({"num-clients": 2, "private-examples": 60})
+    for tell in (partial(plan, private), partial(analyse, folder, 8), partial(approximation, folder, 1)):
+        with pytest.raises(UserError, match=r"^private-examples = 60: the clients' data are with their nodes$"):
+            tell()
+
+
+def test_a_known_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"under a name of its own$"):
+        private_name(images(tmp_path / "mnist.npz", 20))
+
+
+def test_no_path_of_a_node_travels(run_local: RunLocal, tmp_path: Path) -> None:
+    """Neither to the server's files nor in a message to another node."""
+    grids: list[Private] = []
+
+    def grid(_: Any, keys: Any) -> Private:
+        grids.append(Private(keys, [images(tmp_path / "secret-a.npz", 40), images(tmp_path / "secret-b.npz", 40)]))
+        return grids[0]
+
+    _, folder = run_local("run", grid=grid, **KEYS)
+    texts = [str(message.content) for message in grids[0].sent]
+    texts += [path.read_text() for path in folder.glob("*.json*")]
+    assert texts
+    assert not any("secret-" in text for text in texts)
+    assert json.loads((folder / "settings.json").read_text())["settings"]["private-examples"] == 60
