@@ -12,7 +12,8 @@ from fedsub_app.runs.records import COSTS, Group, names_of, read_run, summary_of
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
-NAMED = ("not-waited-for", "lost-state", "evaluated-without-state")  # of a round's line: clients
+LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
+NAMED = ("not-waited-for", *LOST)
 
 
 def human_bytes(count: float) -> str:
