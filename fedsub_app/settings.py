@@ -111,7 +111,7 @@ class RunSettings(Section):
     """Rounds from one checkpoint to the next; the last round has one."""
     keep_checkpoints: CountOrNone = 2
     """Checkpoints that are kept, the latest; 0: all."""
-    track: Literal["none", "tensorboard", "mlflow", "wandb", "trackio"] = "none"
+    track: Literal["none", "tensorboard", "mlflow", "wandb"] = "none"
     """Tracker that is told every round as well, a package of its own (`pip install 'fedsub[mlflow]'`)."""
 
     @model_validator(mode="after")

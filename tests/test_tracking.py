@@ -104,7 +104,7 @@ def test_a_run_without_a_tracker_is_the_same_run(run_local: RunLocal, tmp_path: 
     assert [step for step, _ in points["round"]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
 def test_without_the_package_it_says_what_to_install(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

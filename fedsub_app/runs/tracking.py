@@ -1,4 +1,4 @@
-"""Rounds for an experiment tracker as well: TensorBoard, MLflow, Weights & Biases, Trackio.
+"""Rounds for an experiment tracker as well: TensorBoard, MLflow, Weights & Biases.
 
 What counts stays in rounds.jsonl. A tracker is told the numbers of every line, the settings as parameters and the
 run's folder as its name. It is asked, when a run is opened, which round it was told last: a resumed run goes on there,
@@ -25,8 +25,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 
 log = logging.getLogger("fedsub")
-Name = Literal["none", "tensorboard", "mlflow", "wandb", "trackio"]
-PROJECT = "fedsub"  # MLflow's experiment, the project of the others
+Name = Literal["none", "tensorboard", "mlflow", "wandb"]
+PROJECT = "fedsub"  # MLflow's experiment, the project of Weights & Biases
 LAST = "round"  # a number of every round, which is told last
 
 
@@ -124,21 +124,21 @@ class MLflow:
         self._client.set_terminated(self._id, "FINISHED" if completed else "FAILED")
 
 
-class WandbLike:
-    """Weights & Biases, and Trackio, which has its interface; what was told last stands in the run directory.
+class Wandb:
+    """A run of Weights & Biases; what it was told last stands in the run directory: offline it cannot be asked."""
 
-    Both cannot be asked without a network which rounds they have.
-    """
-
-    def __init__(self, module: str, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
-        tracker: Any = importlib.import_module(module)
-        own: dict[str, Any] = {}
-        if module == "wandb":
-            own = {"id": run_id, "dir": str(folder), "settings": tracker.Settings(console="off", silent=True)}
-        project = os.environ.get(f"{module.upper()}_PROJECT", PROJECT)
-        self._tracker = tracker
-        tracker.init(project=project, name=_name(folder), config=dict(settings), resume="allow", **own)
-        self._told = folder / f".{module}-told"
+    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=_name(folder),
+            config=dict(settings),
+            resume="allow",
+            id=run_id,
+            dir=str(folder),
+            settings=self._wandb.Settings(console="off", silent=True),
+        )
+        self._told = folder / ".wandb-told"
 
     def last_round(self) -> int:
         """Return the round in the file."""
@@ -146,12 +146,12 @@ class WandbLike:
 
     def tell(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers as a step."""
-        self._tracker.log(dict(numbers), step=server_round)
+        self._wandb.log(dict(numbers), step=server_round)
         self._told.write_text(str(server_round))
 
     def end(self, completed: bool) -> None:
         """End the run."""
-        self._tracker.finish()
+        self._wandb.finish()
 
 
 def check_tracker(name: Name) -> None:
@@ -189,7 +189,7 @@ class Tracking:
             elif name == "mlflow":
                 self._tracker = MLflow(folder, run_id, settings)
             elif name != "none":
-                self._tracker = WandbLike(name, folder, run_id, settings)
+                self._tracker = Wandb(folder, run_id, settings)
             self._last = self._tracker.last_round() if self._tracker else -1
         except Exception as error:  # whatever a tracker raises: no server, no key, a full disk
             raise UserError(f"track = {name!r}: {printable(one_line(error))}") from None
