@@ -18,6 +18,7 @@ from fedsub_app.training.workplace import Workplace
 Loss = Callable[[Output, Tensor], Tensor]
 Correct = Callable[[Tensors], None]
 EVALUATION_BATCH = 512
+CPU = torch.device("cpu")
 
 
 class Trainee(Protocol):
@@ -110,13 +111,15 @@ class Training:
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
         before, extra = self.samples, self._extra
-        device, order = client.x.device, list(batches)
-        seen, total = sum(map(len, order)), torch.zeros((), device=device)
-        if not seen:
-            return
-        for batch in torch.cat(order).to(device).split([len(index) for index in order]):  # one copy, not one a step
+        device = client.x.device
+        total, seen = torch.zeros((), device=device), 0
+        for index in batches:
+            batch = index.to(device)
             x = client.x[batch] if draws is None else crop_and_flip(client.x[batch], client.place.black, draws)
             total += self.step(self, x, client.y[batch]) * len(batch)
+            seen += len(batch)
+        if not seen:
+            return
         client.metrics["train-loss"] = float(total) / seen
         whole = client.place.training_flops(self.network)
         partly = client.place.training_flops(self.network, self.names)
@@ -156,12 +159,16 @@ def _factor(positions: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(positions.view(torch.uint8))
 
 
-def epoch(count: int, batch_size: int, generator: torch.Generator, skip_single: bool) -> list[Tensor]:
+def epoch(
+    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device = CPU
+) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
+
+    They are brought to ``device`` at once, by one copy.
 
     ``skip_single`` leaves out a last batch of one sample, which batch normalisation cannot train on.
     """
-    parts = torch.randperm(count, generator=generator).split(batch_size)
+    parts = torch.randperm(count, generator=generator).to(device).split(batch_size)
     return [part for part in parts if not (skip_single and len(part) == 1 < count)]
 
 

@@ -60,12 +60,12 @@ class Worker:
     def _training_samples(self) -> tuple[Tensor, Tensor]:
         return self.samples("train")
 
-    @property
+    @cached_property
     def x(self) -> Tensor:
         """Training samples, float32 [n, ...], on the device."""
         return self._training_samples[0]
 
-    @property
+    @cached_property
     def y(self) -> Tensor:
         """Training labels, int64 [n], on the device."""
         return self._training_samples[1]
@@ -147,9 +147,9 @@ class Worker:
         purpose : of the generator that orders them; another one where a round trains twice.
         """
         settings = self.settings
-        order = partial(
-            epoch, len(self.y), settings.batch_size, self.generator(purpose), bool(self.network.normalisations)
-        )
+        skip_single = bool(self.network.normalisations)
+        draws = self.generator(purpose)
+        order = partial(epoch, len(self.y), settings.batch_size, draws, skip_single, self.place.device)
         if count is not None or settings.local_steps is None:
             for _ in range(settings.local_epochs if count is None else count):
                 yield order()
