@@ -36,6 +36,7 @@ RESULTS = {
         *("fedselect", "fedavg-ft", "ditto", "fedpac", "fedper", "fedrep", "fedbabu", "lg-fedavg", "local", "fedavg"),
     ],
     "fedpart": ["fedpart", "fedavg", "fedprox", "moon"],
+    "ist": ["ist", "istprox", "fednova", "fedadam", "fedavg", "fedprox", "moon"],
     "sub-fedavg": ["subfedavg", "mtl", "lg-fedavg", "fedprox", "local", "fedavg"],
 }
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
