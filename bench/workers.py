@@ -1,7 +1,7 @@
 """Measures of the local engine's processes: time over an ideal share of the work, peak of memory.
 
 ``python -m bench.workers`` prints the curves of docs/scale.md: a round of clients that do not train, by their number
-and by the size of the model, on the local engine.
+and by the size of the model, on the local engine and by ``flwr run``.
 """
 
 import sys
@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.flower_box import FlowerBox
 from bench.measures import (
     WORKERS,
     Effort,
@@ -108,13 +109,27 @@ def _pss_mb(folder: Path) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
 
 
+def _idle_flower(model: str, clients: int, rounds: int) -> Json:
+    """Return the same of ``flwr run``; the memory is that of the largest process, server or worker, its own peak."""
+    with FlowerBox(WORKERS) as box:
+        write_images(box.folder, 2 * clients)
+        settings = experiment(box.folder, clients, 0, rounds + 2, "cpu") | {"model": model, "checkpoint-every": 1000}
+        seconds = [line["seconds"] for line in counted(box.run(settings), skip=2)]
+        return {"seconds": spread(seconds), "peak-mb": max(box.peak_mb.values())}
+
+
 def main() -> int:
     """Print the curves, as rows of a Markdown table."""
-    print("| model | clients | seconds a round | peak of memory (MB, all processes) |\n|---|---|---|---|")
+    print(
+        "| model | clients | local engine: s a round | MB in all | `flwr run`: s a round | MB of the largest process |"
+    )
+    print("|---|---|---|---|---|---|")
     for model, counts in (("lenet5", (10, 100, 1000, 10_000)), ("resnet18", (10, 20, 100, 300))):
         for clients in counts:
-            found = _idle(model, clients, WORKERS, 3, "cpu")
-            print(f"| {model} | {clients:,} | {found['seconds']['median']:.2f} | {found['peak-mb']:.0f} |", flush=True)
+            local = _idle(model, clients, WORKERS, 3, "cpu")
+            flower = _idle_flower(model, clients, 3)
+            both = (f"{one['seconds']['median']:.2f} | {one['peak-mb']:.0f}" for one in (local, flower))
+            print(f"| {model} | {clients:,} | {' | '.join(both)} |", flush=True)
     return 0
 
 

@@ -21,10 +21,14 @@ NAME = "test"
 
 
 class Deployed:
-    """The federation in ``folder / "federation"``, and the shell of its user, who has a Flower home of his own."""
+    """The federation in ``folder / "federation"``, and the shell of its user, who has a Flower home of his own.
 
-    def __init__(self, folder: Path, **more: str) -> None:
+    ``inside``: a command that runs another one on the machine of the SuperLink.
+    """
+
+    def __init__(self, folder: Path, inside: Sequence[str] = (), **more: str) -> None:
         self.folder = folder / "federation"
+        self.inside = list(inside)
         (folder / "user").mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         own = {"FLWR_HOME": str(folder / "user"), "PATH": path, "FEDSUB_RUNS": str(folder / "runs")}
@@ -32,7 +36,7 @@ class Deployed:
 
     def begin(self, *arguments: str | Path) -> "subprocess.Popen[str]":
         """Start ``fedsub <arguments>``."""
-        command = [sys.executable, "-m", "fedsub_app.cli", *map(str, arguments)]
+        command = [*self.inside, sys.executable, "-m", "fedsub_app.cli", *map(str, arguments)]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, cwd=PROJECT, env=self.variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -57,7 +61,7 @@ class Deployed:
 
     def flwr(self, *arguments: str) -> Json:
         """Run one of Flower's commands; returns its answer."""
-        command = [str(Path(sys.executable).parent / "flwr"), *arguments, "--format", "json"]
+        command = [*self.inside, str(Path(sys.executable).parent / "flwr"), *arguments, "--format", "json"]
         done = subprocess.run(command, env=self.variables, capture_output=True, text=True, timeout=PATIENCE)
         answer: Json = json.loads(done.stdout[done.stdout.index("{") :])
         return answer
@@ -96,9 +100,9 @@ def ended(process: "subprocess.Popen[str]", patience: float = PATIENCE) -> "subp
 
 
 @contextmanager
-def deployed(folder: Path, *arguments: str, **variables: str) -> Iterator[Deployed]:
+def deployed(folder: Path, *arguments: str, inside: Sequence[str] = (), **variables: str) -> Iterator[Deployed]:
     """A federation that is up, and that leaves no process behind."""
-    here = Deployed(folder, **variables)
+    here = Deployed(folder, inside, **variables)
     here.up("--name", NAME, *arguments)
     try:
         yield here
@@ -126,3 +130,29 @@ def wait_for(what: Callable[[], object], patience: float = PATIENCE) -> float:
 def pairs(values: dict[str, object] | Sequence[tuple[str, object]]) -> list[str]:
     """Return settings as ``-s key=value``."""
     return [part for key, value in dict(values).items() for part in ("-s", f"{key}={value}")]
+
+
+def so_far(folder: Path) -> list[Json]:
+    """The rounds that are over."""
+    path = folder / "rounds.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")][1:]
+
+
+def why(line: Json, client: int) -> str:
+    """Why a client was dropped from a round; "": it was not."""
+    return next((str(drop["reason"]) for drop in line["dropped"] if drop["client"] == client), "")
+
+
+def back(folder: Path, client: int, before: int = 0) -> tuple[int, float]:
+    """Wait until a client is dropped and takes part again.
+
+    Returns the rounds that it lost, besides those it had lost before, and the seconds until it was back.
+    """
+
+    def lost() -> int:
+        return sum(bool(why(line, client)) for line in so_far(folder)) - before
+
+    seconds = wait_for(lambda: lost() > 0, 400)
+    seconds += wait_for(lambda: not why(so_far(folder)[-1], client), 400)
+    return lost(), seconds

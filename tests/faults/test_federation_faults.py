@@ -1,7 +1,6 @@
 """What befalls a real federation, and what becomes of its run: two nodes, TLS, node keys (docs/results/faults.md)."""
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from federations import NAME, Deployed, deployed, ended, pairs, wait_for
+from federations import NAME, Deployed, back, deployed, ended, pairs, so_far, wait_for, why
 from helpers import fedsub, free_port, rounds
 
-from fedsub_app.common.tensors import Json
 from fedsub_app.deployment.keys import make_keys
 
 KEYS = {"fedpews.warmup-rounds": 2, "train-per-class": 40, "round-timeout": 200, "evaluate": "global"}
@@ -34,18 +32,6 @@ def begin(here: Deployed, folder: Path, **keys: object) -> "subprocess.Popen[str
     return here.run("fedpews/digits", *pairs(KEYS | {"run-dir": folder} | keys))
 
 
-def so_far(folder: Path) -> list[Json]:
-    """The rounds that are over."""
-    path = folder / "rounds.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")][1:]
-
-
-def why(line: Json, client: int) -> str:
-    """Why a client was dropped from a round; "": it was not."""
-    return next((str(drop["reason"]) for drop in line["dropped"] if drop["client"] == client), "")
-
-
 def in_use(folder: Path) -> bool:
     """Whether a process runs this directory."""
     with (folder / ".lock").open("r+") as lock:
@@ -59,13 +45,6 @@ def in_use(folder: Path) -> bool:
 def signalled(here: Deployed, number: int, *names: str) -> None:
     for name in names:
         os.killpg(here.pid(name), number)
-
-
-def back(folder: Path, client: int) -> tuple[int, float]:
-    """Wait until a client that is dropped takes part again; returns the rounds that it lost, and the seconds."""
-    seconds = wait_for(lambda: any(why(line, client) for line in so_far(folder)), 400)
-    seconds += wait_for(lambda: not why(so_far(folder)[-1], client), 400)
-    return sum(bool(why(line, client)) for line in so_far(folder)), seconds
 
 
 def supernode(here: Deployed, home: Path, *trust: str, behind: float = 0.0) -> tuple[int | None, str]:
@@ -148,9 +127,8 @@ def test_a_frozen_and_a_killed_node_lose_their_rounds_and_nothing_else(here: Dep
         signalled(here, signal.SIGKILL, *node)
         here.up()
         up = time.monotonic() - start
-        wait_for(lambda: sum(bool(why(line, 1)) for line in so_far(folder)) > lost)
-        again, seconds = back(folder, 1)
-        print(f"killed: up again after {up:.0f} s, {again - lost} rounds, back {seconds:.0f} s later")
+        again, seconds = back(folder, 1, lost)
+        print(f"killed: up again after {up:.0f} s, {again} rounds, back {seconds:.0f} s later")
     finally:
         process.send_signal(signal.SIGINT)
         done = ended(process)
