@@ -173,10 +173,13 @@ class Starting:
                 _flwr("supernode", "register", str(public), federation.name)
                 federation.registered.append(number)
                 self.save()
-        for name in [name for name, process in federation.processes.items() if not process.pid]:
+        before = nodes_online(federation.name).items()  # of a node that was killed it is not true any more
+        begun = [name for name, process in federation.processes.items() if not process.pid]
+        for name in begun:
             self.begin(name)
         nodes = [commands.node(number) for number in range(federation.nodes)]
-        while len(nodes_online(federation.name)) < len(nodes):
+        new = len(set(begun) & set(nodes))
+        while len(now := nodes_online(federation.name)) < len(nodes) or len(now.items() - before) < new:
             # Of a node that was killed Flower refuses the key until two heartbeats are missing.
             alive = running(federation.processes)
             for name in nodes:
@@ -246,10 +249,10 @@ def _flwr(*arguments: str) -> dict[str, Any]:
     return answer
 
 
-def nodes_online(connection: str) -> list[str]:
-    """Return the ids of the SuperNodes that are online for a connection's SuperLink."""
+def nodes_online(connection: str) -> dict[str, str]:
+    """Return of each SuperNode that a connection's SuperLink takes for online its id and since when it is."""
     nodes = _flwr("supernode", "list", connection)["nodes"]
-    return [str(node["node-id"]) for node in nodes if node["status"] == "online"]
+    return {str(node["node-id"]): str(node["online-at"]) for node in nodes if node["status"] == "online"}
 
 
 def down(folder: Path) -> list[str]:

@@ -346,10 +346,11 @@ class Federation:
         """Give the nodes what they may have; says whether any message is not answered yet."""
         load = Counter(message.metadata.dst_node_id for message in flying.values())
         for wanted in range(1, IN_FLIGHT + 1):
+            most = phase.most(self.settings.message_clients)  # the same for nodes that are free at the same time
             for node_id in phase.nodes:
                 full = phase.shared and flying and phase.held > MOST_HELD * self.settings.message_mb * 2**20
                 if load[node_id] < wanted and not full:
-                    message = phase.next_message(node_id, self.settings.message_clients)
+                    message = phase.next_message(node_id, most)
                     if message:
                         _push(grid, message, flying)
                         load[node_id] += 1

@@ -79,16 +79,21 @@ class Phase:
         """The nodes that may be asked."""
         return list(self._queues)
 
-    def next_message(self, node_id: int, most: int) -> Message | None:
-        """Return the next message to a node, for at most so many clients; ``None``: there are none left for it.
+    def most(self, limit: int) -> int:
+        """Return for how many clients the next message may be, at most ``limit``.
 
         Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
         """
+        if not self.shared or not self._queues:
+            return limit
+        left = len(next(iter(self._queues.values())))
+        return min(limit, -(-left // (2 * len(self._queues))))
+
+    def next_message(self, node_id: int, most: int) -> Message | None:
+        """Return the next message to a node, for at most so many clients; ``None``: there are none left for it."""
         queue = self._queues.get(node_id)
         if not queue:
             return None
-        if self.shared:
-            most = min(most, -(-len(queue) // (2 * len(self._queues))))
         assert self._make
         message, clients = self._make(node_id, queue, most)
         self.sent.append((message.metadata, clients))
@@ -103,8 +108,9 @@ class Phase:
         left = True
         while left:
             left = False
+            most = self.most(len(self.clients))
             for node_id in self.nodes:
-                if message := self.next_message(node_id, len(self.clients)):
+                if message := self.next_message(node_id, most):
                     left = True
                     yield message
 
