@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PATIENCE, fedsub, free_port, result, rounds, run_flower
+from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, run_flower
 
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import experiments, resolve
@@ -188,6 +188,29 @@ def test_every_experiment_is_the_same_on_both_engines_and_when_killed_and_resume
     assert fedsub(tmp_path, "run", *keys("killed"), die=("line written", 2)).code == -signal.SIGKILL
     assert fedsub(tmp_path, "run", "--resume", str(tmp_path / "killed")).code == 0
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_every_method_is_the_same_on_ray_with_messages_of_any_size(
+    method: str, flower: dict[str, str], run_local: Callable[..., tuple[Json, Path]], tmp_path: Path
+) -> None:
+    """One client a message, seven, all of a round: the metrics and the model of the local engine."""
+    keys = {"num_clients": 9, "clients_per_round": 8, "evaluate": "global,personal", "method": method}
+    _, alone = run_local("alone", **keys | METHOD_KEYS[method])
+    settings = json.loads((alone / "settings.json").read_text())["settings"]
+    for clients in (1, 7, 128):
+        folder = tmp_path / f"messages-of-{clients}"
+        own = settings | {"message-clients": clients, "run-dir": str(folder), "node-timeout": 90.0}
+        done = run_flower(flower, "--engine", "local-simulation", *as_words(own))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert rounds(folder) == rounds(alone)
+        assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+def as_words(settings: Json) -> list[str]:
+    """Settings as ``-s key=value``, in TOML."""
+    return [word for key, value in settings.items() for word in ("-s", f"{key}={json.dumps(value)}")]
 
 
 @pytest.mark.slow
