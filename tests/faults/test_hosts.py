@@ -51,7 +51,8 @@ class Host:
 
 
 def _do(*command: str | Path) -> None:
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def here(hosts: list[Host]) -> Iterator[Deployed]:
     with deployed(server.folder, *steps, inside=server.inside, **own) as found:
         door = server.folder / "door.conf"
         text = (PROJECT / "docker/nginx.conf").read_text().replace("superlink:8000", "localhost:8000")
-        door.write_text(text.replace("/keys/", f"{found.folder}/keys/").replace("/tmp/", f"{server.folder}/"))
+        door.write_text(text.replace("/tmp/", f"{server.folder}/").replace("/keys/", f"{found.folder}/keys/"))
         _do(*server.inside, "nginx", "-c", door)
         try:
             for node in nodes:
