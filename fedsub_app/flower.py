@@ -207,7 +207,8 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
         status, _ = _status(connection, str(run_id), variables)
         raise KeyboardInterrupt(_ended(connection, str(run_id), status, overrides)) from None
     if status != "finished:completed":
-        print(f"failed: {_ended(connection, str(run_id), status, overrides)} ({details})", file=sys.stderr)
+        why = f" ({details})" if details else ""
+        print(f"failed: {_ended(connection, str(run_id), status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
 
