@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 from federations import NAME, Deployed, back, deployed, ended, pairs, so_far, wait_for
@@ -51,8 +52,10 @@ class Host:
 
 
 def _do(*command: str | Path) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    with TemporaryFile("w+") as said:  # no pipe: nginx stays, and would hold its end
+        code = subprocess.run(list(map(str, command)), stdout=said, stderr=said).returncode
+        said.seek(0)
+        assert code == 0, f"{command}: {said.read()}"
 
 
 @pytest.fixture(scope="module")
