@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from fedsub_app import cli, config, reproduce
+from fedsub_app.common.files import write_json
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs import batch
 from fedsub_app.runs.report import compare, human_bytes, human_seconds
+from fedsub_app.settings import digest
 from fedsub_app.tables import Paper, read_table
 from fedsub_app.training.workplace import workplace
 
@@ -182,6 +184,19 @@ def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
     assert batch.run_job(job.overrides, job.folder) == ""
     assert "resumed after round 1 of 2" in (tmp_path / "run.log").read_text()
     assert job.summary() is not None
+
+
+def test_a_run_of_an_earlier_version_counts(table: str, tmp_path: Path) -> None:
+    """One that did not know all of today's settings: those have their defaults; a changed value is another run."""
+    job = reproduce.job_of(read_table(table).rows[0], 0, tmp_path / "run")
+    assert batch.run_job(job.overrides, job.folder) == ""
+    content = json.loads((job.folder / "settings.json").read_text())
+    del content["crc32"], content["settings"]["stack-clients"]
+    write_json(job.folder / "settings.json", content | {"digest": digest(content["settings"])})
+    assert job.summary() is not None
+    content["settings"]["batch-size"] += 1
+    write_json(job.folder / "settings.json", content | {"digest": digest(content["settings"])})
+    assert job.summary() is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the processes from /proc")

@@ -29,7 +29,7 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.directory import read_rounds, settings_of
 from fedsub_app.runs.progress import BatchProgress
 from fedsub_app.settings import Settings
 
@@ -50,10 +50,11 @@ class Job:
         return resolve(self.overrides)
 
     def summary(self) -> Json | None:
-        """Return the summary if the run is complete and of these settings."""
+        """Return the summary if the run is complete and of these settings; a key that it did not know has its default."""
         with contextlib.suppress(UserError):
-            recorded, summary = (read_json(self.folder / name) for name in ("settings.json", "summary.json"))
-            if recorded.get("digest") == self.settings.digest() and summary.get("status") == "completed":
+            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
+            summary = read_json(self.folder / "summary.json")
+            if recorded.digest() == self.settings.digest() and summary.get("status") == "completed":
                 return summary
         return None
 
