@@ -207,7 +207,7 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
         status, _ = _status(connection, str(run_id), variables)
         raise KeyboardInterrupt(_ended(connection, str(run_id), status, overrides)) from None
     if status != "finished:completed":
-        why = f" ({details})" if details else ""
+        why = f" ({details})" if details not in ("", "N/A") else ""
         print(f"failed: {_ended(connection, str(run_id), status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
