@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,9 +127,9 @@ def wait_for(what: Callable[[], object], patience: float = PATIENCE) -> float:
     return time.monotonic() - start
 
 
-def pairs(values: dict[str, object] | Sequence[tuple[str, object]]) -> list[str]:
-    """Return settings as ``-s key=value``."""
-    return [part for key, value in dict(values).items() for part in ("-s", f"{key}={value}")]
+def pairs(values: Mapping[str, object]) -> list[str]:
+    """Return settings as ``-s key=value``, in TOML."""
+    return [word for key, value in values.items() for word in ("-s", f"{key}={json.dumps(value, default=str)}")]
 
 
 def so_far(folder: Path) -> list[Json]:

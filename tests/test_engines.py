@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import federations
 import numpy as np
 import pytest
 from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, run_flower
@@ -202,15 +203,10 @@ def test_every_method_is_the_same_on_ray_with_messages_of_any_size(
     for clients in (1, 7, 128):
         folder = tmp_path / f"messages-of-{clients}"
         own = settings | {"message-clients": clients, "run-dir": str(folder), "node-timeout": 90.0}
-        done = run_flower(flower, "--engine", "local-simulation", *as_words(own))
+        done = run_flower(flower, "--engine", "local-simulation", *federations.pairs(own))
         assert done.returncode == 0, done.stdout + done.stderr
         assert rounds(folder) == rounds(alone)
         assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
-
-
-def as_words(settings: Json) -> list[str]:
-    """Settings as ``-s key=value``, in TOML."""
-    return [word for key, value in settings.items() for word in ("-s", f"{key}={json.dumps(value)}")]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 The machines are network namespaces, so it takes Linux, root, iproute2, nginx and OpenSSH.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -19,7 +20,6 @@ from federations import NAME, Deployed, back, deployed, ended, pairs, so_far, wa
 from helpers import fedsub, rounds
 from test_private_data import Private, images
 
-from fedsub_app.common.tensors import Json
 from fedsub_app.flower import PROJECT
 
 SERVER, DOOR = "10.77.0.1", 8443
@@ -217,9 +217,9 @@ def test_data_that_a_node_alone_has(
     here: Deployed, hosts: list[Host], nodes: list[Node], tmp_path: Path, run_local
 ) -> None:
     """The model is that of the same data in one process, bit for bit; the server has no file of theirs."""
-    keys: Json = {"dataset": "digits", "num-clients": 2, "num-rounds": 2, "private-examples": 60, "evaluate": "global"}
-    finished(here.run(*pairs(keys | {"run-dir": tmp_path / "run"})), here, nodes)
     paths = [host.folder / "own.npz" for host in hosts[1:]]
-    named = {key.replace("-", "_"): value for key, value in keys.items()}
-    _, local = run_local("local", grid=lambda _, own: Private(own, paths), **named)
+    named = {"num_clients": 2, "num_rounds": 2, "private_examples": 60, "evaluate": "global"}
+    _, local = run_local("local", grid=lambda _, keys: Private(keys, paths), **named)
+    settings = json.loads((local / "settings.json").read_text())["settings"]
+    finished(here.run(*pairs(settings | {"run-dir": tmp_path / "run", "node-timeout": 200.0})), here, nodes)
     assert (tmp_path / "run/model.safetensors").read_bytes() == (local / "model.safetensors").read_bytes()
