@@ -1,6 +1,16 @@
-# Each target works on a fresh machine with Python 3.11+, git and make.
+# Each target works on a fresh machine with git, make and a Python that pyproject.toml names.
 PYTHON ?= python3
 BIN := .venv/bin
+
+define CHECK
+import re, sys
+wanted = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', open("pyproject.toml").read()).groups()
+low, high = int(wanted[0]), int(wanted[1]) - 1
+if not (3, low) <= sys.version_info[:2] <= (3, high):
+    have = sys.version_info[:2]
+    sys.exit("Python %d.%d: fedsub runs on 3.%d to 3.%d; name one: make PYTHON=python3.%d" % (have + (low, high, high)))
+endef
+export CHECK
 
 .PHONY: run test check docs bench setup lock clean
 
@@ -32,12 +42,14 @@ setup: .venv/installed
 # constraints.txt: the versions that were tested. It installs nothing by itself, so that what it names of another
 # platform does no harm.
 .venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c "$$CHECK"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
 # The newest versions that pyproject.toml allows; to be committed once `make check` has passed with them.
 lock:
+	@$(PYTHON) -c "$$CHECK"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[dev]"
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt

@@ -5,6 +5,7 @@ A MkDocs hook (``mkdocs.yml``). Links are those of the repository, bent to the s
 
 import html
 import inspect
+import json
 import posixpath
 import re
 import sys
@@ -17,7 +18,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-COPIED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "bench/README.md": "bench.md"}
+COPIED = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "bench/README.md": "bench.md",
+    "docs/notebook.ipynb": "notebook.md",
+}
 API = {
     "Methods on the server": ["strategies.base", "strategies.merging"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.worker", "fedsub_app.training.local"],
@@ -44,11 +50,19 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
-    pages = {target: bent((ROOT / source).read_text(), source, target) for source, target in COPIED.items()}
+    pages = {target: bent(text_of(ROOT / source), source, target) for source, target in COPIED.items()}
     pages |= methods() | {"settings.md": settings(), "api.md": api()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def text_of(path: Path) -> str:
+    """Return a page's Markdown; a notebook's cells one after the other."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch takes seconds
     from fedsub_app.common.section import Value
+    from fedsub_app.methods import Method
     from fedsub_app.runs.records import Record
 
 
@@ -37,3 +38,20 @@ def run(settings: "Mapping[str, Value]", workers: int = 1) -> "Record":
         return read_run(Path(run_and_report(grid, resolved)["run-dir"]))
     finally:
         grid.close()
+
+
+def register(name: str, method: "Method") -> None:
+    """Add a method that is written in a script or notebook to this process's register, or replace it there.
+
+    :func:`run` then takes it as ``"method": name`` and its keys as ``"name.key"``, with any number of workers where
+    they are forked from this process (Linux, on the CPU). Other processes, those of the ``fedsub`` command and of
+    Flower's engines, know the methods of the package only (docs/adding-a-method.md).
+
+    Raises
+    ------
+    UserError
+        The name is none, or that of a method of the package.
+    """
+    from fedsub_app import config
+
+    config.register(name, method)

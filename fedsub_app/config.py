@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
-from fedsub_app.methods import METHODS
+from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import MethodSettings, Settings
 
 TABLE = "tool.flwr.app.config"
@@ -47,6 +47,20 @@ def _fields() -> dict[str, FieldInfo]:
 def defaults() -> dict[str, Value]:
     """Every key with its default."""
     return {f"{prefix}{k}": v for prefix, section in _sections().items() for k, v in section().toml().items()}
+
+
+def register(name: str, method: Method) -> None:
+    """Add a method of the running program to the register, or replace it; its keys are known from then on.
+
+    Raises
+    ------
+    UserError
+        The name is none, or that of a method of this package.
+    """
+    check_name(name)
+    METHODS[name] = method
+    _fields.cache_clear()
+    defaults.cache_clear()
 
 
 def conf_folder() -> Path:

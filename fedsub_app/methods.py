@@ -9,6 +9,7 @@ FedProx and MOON are FedAvg with an objective that any method can take (``traini
   enters the network's last linear layer; no projection head is added to the networks of the other methods.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from client_apps.mtl import MTLClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
 from client_apps.scaffold import ScaffoldClient
 from client_apps.subfedavg import SubFedAvgClient
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
@@ -89,3 +91,12 @@ METHODS = {
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }
+BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`UserError` where a new method cannot have this name."""
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise UserError(f"method {name!r}: must be lower-case letters and digits, in words joined by '-'")
+    if name in BUILT_IN:
+        raise UserError(f"method {name!r}: there is one of that name")

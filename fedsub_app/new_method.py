@@ -13,7 +13,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.config import TABLE
 from fedsub_app.flower import PROJECT
-from fedsub_app.methods import METHODS
+from fedsub_app.methods import check_name
 
 STRATEGY = '''"""@NAME@, server side: FedAvg's.
 
@@ -114,10 +114,7 @@ def new_method(name: str, project: Path = PROJECT) -> list[Path]:
     UserError
         The name is none, there is a method or a file of that name, or this is no checkout.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        raise UserError(f"method {name!r}: must be lower-case letters and digits, in words joined by '-'")
-    if name in METHODS:
-        raise UserError(f"method {name!r}: there is one of that name")
+    check_name(name)
     if not (project / "tests/helpers.py").is_file():
         raise UserError(f"{project}: not a checkout of fedsub, which a method is added to")
     module = name.replace("-", "_")

@@ -1,5 +1,6 @@
 """What is shown on a terminal, here a pseudo-terminal, and that a pipe gets plain lines."""
 
+import itertools
 import os
 import pty
 import re
@@ -8,10 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
+from PIL import Image
 
+from fedsub_app.common import progress
 from fedsub_app.common.tensors import Json
+from fedsub_app.data import DataSettings, load_dataset
 from fedsub_app.runs.batch import Job
 from fedsub_app.runs.progress import BatchProgress
 from fedsub_app.server_app import log, log_to_stdout
@@ -81,6 +86,31 @@ def test_a_pipe_gets_plain_lines(run_local: RunLocal, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines if line.startswith("round")] == ["round 1/2", "round 2/2"]
     assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["none", "resnet101-densenet121-random"])
+def test_reading_and_features_are_shown(
+    kind: Any, data_dir: Path, brightness: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, name, number in itertools.product(("train", "test"), ("cat", "dog"), range(3)):
+        file = data_dir / f"pets/{split}/{name}/{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (40 * number,) * 3).save(file)
+    settings = DataSettings(dataset="pets", features=kind)
+    monkeypatch.setattr(progress, "SHOW_SECONDS", 0.0)
+    with terminal(monkeypatch) as written:
+        log_to_stdout()
+        load_dataset(settings)
+        log.info("the next line")
+        log.handlers[0].close()
+    text = ESCAPES.sub("", written[0])
+    assert "reading pets" in text
+    shown = r"reading pets: (\d+) of 12 images" if kind == "none" else r"features of pets: (\d+) of 6 images"
+    assert {int(done) for done in re.findall(shown, text)} == (set(range(1, 13)) if kind == "none" else {4, 6})
+    assert text.rstrip().endswith("the next line")
+    log_to_stdout()
+    load_dataset(settings.model_copy(update={"normalise": "half"}))
+    assert "reading" not in capsys.readouterr().out
 
 
 def test_a_batch_shows_its_runs(run_local: RunLocal, monkeypatch: pytest.MonkeyPatch) -> None:

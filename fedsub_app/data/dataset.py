@@ -12,6 +12,7 @@ from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
+from fedsub_app.common.progress import doing
 from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic
@@ -96,6 +97,7 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
+    doing(f"reading {settings.dataset}")
     for part in settings.dataset.split("+"):
         check_hidden(part, data_folder(settings.data_dir))
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")

@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import derive
 from fedsub_app.data.files import cache_folder
 
@@ -55,7 +55,6 @@ RANDOM = "-random"
 SIZE = 2048 + 1024
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
 BATCH = 16
-SAY_SECONDS = 30.0
 DOWNLOAD_SILENCE_S = 30.0
 
 
@@ -282,8 +281,7 @@ def _extract(
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     log.info("features of %d images of %s, on %s", len(missing), name, device)
-    start = said = time.monotonic()
-    done = 0
+    progress, done = Progress(f"features of {name}", len(missing)), 0
     try:
         for group in missing.split(GROUP):
             for batch in group.split(BATCH):
@@ -291,11 +289,7 @@ def _extract(
                 with torch.inference_mode():
                     found[batch] = torch.cat([network(x) for network in built], dim=1).cpu()
                 done += len(batch)
-                if time.monotonic() - said > SAY_SECONDS:
-                    said = time.monotonic()
-                    rate = done / (said - start)
-                    left = (len(missing) - done) / rate / 60
-                    log.info("features: %d of %d images, %.1f a second, left %.0f min", done, len(missing), rate, left)
+                progress.at(done)
             header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
             try:
                 content = save({"index": group, "features": found[group]}, header)

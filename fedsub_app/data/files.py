@@ -27,6 +27,7 @@ from torch import Tensor
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.memory import check_memory
+from fedsub_app.common.progress import Progress
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
@@ -193,7 +194,8 @@ def _decoded_once(
             return read_npz(cached)
         except UserError:  # damaged: decode again
             pass
-    arrays = _stack(path, encoded(), image_size, classes, path.is_file() or folder_form(path) != "classes")
+    total = 0 if path.is_file() else len(files)
+    arrays = _stack(path, encoded(), total, image_size, classes, path.is_file() or folder_form(path) != "classes")
     _keep(cached, partial(_save, arrays))
     return read_npz(cached)
 
@@ -287,6 +289,7 @@ def _is_image(parts: tuple[str, ...]) -> bool:
 def _stack(
     path: Path,
     encoded: Iterator[tuple[tuple[str, ...], bytes]],
+    total: int,
     image_size: int | None,
     classes: Sequence[str],
     split_by_folder: bool,
@@ -294,10 +297,12 @@ def _stack(
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
     pixels = 0
+    progress = Progress(f"reading {path.name}", total)
     for parts, content in encoded:
         where = f"{path}: image {'/'.join(parts)}"
         images[parts] = _decode(content, where, image_size)
         pixels += images[parts].nbytes
+        progress.at(len(images))
         check_memory(str(path), pixels)
         size = size or images[parts].shape[:2]
         if images[parts].shape[:2] != size:

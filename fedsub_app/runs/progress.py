@@ -19,14 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.progress import SAY_SECONDS, human_seconds
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.directory import ACCURACIES
-from fedsub_app.runs.report import LOST, human_seconds
+from fedsub_app.runs.report import LOST
 
 if TYPE_CHECKING:
     from fedsub_app.runs.batch import Job
 
-SAY_SECONDS = 30.0  # between two plain lines of a batch
 BAR = 20  # columns
 
 
@@ -62,10 +62,13 @@ class LiveLine:
 
 
 class LiveHandler(logging.Handler):
-    """Shows a run's rounds in one line of a terminal; what else is logged stays, and so do rounds that lost replies.
+    """Shows a run's rounds, and work before them, in one line of a terminal.
 
-    The record of a round has ``line``, that of rounds.jsonl, ``rounds``, the run's, ``left`` and ``pace``, seconds.
+    What else is logged stays, and so do rounds that lost replies. The record of a round has ``line``, that of
+    rounds.jsonl, ``rounds``, the run's, ``left`` and ``pace``, seconds; that of other work is common/progress.py's.
     """
+
+    live = True
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -76,6 +79,10 @@ class LiveHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         try:
+            if hasattr(record, "done"):
+                done, total = (getattr(record, key) for key in ("done", "total"))
+                self._line.show(done if total else 0, total, record.getMessage())
+                return
             line: Json | None = getattr(record, "line", None)
             if line is None:
                 self._line.end()

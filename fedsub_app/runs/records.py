@@ -17,7 +17,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import before_keys, parse_pairs
+from fedsub_app.config import before_keys, defaults, parse_pairs
+from fedsub_app.methods import METHODS
 from fedsub_app.runs.directory import ACCURACIES, read_rounds
 from fedsub_app.settings import LOCATION_KEYS
 
@@ -89,8 +90,9 @@ class Record:
         experiment = str(settings.get("experiment") or "")
         try:
             before = before_keys(experiment, str(settings["method"]))
-        except UserError:  # an experiment that is no longer there
-            experiment, before = "", before_keys("", str(settings["method"]))
+        except UserError:  # an experiment that is no longer there, or a method of another program
+            method = str(settings["method"])
+            experiment, before = "", before_keys("", method) if method in METHODS else defaults()
         words = ["fedsub", "run", *([experiment] if experiment else [])]
         for key, value in settings.items():
             if key not in LOCATION_KEYS and before.get(key) != value:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Dataset
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
@@ -23,14 +24,6 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def human_seconds(seconds: float) -> str:
-    """Return a duration: ``42 s``, ``3:07 min``, ``1:02 h``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
 def opening(folder: Path, dataset: Dataset, strategy: SubnetStrategy) -> str:

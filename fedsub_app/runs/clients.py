@@ -1,0 +1,49 @@
+"""The clients of a run as its directory holds them, each with its own model."""
+
+from pathlib import Path
+
+from client_apps.base import Client
+from fedsub_app.common.errors import UserError
+from fedsub_app.methods import METHODS
+from fedsub_app.runs.directory import checkpoints, read_checkpoint, settings_of
+from fedsub_app.training.client_state import ClientState
+from fedsub_app.training.workplace import workplace
+
+
+def client_of(folder: Path, client: int) -> Client:
+    """Return a client of a run as of the last checkpoint, its own model loaded: what ``personal`` accuracy is of.
+
+    ``network.module`` is the network, ``samples("test")`` are the client's images and labels, ``accuracy("test")`` is
+    the model's accuracy on them in percent. A method without models of the clients' own has the global one there; one
+    that fine-tunes for its evaluation does so here. All clients of a process share the network, so that the next call
+    loads another model into it; ``trained()`` is a copy of this one's tensors.
+
+    Parameters
+    ----------
+    folder : directory of a run whose clients' data are on this machine.
+    client : its number, from 0.
+
+    Raises
+    ------
+    UserError
+        The folder is not that of a run, has no checkpoint, no longer the client's state or a damaged
+        file, or the run has no such client.
+    """
+    settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings.need_data()
+    if not 0 <= client < settings.num_clients:
+        raise UserError(f"client = {client}: must be an integer from 0 to {settings.num_clients - 1}")
+    found = checkpoints(folder)
+    if not found:
+        raise UserError(f"{folder}: no checkpoint")
+    last, place, method = read_checkpoint(found[-1]), workplace(settings), METHODS[settings.method]
+    strategy = method.strategy(settings, place.network.module)
+    strategy.round, strategy.current = last.round, {name: last.model[name] for name in strategy.current}
+    strategy.load_state(last.state)
+    kept, state = ClientState(folder / "clients", client).load(before=last.round + 1)
+    if kept < last.state_rounds.get(client, 0):
+        raise UserError(f"{folder}: the state of client {client} is not there; batches of runs do not keep it")
+    restored = method.client(place, client, last.round, state)
+    restored.load(restored.personal(strategy.personal_download(client), {}))
+    restored.network.module.eval()
+    return restored

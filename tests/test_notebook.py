@@ -1,0 +1,155 @@
+"""docs/notebook.ipynb, cell after cell in a kernel, and what it is made of: methods of a program, clients of a run."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from helpers import METHOD_KEYS, rounds
+from nbclient import NotebookClient
+
+import fedsub_app
+from client_apps.base import Client
+from fedsub_app import config
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Fraction
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import defaults, describe, resolve
+from fedsub_app.flower import PROJECT
+from fedsub_app.methods import BUILT_IN, METHODS, Method
+from fedsub_app.runs.clients import client_of
+from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.html import write_html
+from fedsub_app.runs.records import grouped, read_run
+from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
+
+Run = Callable[..., tuple[Json, Path]]
+FILE = PROJECT / "docs/notebook.ipynb"
+
+
+class HalfSettings(MethodSettings):
+    """Keys of a method that a test writes."""
+
+    step: Fraction = 1.0
+    """Fraction of its change that a client sends."""
+
+
+class HalfClient(Client):
+    """Goes a part of the way."""
+
+    options: HalfSettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        trained, step = super().train(sent, config), self.options.step
+        return {name: sent[name] + step * (x - sent[name]) if step < 1 else x for name, x in trained.items()}
+
+
+def forget() -> None:
+    """As in another program."""
+    METHODS.pop("half", None)
+    for known in (config._fields, config.defaults):
+        known.cache_clear()
+
+
+@pytest.fixture
+def half() -> Iterator[str]:
+    """The name of that method, registered."""
+    fedsub_app.register("half", Method("a test's", HalfSettings, SubnetStrategy, HalfClient))
+    yield "half"
+    forget()
+
+
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
+    notebook = nbformat.read(FILE, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+    assert not [cell.id for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()  # raises where a cell does
+    outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
+    said = {name: "".join(output.get("text", "") for output in found) for name, found in outputs.items()}
+    drawn = {name for name, found in outputs.items() if any("image/png" in output.get("data", {}) for output in found)}
+    assert drawn == {"curves", "costs", "own-check", "run-own"}
+    assert "% right" in said["own"]
+    fedavg, _, largest = (read_run(folder) for folder in sorted((tmp_path / "runs").iterdir()))
+    assert largest.settings["method"] == "largest"
+    assert not largest.dropped
+    # Its accuracy is that of a model that has learned, at less than an eighth of FedAvg's bytes up.
+    assert largest.summary["final-global-accuracy"] > 30
+    up = [sum(line.get("formula-bytes-up", 0) for line in record.lines) for record in (fedavg, largest)]
+    assert up[1] < up[0] / 8
+    assert [line.split()[0] for line in said["table"].splitlines()] == ["fedavg", "fedselect", "largest"]
+
+
+def test_a_method_of_a_program(half: str, run_local: Run, tmp_path: Path) -> None:
+    """Its keys are known and checked; forked workers know it; written anew it takes the old one's place."""
+    assert defaults()["half.step"] == 1.0
+    assert "Fraction of its change that a client sends." in describe()["half.step"]
+    with pytest.raises(UserError, match=r"half.step = 2: must be"):
+        resolve({"method": half, "half.step": 2})
+    _, fedavg = run_local("fedavg", num_rounds=2, num_clients=4)
+    _, whole = run_local("whole", method=half, num_rounds=2, num_clients=4)
+    assert rounds(whole) == rounds(fedavg)
+    keys = {"method": half, "half.step": 0.5, "model": "feature-mlp", "num-rounds": 2, "num-clients": 4}
+    one, two = (fedsub_app.run(keys | {"run-dir": str(tmp_path / name)}, workers=n) for n, name in ((1, "a"), (2, "b")))
+    assert rounds(one.folder) == rounds(two.folder) != rounds(whole)
+
+    class Other(MethodSettings):
+        """No keys."""
+
+    fedsub_app.register("half", Method("another", Other, SubnetStrategy, Client))
+    with pytest.raises(UserError, match=r"half.step = 0.5: unknown key"):
+        resolve({"method": half, "half.step": 0.5})
+
+
+def test_names_that_a_program_cannot_register() -> None:
+    method = Method("a test's", HalfSettings, SubnetStrategy, HalfClient)
+    with pytest.raises(UserError, match="method 'fedavg': there is one of that name"):
+        fedsub_app.register("fedavg", method)
+    with pytest.raises(UserError, match="method 'Half': must be lower-case letters and digits"):
+        fedsub_app.register("Half", method)
+    assert METHODS.keys() == BUILT_IN
+
+
+def test_another_program_reports_the_run_but_cannot_resume_it(half: str, run_local: Run, tmp_path: Path) -> None:
+    _, folder = run_local(method=half, num_rounds=1, half__step=0.5)
+    forget()
+    try:
+        page, *_ = write_html(grouped([folder]), tmp_path / "report.html", "A run", "")
+        with pytest.raises(UserError, match=r"half.step = 0.5: unknown key"):
+            settings_of({"run-dir": str(folder), "resume": True})
+    finally:
+        fedsub_app.register("half", Method("a test's", HalfSettings, SubnetStrategy, HalfClient))
+    assert "half.step=0.5" in page.read_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_clients_own_model_is_the_one_that_was_measured(method: str, run_local: Run) -> None:
+    keys: dict[str, Any] = METHOD_KEYS[method] | {"num_clients": 3, "clients_per_round": 2, "train_per_class": 20}
+    _, folder = run_local(method=method, evaluate="personal", seed=1, **keys)
+    measured = read_run(folder).measured
+    assert len(measured) == 3
+    for client in measured:
+        own = client_of(folder, int(client))
+        assert own.accuracy("test") == pytest.approx(measured[client]["personal-accuracy"], abs=1e-4)
+
+
+def test_clients_that_are_not_there(run_local: Run) -> None:
+    _, folder = run_local(method="ditto", num_rounds=1)
+    for number in (-1, 2):
+        with pytest.raises(UserError, match=rf"client = {number}: must be an integer from 0 to 1"):
+            client_of(folder, number)
+    assert not torch.equal(*(client_of(folder, client).trained()["fc1.weight"] for client in (0, 1)))
+    for path in (folder / "clients/client-000001").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="the state of client 1 is not there"):
+        client_of(folder, 1)
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="no checkpoint"):
+        client_of(folder, 0)
