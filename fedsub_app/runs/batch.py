@@ -50,7 +50,7 @@ class Job:
         return resolve(self.overrides)
 
     def summary(self) -> Json | None:
-        """Return the summary if the run is complete and of these settings; a key that it did not know has its default."""
+        """Return the summary of a complete run of these settings; a key that it did not know has its default."""
         with contextlib.suppress(UserError):
             recorded = settings_of({"run-dir": str(self.folder), "resume": True})
             summary = read_json(self.folder / "summary.json")
