@@ -199,12 +199,16 @@ def test_only_covered_values_travel(run_local: Run) -> None:
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool) -> None:
+@pytest.mark.parametrize("off", [None, 0, 1], ids=["some", "first-layer-off", "second-layer-off"])
+def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool, off: int | None) -> None:
     """Conv, flatten and linear layers: value, weight gradient and mask gradient as if the weights were multiplied."""
     model = build_model("fedpews-cnn", (1, 8, 8), 3, 0).double()
     groups = unit_groups(model)
     x, y = torch.randn(5, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
-    mask = (torch.rand(sum(group.size for group in groups)) > 0.4).double().requires_grad_()
+    mask = (torch.rand(sum(group.size for group in groups)) > 0.4).double()
+    if off is not None:  # so few units that a draw may have none of a layer
+        list(split(mask, groups).values())[off].zero_()
+    mask.requires_grad_()
     network = Network(model)
     output = gated(network, mask, x, narrow=narrow).logits
     weights = [p for _, p in model.named_parameters()]
