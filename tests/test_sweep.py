@@ -134,7 +134,8 @@ def test_random_trials_are_in_range_and_the_same_however_many(tmp_path: Path) ->
 def finish(trial: Trial, accuracy: float) -> None:
     """Write what a finished run leaves behind."""
     for job in trial.jobs:
-        write_json(job.folder / "settings.json", {"digest": job.settings.digest()})
+        settings = {"run-id": "0" * 12, "settings": job.settings.flat(), "digest": job.settings.digest()}
+        write_json(job.folder / "settings.json", settings)
         summary = {"status": "completed", "final-personal-validation-accuracy": accuracy}
         write_json(job.folder / "summary.json", summary)
 
