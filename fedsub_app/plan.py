@@ -13,6 +13,7 @@ from fedsub_app.runs.report import human_bytes, markdown, stages_of
 from fedsub_app.server_app import prepare
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
+from fedsub_app.training.stacked import MOST
 from strategies.base import SubnetStrategy
 from strategies.merging import Facts
 
@@ -45,7 +46,7 @@ def plan(settings: Settings) -> str:
         ("rounds", "; ".join(f"{name}: {which}" if name else which for name, which in stages_of(strategy)[:5])),
         *((f"round {number}{f', {name}' if name else ''}", text) for number, name, text in _rounds(strategy)),
         ("training", _training(strategy, partition, sample_flops)),
-        ("memory", _memory(strategy, dataset)),
+        ("memory", _memory(strategy, dataset, partition)),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), "", _clients(dataset, partition)])
@@ -95,15 +96,18 @@ def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int)
     return f"{flops / 1e9:.3g} GFLOPs a round on average: {what} of the whole network, {rest}"
 
 
-def _memory(strategy: SubnetStrategy, dataset: Dataset) -> str:
+def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) -> str:
     """Say what tensors take: of the server, and of a process that trains. Python, torch and activations come on top."""
     settings, model = strategy.settings, _size(strategy)
-    data = sum(tensor.nbytes for tensor in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
+    data = sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
     held = settings.sample_size if strategy.needs_all or settings.mean != "average" else 1
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
     server = data + (3 + held) * model + 2 * messages  # current, mean and weights; two messages at a node
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
-    worker = data + (3 + state) * model + messages  # network, gradients, what was sent
+    together = min(MOST, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
+    taken = max(map(len, partition.train)) * 4 * math.prod(dataset.train_x.shape[1:])  # as float32
+    own = (3 + state) * model + taken  # network, gradients, what was sent
+    worker = data + together * own + messages
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"
 
 

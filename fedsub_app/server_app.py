@@ -126,7 +126,7 @@ def prepare(settings: Settings) -> tuple[Dataset, Partition | None, SubnetStrate
         Bad input; nothing is written.
     """
     dataset = load_dataset(settings.data)
-    if settings.augment != "none" and dataset.train_x.dim() != 4:
+    if settings.augment != "none" and len(dataset.train_x.shape) != 4:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = None if settings.private_examples else make_partition(settings.data, settings.partitioning)
     model = build_model(

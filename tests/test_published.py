@@ -131,7 +131,7 @@ def test_images_and_labels(name: str) -> None:
     train, train_y, test, test_y, classes = SETS[name]
     found = load(name)
     assert found.train_x.shape == (len(train), 3, 6, 6)
-    for x, values in ((found.train_x, train), (found.test_x, test)):
+    for x, values in ((found.train_x[:], train), (found.test_x[:], test)):
         assert (x[:, 0, 3, 3] * 255).tolist() == pytest.approx(values, abs=1.5)
     assert (found.train_y.tolist(), found.test_y.tolist(), found.num_classes) == (train_y, test_y, classes)
     with pytest.raises(UserError, match="expected one size, or image-size"):
@@ -143,7 +143,7 @@ def test_features_of_them(name: str, brightness: type[Brightness]) -> None:
     train, train_y, test, test_y, _ = SETS[name]
     found = load(name, image_size=None, features=FEATURES)
     mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    for x, values in ((found.train_x, train), (found.test_x, test)):
+    for x, values in ((found.train_x[:], train), (found.test_x[:], test)):
         expected = ((torch.tensor(values)[:, None] / 255 - mean) / deviation).mean(1)
         torch.testing.assert_close(x[:, 0], expected, atol=0.02, rtol=0)
     assert (found.train_y.tolist(), found.test_y.tolist()) == (train_y, test_y)

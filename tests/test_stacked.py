@@ -14,6 +14,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.config import resolve
+from fedsub_app.data import Samples
 from fedsub_app.models import Network
 from fedsub_app.training.workplace import Workplace, workplace
 
@@ -33,7 +34,7 @@ def in_float64(**keys: Value) -> Workplace:
     place = workplace(resolve(MLP | {name.replace("_", "-"): value for name, value in keys.items()}))
     module = place.network.module.double()
     workplace.cache_clear()
-    x, test = place.train_x.double(), place.test_x.double()
+    x, test = Samples(place.train_x[:].double()), Samples(place.test_x[:].double())
     return replace(place, network=Network(module), train_x=x, test_x=test)
 
 

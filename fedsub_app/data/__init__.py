@@ -23,6 +23,7 @@ features of images that pretrained networks extract (:mod:`fedsub_app.data.featu
 
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
 from fedsub_app.data.partition import Partition, PartitionSettings, make_partition, partition_summary
+from fedsub_app.data.samples import Samples
 from fedsub_app.data.sources import dataset_names, private_name
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Dataset",
     "Partition",
     "PartitionSettings",
+    "Samples",
     "dataset_names",
     "load_dataset",
     "make_partition",

@@ -1,8 +1,9 @@
 """A data set as tensors: sources chosen per class, brought to one form, joined, normalised."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import AfterValidator, Field
@@ -15,6 +16,7 @@ from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, N
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic
 from fedsub_app.data.features import Features, Pictures
+from fedsub_app.data.samples import Normalise, Samples, in_unit, normalised
 from fedsub_app.data.sources import ALIASES, Source, Split, Wanted, check_hidden, data_folder, load_sources
 
 
@@ -43,7 +45,7 @@ class DataSettings(SeedSettings):
     """
     image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None
     """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
-    normalise: Literal["standard", "half", "none"] = "standard"
+    normalise: Normalise = "standard"
     """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
 
     Synthetic data and features are never normalised.
@@ -60,17 +62,19 @@ class DataSettings(SeedSettings):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test tensors: x float32 [n, channels, height, width] or [n, features]; y and source int64 [n].
+    """Training and test samples: x [n, channels, height, width] or [n, features]; y and source int64 [n].
+
+    What is taken of ``train_x`` and ``test_x`` is float32; images of bytes are kept as bytes.
 
     ``source`` is the position in ``sources`` (the names joined by ``+``, or the domains). ``notes`` says, one line
     each, what is partial, lossy or substituted.
     """
 
     name: str
-    train_x: Tensor
+    train_x: Samples
     train_y: Tensor
     train_source: Tensor
-    test_x: Tensor
+    test_x: Samples
     test_y: Tensor
     test_source: Tensor
     num_classes: int
@@ -124,18 +128,19 @@ def _load(settings: DataSettings) -> Dataset:
     sources = list(known.values())
     train, test = [source.train for source in sources], [source.test for source in sources]
     all_x = [x for x, _ in train + test if isinstance(x, Tensor)]
-    _check_size(all_x, settings)
-    train_x, test_x = _one_form(all_x, settings.image_size, len(sources))
-    if train_x.ndim == 4 and names[0] not in synthetic.NAMES:
-        _normalise(train_x, test_x, settings.normalise)
-    if train_x.ndim == 4:  # as clients train on it, so that they need no copy
-        train_x, test_x = (x.contiguous(memory_format=torch.channels_last) for x in (train_x, test_x))
+    shape = _shape(all_x, settings.image_size)
+    _check_size(all_x, shape, settings.dataset)
+    train_x, test_x = _one_form(all_x, shape, len(sources))
+    if len(shape) == 3:
+        train_samples, test_samples = normalised(train_x, test_x, settings.normalise)
+    else:
+        train_samples, test_samples = Samples(train_x), Samples(test_x)
     return Dataset(
         name=settings.dataset,
-        train_x=train_x,
+        train_x=train_samples,
         train_y=torch.cat([y + first for (_, y), first in zip(train, first_label, strict=True)]),
         train_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(train)]),
-        test_x=test_x,
+        test_x=test_samples,
         test_y=torch.cat([y + first for (_, y), first in zip(test, first_label, strict=True)]),
         test_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(test)]),
         num_classes=num_classes,
@@ -180,7 +185,9 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
         note = f"all test images are training images left over by the choice ({fewest} a class in the test set)"
         notes += (f"{note}, {wanted} a class",)
     test = _per_class(name, "test", test_y, source.num_classes, wanted, settings.seed)
-    return replace(source, train=(train_x[train], train_y[train]), test=(test_x[test], test_y[test]), notes=notes)
+    train_x = train_x[train] if settings.train_per_class else train_x  # all of them: without a copy
+    test_x = test_x[test] if wanted else test_x
+    return replace(source, train=(train_x, train_y[train]), test=(test_x, test_y[test]), notes=notes)
 
 
 def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: int | None, seed: int) -> Tensor:
@@ -197,44 +204,34 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
     return torch.cat(chosen).sort().values
 
 
-def _check_size(parts: list[Tensor], settings: DataSettings) -> None:
+def _shape(parts: list[Tensor], image_size: int | None) -> tuple[int, ...]:
+    """Return the shape of a sample that all sources are brought to."""
+    if parts[0].ndim != 4:
+        return tuple(parts[0].shape[1:])
+    channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))
+    return (channels, image_size or height, image_size or width)
+
+
+def _stay(parts: list[Tensor], shape: tuple[int, ...]) -> bool:
+    """Say whether all samples are images of bytes that have this shape already: they stay so."""
+    return all(part.dtype == torch.uint8 and part.shape[1:] == shape for part in parts)
+
+
+def _check_size(parts: list[Tensor], shape: tuple[int, ...], name: str) -> None:
     """Raise :class:`UserError` where all samples in one form would not fit into the memory."""
-    height, width = (settings.image_size or max(part.shape[axis] for part in parts) for axis in (-2, -1))
-    sample = max(part.shape[1] for part in parts) * (height * width if parts[0].ndim == 4 else 1)
-    check_memory(
-        f"dataset = {settings.dataset!r}, samples of {sample} values", 4 * sample * sum(len(part) for part in parts)
-    )
+    count, values = sum(len(part) for part in parts), math.prod(shape)
+    size = 1 if _stay(parts, shape) else torch.float32.itemsize
+    check_memory(f"dataset = {name!r}, samples of {values} values", size * values * count)
 
 
-def _one_form(parts: list[Tensor], image_size: int | None, num_sources: int) -> tuple[Tensor, Tensor]:
-    """Bring the sources' tensors (all training, then all test) to float32, one size and one channel count."""
-    if parts[0].ndim == 4:
-        channels = max(part.shape[1] for part in parts)
-        size = (image_size,) * 2 if image_size else tuple(max(part.shape[axis] for part in parts) for axis in (2, 3))
+def _one_form(parts: list[Tensor], shape: tuple[int, ...], num_sources: int) -> tuple[Tensor, Tensor]:
+    """Bring the sources' tensors (all training, then all test) to one shape: float32, or images that are uint8 stay."""
+    if len(shape) == 3 and not _stay(parts, shape):
+        channels, *size = shape
         for i, part in enumerate(parts):
-            x = part.float().div_(255) if part.dtype == torch.uint8 else part
-            if x.shape[2:] != size:
+            x = in_unit(part)
+            if list(x.shape[2:]) != size:
                 x = interpolate(x, size=size, mode="bilinear", antialias=True)
             parts[i] = x if x.shape[1] == channels else x.repeat(1, channels, 1, 1)
     train, test = parts[:num_sources], parts[num_sources:]
     return (train[0], test[0]) if num_sources == 1 else (torch.cat(train), torch.cat(test))
-
-
-def _normalise(train_x: Tensor, test_x: Tensor, how: str) -> None:
-    """Normalise both in place, by the training images' statistics where ``how`` is ``standard``."""
-    if how == "none":
-        return
-    mean = deviation = torch.full((train_x.shape[1],), 0.5)
-    if how == "standard":
-        # Summed in double precision: float32 sums differ with the number of threads, and so would the engines' results.
-        total, squares = torch.zeros(2, train_x.shape[1], dtype=torch.float64)
-        for chunk in train_x.split(256):  # fits the cache: 5 times faster than 1024
-            pixels = chunk.double().flatten(2)
-            total += pixels.sum(2).sum(0)
-            squares += pixels.square_().sum(2).sum(0)
-        count = train_x[:, 0].numel()
-        variance = (squares / count - (total / count) ** 2).clamp_min(0)
-        mean, deviation = (total / count).float(), variance.sqrt().float()
-        deviation[deviation < 1e-6] = 1.0  # a constant channel stays constant
-    for x in (train_x, test_x):
-        x.sub_(mean.view(-1, 1, 1)).div_(deviation.view(-1, 1, 1))

@@ -68,7 +68,9 @@ def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
         found = f"{prefix} has labels from {labels.min()} to {labels.max()}"
         raise UserError(f"{found}, expected 0 or more and less than {MOST_CLASSES}")
     channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
-    return channels_last.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels.astype(np.int64))
+    x = channels_last.permute(0, 3, 1, 2).contiguous()
+    # With the strides of a new tensor: an axis of one channel may have any, and torch chooses convolutions by them.
+    return x.flatten().view(x.shape), torch.from_numpy(labels.astype(np.int64))
 
 
 def read_npz(path: Path) -> tuple[Split, Split]:
@@ -77,7 +79,7 @@ def read_npz(path: Path) -> tuple[Split, Split]:
         raise UserError(f"{path}: not a file")
     try:
         with zipfile.ZipFile(path) as archive:  # what it holds is known before any of it is unpacked
-            check_memory(f"{path} as float32", 4 * sum(entry.file_size for entry in archive.infolist()))
+            check_memory(str(path), sum(entry.file_size for entry in archive.infolist()))
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
     try:
@@ -296,7 +298,7 @@ def _stack(
         where = f"{path}: image {'/'.join(parts)}"
         images[parts] = _decode(content, where, image_size)
         pixels += images[parts].nbytes
-        check_memory(f"{path} as float32", 4 * pixels)
+        check_memory(str(path), pixels)
         size = size or images[parts].shape[:2]
         if images[parts].shape[:2] != size:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Local training and evaluation on tensors that are already in memory."""
+"""Local training and evaluation on samples that are already in memory."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Tensors
+from fedsub_app.data import Samples
 from fedsub_app.models import Network, Output
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
@@ -195,7 +196,7 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
+def evaluate(model: nn.Module, x: Tensor | Samples, y: Tensor) -> tuple[float, float]:
     """Return accuracy in percent and mean cross-entropy of ``model`` in evaluation mode; leaves its mode as it was."""
     training = model.training
     model.eval()

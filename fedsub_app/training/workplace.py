@@ -1,6 +1,6 @@
 """What all clients of one process share: data on the device, partition, one model object."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.data import Dataset, Partition, load_dataset, make_partition
+from fedsub_app.data import Dataset, Partition, Samples, load_dataset, make_partition
 from fedsub_app.models import Network, build_model, narrowed, tensors_of, widths_of
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
@@ -24,9 +24,9 @@ class Workplace:
     partition: Partition
     network: Network
     device: torch.device
-    train_x: Tensor
+    train_x: Samples
     train_y: Tensor
-    test_x: Tensor
+    test_x: Samples
     test_y: Tensor
 
     @property
@@ -37,14 +37,19 @@ class Workplace:
     @cached_property
     def black(self) -> Tensor:
         """Value of a black pixel after normalisation: each channel's minimum, float [channels]."""
-        return self.train_x.amin((0, 2, 3))
+        return self.train_x.darkest()
 
-    @lru_cache(maxsize=8)  # noqa: B019  (a workplace lives as long as its process needs it)
-    def narrow_network(self, widths: tuple[int, ...]) -> Network:
-        """Return the network with so many units in each of its hidden layers."""
+    # Caches are the workplace's own, not their class's: what an earlier run has on a GPU goes with its workplace.
+    @cached_property
+    def narrow_network(self) -> Callable[[tuple[int, ...]], Network]:
+        """Returns the network with so many units in each of its hidden layers."""
         groups = self.network.units
         names = [group.name for group in groups]
-        return Network(narrowed(self.network.module, groups, dict(zip(names, widths, strict=True))))
+
+        def made(widths: tuple[int, ...]) -> Network:
+            return Network(narrowed(self.network.module, groups, dict(zip(names, widths, strict=True))))
+
+        return lru_cache(maxsize=8)(made)
 
     def network_for(self, tensors: Mapping[str, Tensor]) -> Network:
         """Return the network that these tensors are of: the whole one, or one with fewer hidden units."""
@@ -54,15 +59,22 @@ class Workplace:
         found = widths_of(self.network.units, tensors)
         return self.narrow_network(tuple(found[group.name] for group in self.network.units))
 
-    @lru_cache(maxsize=256)  # noqa: B019
     def training_flops(self, network: Network, names: frozenset[str] | None = None) -> int:
         """Return the FLOPs of one forward and backward pass of one sample; ``names``: the tensors that are trained."""
-        return costs.training_flops(network.module, self.in_shape, 1, names)
+        return self._flops(network, True, names)
 
-    @lru_cache(maxsize=64)  # noqa: B019
     def forward_flops(self, network: Network) -> int:
         """Return the FLOPs of one forward pass of one sample."""
-        return costs.forward_flops(network.module, self.in_shape, 1)
+        return self._flops(network, False, None)
+
+    @cached_property
+    def _flops(self) -> Callable[[Network, bool, frozenset[str] | None], int]:
+        def count(network: Network, training: bool, names: frozenset[str] | None) -> int:
+            if training:
+                return costs.training_flops(network.module, self.in_shape, 1, names)
+            return costs.forward_flops(network.module, self.in_shape, 1)
+
+        return lru_cache(maxsize=256)(count)
 
     def initial(self, seed: int | None = None) -> Tensors:
         """Return the initial global model, which every client can rebuild from the seed, or that of another seed."""
@@ -73,7 +85,7 @@ class Workplace:
         )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def workplace(settings: Settings) -> Workplace:
     """Load data, partition and model once per process and settings."""
     dataset = load_dataset(settings.data)
@@ -83,5 +95,7 @@ def workplace(settings: Settings) -> Workplace:
         settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
     )
     # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
-    placed = [part.to(device) for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)]
-    return Workplace(settings, dataset, partition, Network(model.to(device)), device, *placed)
+    train_x, test_x = dataset.train_x.to(device), dataset.test_x.to(device)
+    train_y, test_y = dataset.train_y.to(device), dataset.test_y.to(device)
+    network = Network(model.to(device))
+    return Workplace(settings, dataset, partition, network, device, train_x, train_y, test_x, test_y)

@@ -1,0 +1,149 @@
+"""Images that are kept as bytes: what is taken of them has the bits that float32 images had."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import result
+from pretended_gpu import pretended_gpu
+from torch import Tensor
+
+import fedsub_app.common.memory
+import fedsub_app.data.dataset
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.config import resolve
+from fedsub_app.data import Samples, load_dataset
+from fedsub_app.data.samples import normalised
+from fedsub_app.server_app import GlobalTest
+from fedsub_app.training.workplace import workplace
+
+Run = Callable[..., Any]
+WAYS = ("standard", "half", "none")
+
+
+def images(count: int, channels: int, height: int = 9, width: int = 7) -> Tensor:
+    """Random images of bytes, as the readers give them."""
+    found = np.random.default_rng(channels).integers(0, 256, (count, channels, height, width), np.uint8)
+    return torch.from_numpy(found)
+
+
+def as_it_was(train: Tensor, test: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    """The arithmetic of the versions that kept all samples as float32."""
+    train, test = train.float().div_(255), test.float().div_(255)
+    mean = deviation = torch.full((train.shape[1],), 0.5)
+    if how == "standard":
+        total, squares = torch.zeros(2, train.shape[1], dtype=torch.float64)
+        for chunk in train.split(256):
+            pixels = chunk.double().flatten(2)
+            total += pixels.sum(2).sum(0)
+            squares += pixels.square_().sum(2).sum(0)
+        count = train[:, 0].numel()
+        variance = (squares / count - (total / count) ** 2).clamp_min(0)
+        mean, deviation = (total / count).float(), variance.sqrt().float()
+        deviation[deviation < 1e-6] = 1.0
+    if how != "none":
+        for x in (train, test):
+            x.sub_(mean.view(-1, 1, 1)).div_(deviation.view(-1, 1, 1))
+    train, test = (x.contiguous(memory_format=torch.channels_last) for x in (train, test))
+    return train, test
+
+
+def floats(train: Tensor, test: Tensor, how: str) -> tuple[Samples, Samples]:
+    """What :func:`normalised` returned, had it kept float32."""
+    before = as_it_was(train, test, how)
+    return Samples(before[0]), Samples(before[1])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_taken_has_the_same_bits_and_layout(how: Any, channels: int) -> None:
+    x = images(700, channels)
+    index = torch.randperm(600, generator=torch.Generator().manual_seed(1))[:100]
+    for found, before in zip(normalised(x[:600], x[600:], how), as_it_was(x[:600], x[600:], how), strict=True):
+        assert found.stored.dtype == torch.uint8
+        assert found.nbytes * 4 == before.nbytes
+        assert (len(found), found.shape) == (len(before), before.shape)
+        chosen = index[index < len(before)]
+        pairs = [(found[:], before), (found[chosen], before[chosen]), (found[3:50], before[3:50])]
+        pairs += list(zip(found.split(64), before.split(64), strict=True))
+        for ours, theirs in pairs:
+            assert torch.equal(ours, theirs)
+            assert ours.stride() == theirs.stride()
+        assert torch.equal(found.darkest(), before.amin((0, 2, 3)))
+
+
+@pytest.mark.parametrize("axes", [(), (1,)])
+def test_grey_images_lie_in_memory_as_new_tensors_do(axes: tuple[int, ...], data_dir: Path) -> None:
+    x, y = np.zeros((12, 8, 9, *axes), np.uint8), np.arange(12) % 2
+    np.savez(data_dir / "own.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
+    found = load({"dataset": "own", "seed": len(axes)}).train_x
+    assert found.stored.stride() == found[:].stride() == found[torch.arange(3)].stride() == (72, 72, 9, 1)
+
+
+def test_a_constant_channel_stays_constant() -> None:
+    x = images(40, 3)
+    x[:, 1] = 7
+    assert torch.equal(normalised(x[:30], x[30:], "standard")[0][:], as_it_was(x[:30], x[30:], "standard")[0])
+
+
+def write_set(folder: Path, count: int = 60) -> dict[str, Value]:
+    """Write a data set of coloured images; returns the keys that name it."""
+    x, y = images(count, 3, 16, 16).permute(0, 2, 3, 1).numpy(), np.arange(count) % 5
+    half = count // 2
+    parts = {"train_images": x[:half], "train_labels": y[:half], "test_images": x[half:], "test_labels": y[half:]}
+    np.savez(folder / "own.npz", **parts)  # type: ignore[arg-type]
+    return {"dataset": "own", "data_dir": str(folder), "model": "lenet5-bn", "batch_size": 8}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_run_has_the_same_bits(
+    how: str, run_local: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = write_set(data_dir) | {"normalise": how, "augment": "crop-flip", "evaluate": "global,global-local"}
+    _, bytes_ = run_local("bytes", **keys)
+    fedsub_app.data.dataset._load.cache_clear()
+    workplace.cache_clear()
+    monkeypatch.setattr(fedsub_app.data.dataset, "normalised", floats)
+    _, float32 = run_local("float32", **keys)
+    fedsub_app.data.dataset._load.cache_clear()
+    workplace.cache_clear()
+    assert result(bytes_) == result(float32)
+
+
+def load(keys: dict[str, Value], **more: Value) -> Any:
+    named = {name.replace("_", "-"): value for name, value in (keys | more).items()}
+    return load_dataset(resolve(named).data)
+
+
+def test_images_that_are_resized_or_joined_with_grey_ones_are_float32(data_dir: Path) -> None:
+    keys = write_set(data_dir)
+    assert load(keys).train_x.stored.dtype == torch.uint8
+    assert load(keys, image_size=16, seed=1).train_x.stored.dtype == torch.uint8
+    assert load(keys, image_size=20).train_x.stored.dtype == torch.float32
+    grey = images(60, 1, 16, 16)[:, 0].numpy()
+    labels = np.arange(60) % 5
+    np.savez(data_dir / "grey.npz", train_images=grey, train_labels=labels, test_images=grey, test_labels=labels)
+    assert load(keys, dataset="own+grey").train_x.stored.dtype == torch.float32
+
+
+def test_memory_is_needed_for_bytes(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = write_set(data_dir)
+    monkeypatch.setattr(fedsub_app.common.memory, "memory_bytes", lambda: 3 * 60 * 3 * 16 * 16)
+    assert len(load(keys, seed=2).train_x) == 30
+    with pytest.raises(UserError, match=r"samples of 867 values: 0\.000208 GB in memory"):  # 60 x 867 float32
+        load(keys, image_size=17)
+
+
+def test_server_and_clients_of_a_process_share_what_is_on_the_device(data_dir: Path) -> None:
+    settings = resolve({name.replace("_", "-"): value for name, value in write_set(data_dir).items()})
+    workplace.cache_clear()
+    with pretended_gpu():
+        place = workplace(settings)
+        assert place.test_x.stored.is_cuda
+        assert GlobalTest(settings).x is place.test_x
+        assert torch.equal(place.train_x[:4].cpu(), place.dataset.train_x[:4])
+    workplace.cache_clear()
