@@ -11,11 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.section import Value
@@ -126,17 +127,28 @@ def _answer(message: Message, context: Context) -> Message:
     header, parts = unpack(message.content)
     stamp = {key: header[key] for key in STAMP}
     try:
-        place = _place(header, context)
-        if place is None:
-            return Message(pack(UNKNOWN_SETTINGS | stamp, []), reply_to=message)
-        folder = _state_folder(header, context)
+        content = _content(header, parts, stamp, context)
     except UserError as error:
-        return Message(pack(stamp | {"error": str(error)}, []), reply_to=message)
+        content = pack(stamp | {"error": str(error)}, [])
+    except Exception as error:
+        said = machine_failure(error) if simulated() else ""
+        if not said:
+            raise
+        content = pack(stamp | {"error": printable(said), "fatal": True}, [])
+    return Message(content, reply_to=message)
+
+
+def _content(header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, context: Context) -> RecordDict:
+    """Run a message's clients; returns what the reply holds."""
+    place = _place(header, context)
+    if place is None:
+        return pack(UNKNOWN_SETTINGS | stamp, [])
     if place.settings.stack_clients and header["phase"] == MessageType.TRAIN:
         updates = _run_together(place, header, parts)
     else:
+        folder = _state_folder(header, context)
         updates = [_run(place, folder, header, config, tensors) for config, tensors in parts]
-    return Message(pack(stamp, [update_part(update) for update in updates]), reply_to=message)
+    return pack(stamp, [update_part(update) for update in updates])
 
 
 def _keep_settings(header: Json, folder: Path) -> None:
@@ -183,7 +195,21 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
             store.save(header["round"], worker.state, header["committed"])
         return replace(update, state=(kept, header["round"] if worker.state else kept))
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
-        return Update(client, error=printable(f"{type(error).__name__}: {error}"))
+        return _failed(client, error)
+
+
+def _failed(client: int, error: BaseException) -> Update:
+    """Return the update of a client that has failed.
+
+    Raises
+    ------
+    MachineFailed
+        A simulated node's machine has failed, which is the run's and would be the next client's failure as well. A real
+        node is one of many machines: the others go on.
+    """
+    if simulated() and (said := machine_failure(error)):
+        raise MachineFailed(f"client {client}: {said}") from error
+    return Update(client, error=printable(f"{type(error).__name__}: {error}"))
 
 
 def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
@@ -200,7 +226,7 @@ def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Te
             try:
                 found = kind.run_together(clients, [parts[number][1] for number in some])
             except Exception as error:  # a failure of one operation is one of all these clients
-                found = [Update(client.id, error=printable(f"{type(error).__name__}: {error}")) for client in clients]
+                found = [_failed(client.id, error) for client in clients]
             updates |= dict(zip(some, found, strict=True))
     return [updates[number] for number in range(len(parts))]
 

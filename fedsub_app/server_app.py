@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import Dataset, Partition, load_dataset, make_partition, partition_summary
@@ -148,7 +149,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     UserError
         Bad input, before round 1.
     RunFailed
-        All rounds, or ``max-abandoned`` in a row, had too few valid replies, or the run's files cannot be written.
+        All rounds, or ``max-abandoned`` in a row, had too few valid replies; files cannot be written; or, here
+        or on a simulated node, the memory is used up or the GPU lost.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)
@@ -174,6 +176,13 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
+    except Exception as error:
+        if said := machine_failure(error):
+            stacked = " or stack-clients = false" if settings.stack_clients else ""
+            less = f"; fewer --workers or message-clients take less, in a new run a smaller batch-size{stacked}"
+            how = less if "out of memory" in said else ""
+            raise RunFailed(f"{said}{how}; `{resume_command(run.folder)}` goes on", run.folder) from error
+        raise
     finally:
         run.close()
 

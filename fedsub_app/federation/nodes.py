@@ -17,7 +17,8 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.phase import Dropped, Phase
@@ -413,6 +414,8 @@ class Federation:
         if (theirs := tuple(header.get(key) for key in STAMP)) != stamp:
             replayed = ", of another message" if theirs[:-1] == stamp[:-1] else ""
             raise BadReply(f"stale reply: {', '.join(STAMP[:-1])} = {theirs[:-1]}{replayed}")
+        if header.get("fatal") is True and self.simulated:
+            raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):
             raise BadReply(f"node failed: {_brief(str(header['error']))}")
         found: dict[int, Answer] = {}

@@ -27,9 +27,10 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedsub_app.common.device import seeing, visible_gpus
+from fedsub_app.common.failures import gpu_lost
 from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
-from fedsub_app.federation.protocol import HEADER, TENSORS
+from fedsub_app.federation.protocol import HEADER, TENSORS, unpack
 
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
 PARENT_LOOK_S = 0.5
@@ -101,31 +102,31 @@ class WorkerGrid(LocalGrid):
         """Take the answers that are there, or come within ``seconds``."""
         node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
         for ready in wait_for(list(node_of), seconds) if node_of else ():
-            worker = self._workers[node_of[ready]]
+            node = node_of[ready]
+            worker = self._workers[node]
             reply: Message | None
             try:
                 reply = worker.receive()
             except (EOFError, OSError):
-                reply = self._replace(node_of[ready])
+                worker.leaves = True
+                lost = worker.waiting.popleft() if worker.waiting else None  # what it was working on
+                reply = Message(Error(CLIENT_FAILED, worker.ended()), reply_to=lost) if lost else None
+            if worker.leaves:
+                self._replace(node)
             if reply:
                 self._replies[reply.metadata.reply_to_message_id] = reply
 
-    def _replace(self, node: int) -> Message | None:
-        """Start another process for a node whose process has died; answers the message that it was working on."""
-        dead = self._workers.pop(node)
-        said = dead.ended()
-        dead.end()
+    def _replace(self, node: int) -> None:
+        """Start another process for a node; it gets the messages that the old one has not begun."""
+        old = self._workers.pop(node)
+        old.end()
         self._begin(node)
-        if not dead.waiting:
-            return None
-        lost = dead.waiting.popleft()
-        for message in dead.waiting:
+        for message in old.waiting:
             self._workers[node].send(message)
-        return Message(Error(CLIENT_FAILED, said), reply_to=lost)
 
 
 class Worker:
-    """One process and the messages that it has not answered yet, in order.
+    """One process and the messages that it has not answered yet, in order; ``leaves``: it answers no more.
 
     ``others`` are the sockets that a forked process inherits, and closes; ``gpu`` is the one that it sees.
     """
@@ -134,6 +135,7 @@ class Worker:
         self, app: str, node: int, nodes: int, start: str, others: list[socket.socket], gpu: str | None = None
     ) -> None:
         self.waiting: deque[Message] = deque()
+        self.leaves = False
         self.socket, theirs = socket.socketpair()
         inherited = [self.socket, *others] if start == "fork" else []
         self.process: BaseProcess = get_context(start).Process(  # type: ignore[attr-defined]
@@ -157,6 +159,7 @@ class Worker:
     def receive(self) -> Message:
         """Return the next answer. Raises EOFError or OSError where the process is dead."""
         about, content = _receive(self.socket)
+        self.leaves = about["leaves"]
         message = self.waiting.popleft()
         if about["error"]:
             return Message(Error(CLIENT_FAILED, about["error"]), reply_to=message)
@@ -177,7 +180,7 @@ class Worker:
 
 
 def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list[socket.socket], parent: int) -> None:
-    """Answer messages until the parent closes the socket or ends."""
+    """Answer messages until the parent closes the socket or ends, or this process has lost its GPU."""
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
@@ -193,7 +196,11 @@ def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list
         message.metadata.__dict__["_message_id"] = about["id"]
         reply = answer(run, message, context)
         error = reply.error.reason if reply.has_error() else ""
-        _send(mine, {"error": error}, RecordDict() if error else reply.content)
+        if lost := gpu_lost():  # another process will have it: only these clients fail, not the run
+            error = error or str(unpack(reply.content)[0].get("error", "the GPU failed"))
+        _send(mine, {"error": error, "leaves": lost}, RecordDict() if error else reply.content)
+        if lost:
+            os._exit(1)
         del content, message, reply  # else they stay until the next message
 
 

@@ -1,0 +1,41 @@
+"""What is no client's failure but the machine's: memory that is used up, a GPU that is lost."""
+
+import errno
+
+import torch
+
+from fedsub_app.common.errors import one_line
+
+# What torch's errors say that have no class of their own: of the CPU's allocator, of CUDA and of cuBLAS.
+USED_UP = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class MachineFailed(Exception):
+    """The machine on which clients train has failed; the message says how, and which client was at work."""
+
+
+def machine_failure(error: BaseException) -> str:
+    """Return in one line how the machine has failed, or nothing where an exception says something else."""
+    if isinstance(error, MachineFailed):
+        return str(error)
+    if out_of_memory(error):
+        return f"out of memory: {one_line(error)}"
+    return f"the GPU failed: {one_line(error)}" if gpu_lost() else ""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Say whether an exception means that the memory of the machine, or of a GPU, is used up."""
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in str(error) for words in USED_UP)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def gpu_lost() -> bool:
+    """Say whether an error has ended what this process can do on its GPU: whatever it asks of it fails from then on."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # torch.AcceleratorError is one
+        return True
+    return False
