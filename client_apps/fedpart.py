@@ -5,7 +5,7 @@ import torch
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import derive
-from fedsub_app.common.tensors import Json, Tensors, prefixed
+from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
 from fedsub_app.models import layer_groups
 from fedsub_app.training.local import Training
 from strategies.fedpart import FIRST, SECOND, STEPS, FedPartSettings
@@ -30,10 +30,11 @@ class FedPartClient(Client):
         training = Training(self, names)
         optimizer = training.optimizer
         if STEPS in sent:
+            there = brought(sent, self.network.device)
             for k, name in enumerate(optimizer.parameters):
-                optimizer.first[name].copy_(sent[f"{FIRST}{name}"])
-                optimizer.second[name].copy_(sent[f"{SECOND}{name}"])
-                optimizer.steps[name].fill_(sent[STEPS][k])
+                optimizer.first[name].copy_(there[f"{FIRST}{name}"])
+                optimizer.second[name].copy_(there[f"{SECOND}{name}"])
+                optimizer.steps[name].copy_(there[STEPS][k])
         training.run(self.batches())
         answer = {name: tensor for name, tensor in self.keep_own().items() if name in names}
         if self.options.momentum == "none" or not training.steps:

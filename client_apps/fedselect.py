@@ -74,7 +74,7 @@ class FedSelectClient(Client):
             before = self.initial() | unprefixed(SINCE, self.state)
         new = grow(
             masks,
-            {name: trained[name].cpu() - before[name] for name in masks},
+            {name: trained[name] - before[name] for name in masks},
             options.share,
             options.alpha,
             options.alpha_test == "at-most",

@@ -4,7 +4,7 @@ import torch
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, brought, chosen, prefixed, unprefixed
 from strategies.scaffold import VARIATE
 
 
@@ -20,7 +20,7 @@ class ScaffoldClient(Client):
             raise UserError(f"client {self.id} has lost its state: its variate is nowhere else")
         own = own or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         self.load(x)
-        shift = {name: (c[name] - own[name]).to(p.device) for name, p in self.network.parameters.items()}
+        shift = brought({name: c[name] - own[name] for name in self.network.parameters}, self.network.device)
 
         def correct(gradients: Tensors) -> None:
             torch._foreach_add_(list(gradients.values()), [shift[name] for name in gradients])
@@ -28,7 +28,7 @@ class ScaffoldClient(Client):
         training = self.fit(correct=correct)
         y = self.trained()
         way = training.steps * training.optimizer.lr
-        change = {n: (x[n] - y[n].cpu()) / way - c[n] if way else torch.zeros_like(c[n]) for n in c}
+        change = {n: (x[n] - y[n]) / way - c[n] if way else torch.zeros_like(c[n]) for n in c}
         kept = {name: t for name, t in self.state.items() if name.startswith(current) or not name.startswith(VARIATE)}
         self.state = kept | prefixed(f"{VARIATE}{self.round}/", {name: own[name] + change[name] for name in c})
         return y | prefixed(VARIATE, change)

@@ -48,7 +48,7 @@ class SubFedAvgClient(Client):
         keep = take({name: masks[name] for name in plan.weights}, plan.groups, plan.units(masks))
         early: list[Tensors] = []
         Training(self, keep=keep).run(self.watched(early))
-        last = plan.widen(self.whole(), masks)
+        last = plan.widen(self.trained(), masks)
         first = plan.widen(early[0], masks) if early else last
         new = self.prune(masks, first, last)
         self.remember(last, masks, new, config["pruned"])
@@ -74,12 +74,8 @@ class SubFedAvgClient(Client):
         """Yield all epochs' mini-batches; the model after the first epoch goes to ``early`` if others follow."""
         for number, batches in enumerate(self.epochs()):
             if number == 1:
-                early.append(self.whole())
+                early.append(self.trained())
             yield from batches
-
-    def whole(self) -> Tensors:
-        """Return a copy of the network's tensors on the CPU."""
-        return {name: tensor.cpu() for name, tensor in self.trained().items()}
 
     def prune(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Return the masks that the gates let pass: weights, then channels, each by itself."""

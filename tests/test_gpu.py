@@ -3,6 +3,7 @@
 With a GPU, ``pytest -m gpu`` runs every method on it.
 """
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ def test_batch_norm_and_augmentation_compute_the_same_on_a_gpu(run_local: Run, m
 
 def copies(run_local: Run, folder: str, **keys: Value) -> tuple[int, int]:
     workplace.cache_clear()
+    gc.collect()  # else the data of the run before may still be there
     with pretended_gpu() as counts:
         run_local(folder, num_clients=2, num_rounds=1, **keys)
     return counts["to"], counts["from"]
@@ -96,6 +98,13 @@ def test_copies_that_are_waited_for_do_not_grow_with_the_steps(run_local: Run, k
     per_step = [(more - less) / steps for less, more in zip(few, many, strict=True)]
     assert per_step[1] == 0
     assert per_step[0] <= 0.25 + ("augment" in keys)  # one an epoch of four; crops are drawn batch by batch
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "ditto", "fedper", "fedselect", "scaffold", "subfedavg"])
+def test_a_model_is_copied_as_one_whatever_its_tensors(run_local: Run, method: str) -> None:
+    keys = CONVOLUTIONS | {"image_size": 16, "method": method} | METHOD_KEYS[method]
+    few, many = (copies(run_local, model, **keys | {"model": model}) for model in ("fedpews-cnn", "lenet5-bn"))
+    assert few == many
 
 
 def test_a_gpu_is_made_repeatable_unless_told_otherwise() -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 from fedsub_app.common.errors import one_line
 from fedsub_app.common.files import CHECKSUM, write_atomic
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, brought
 
 BLANK = "0" * 8  # in the place of the checksum, of which it is calculated
 _SEAL = re.compile(rb'"%b":"([0-9a-f]{8})"' % CHECKSUM.encode())
@@ -106,8 +106,8 @@ def _seal(data: mmap | bytes) -> re.Match[bytes] | None:
 def _apart(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the tensors on the CPU, copied where they share memory, which safetensors refuses."""
     found, known = {}, set()
-    for name, tensor in tensors.items():
-        values = tensor.detach().cpu().contiguous()
+    for name, tensor in brought(tensors).items():
+        values = tensor.detach().contiguous()
         place = values.untyped_storage().data_ptr()
         found[name] = values.clone() if place in known else values
         known.add(place)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 Tensors = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 Json = dict[str, Any]
 
 
@@ -17,6 +18,27 @@ def prefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def unprefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the tensors whose names begin with ``prefix``, without it: the inverse of :func:`prefixed`."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def brought(tensors: Mapping[str, torch.Tensor], device: torch.device = CPU) -> Tensors:
+    """Return the tensors on a device; those that are elsewhere come by one copy for each dtype, laid out in C order.
+
+    On the way to a GPU the program does not wait for it: the copy is from pinned memory.
+    """
+    found = dict(tensors)
+    away = {name: tensor.detach() for name, tensor in tensors.items() if tensor.device != device}
+    pinned = device.type == "cuda" and torch.cuda.is_initialized()  # the tests' pretended GPU cannot pin
+    for dtype in {tensor.dtype: None for tensor in away.values()}:
+        some = {name: tensor for name, tensor in away.items() if tensor.dtype == dtype}
+        values = [tensor.reshape(-1) for tensor in some.values()]
+        sizes = [len(part) for part in values]
+        if pinned:
+            flat = torch.cat(values, out=torch.empty(sum(sizes), dtype=dtype, pin_memory=True))
+        else:
+            flat = torch.cat(values)
+        parts = flat.to(device, non_blocking=pinned).split(sizes)
+        found |= {name: part.view(some[name].shape) for name, part in zip(some, parts, strict=True)}
+    return found
 
 
 def chosen(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> Tensors:

@@ -23,7 +23,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedsub_app.common.errors import printable
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors, brought
 from fedsub_app.subnets.norms import squares
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
@@ -187,8 +187,8 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
 
 
 def _encode(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the tensor's bytes as an array in C order."""
-    values = tensor.detach().cpu()
+    """Return a CPU tensor's bytes as an array in C order."""
+    values = tensor.detach()
     if values.dtype == torch.bool:
         return np.packbits(values.numpy())
     if values.dtype == torch.bfloat16:  # NumPy has none
@@ -198,6 +198,7 @@ def _encode(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]]) -> RecordDict:
     """Return the records that hold ``header`` and every part's JSON object and tensors."""
+    parts = [(config, brought(tensors)) for config, tensors in parts]
     members: dict[tuple[str, torch.dtype, torch.Size], list[int]] = {}
     for number, (_, tensors) in enumerate(parts):
         for name, tensor in tensors.items():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.networks import load_tensors, tensors_of
 from fedsub_app.models.units import UnitGroup, head_names, unit_groups
 
@@ -69,13 +70,21 @@ class Network:
         """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""
         load_tensors(self.tensors, new)
 
-    def copy(self) -> dict[str, Tensor]:
-        """Return a copy of its tensors."""
-        return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next(iter(self.tensors.values())).device
+
+    def copy(self) -> Tensors:
+        """Return a copy of its tensors, on the CPU."""
+        if self.device.type == "cpu":
+            return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        return brought(self.tensors)
 
     def like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of ``tensors`` on the device and in the memory layout of this network's own."""
-        return {name: torch.empty_like(own.detach()).copy_(tensors[name]) for name, own in self.tensors.items()}
+        there = brought({name: tensors[name] for name in self.tensors}, self.device)
+        return {name: torch.empty_like(own.detach()).copy_(there[name]) for name, own in self.tensors.items()}
 
     def training_mode(self, trained: Collection[str] | None = None, batch_statistics: bool | None = None) -> None:
         """Put the model in training mode, frozen BatchNorm in evaluation mode.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.seeds import derive
+from fedsub_app.common.tensors import brought
 
 Shape = tuple[int, ...]
 
@@ -246,5 +247,6 @@ def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tens
         if tensor.shape != new[name].shape:
             raise ValueError(f"tensor {name} has shape {tuple(new[name].shape)}, the model's is {tuple(tensor.shape)}")
     with torch.no_grad():
+        there = brought(new, next(iter(own.values())).device)
         for name, tensor in own.items():
-            tensor.copy_(new[name])
+            tensor.copy_(there[name])

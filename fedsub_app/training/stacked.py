@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models import Network
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
@@ -47,10 +47,8 @@ def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Ten
     place, settings = first.place, first.settings
     network = place.network_for(sent[0])
     network.training_mode()
-    tensors = {
-        name: torch.stack([one[name].to(own.device) for one in sent]).requires_grad_(name in network.parameters)
-        for name, own in network.tensors.items()
-    }
+    there = brought({name: torch.stack([one[name] for one in sent]) for name in network.tensors}, place.device)
+    tensors = {name: tensor.clone().requires_grad_(name in network.parameters) for name, tensor in there.items()}
     optimizer = Optimizer(settings, {name: tensors[name] for name in network.parameters}, settings.lr_at(first.round))
     orders = [list(client.batches()) for client in clients]
     x, y = (torch.stack(parts) for parts in zip(*((client.x, client.y) for client in clients), strict=True))
@@ -68,4 +66,5 @@ def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Ten
             client.metrics["train-loss"] = loss / seen
         client.flops += seen * place.training_flops(network)
         client.published_flops += seen * costs.published_flops(place.forward_flops(network), False)
-    return [{name: tensor[number].detach() for name, tensor in tensors.items()} for number in range(count)]
+    trained = brought({name: tensor.detach() for name, tensor in tensors.items()})
+    return [{name: tensor[number] for name, tensor in trained.items()} for number in range(count)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
 from fedsub_app.models import Output
 from fedsub_app.training.local import EVALUATION_BATCH, Training, epoch
 from fedsub_app.training.objectives import PREVIOUS, Moon, Objective, Prox
@@ -101,11 +101,11 @@ class Worker:
         self._loaded = tensors
 
     def trained(self) -> Tensors:
-        """Return a copy of the network's tensors (the next client reuses the network)."""
+        """Return a copy of the network's tensors, on the CPU (the next client reuses the network)."""
         tensors = self.network.copy()
         if self.attack in ("sign-flip", "scale"):
             factor = self.settings.attack_scale if self.attack == "scale" else -self.settings.attack_scale
-            start = self.network.like(self._loaded)
+            start = brought(self._loaded)
             for name in self.network.parameters:
                 tensors[name] = start[name] + factor * (tensors[name] - start[name])
         return tensors
