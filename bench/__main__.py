@@ -27,6 +27,7 @@ TO_REACH: dict[str, float] = {
     "local_over_loop": 1.10,
     "workers_over_loop": 0.60,
     "stacked_over_loop": 0.35,
+    "graph_over_eager": 1.0,
     "uneven_over_pool": 1.15,
     "resnet18 seconds": 6,
     "resnet18 memory_mb": 2500,
@@ -80,7 +81,7 @@ def _print(key: str, result: Result, seconds: float) -> None:
         rows["averaging_extra_mb"] = result.extra_mb
     for name, value in rows.items():
         if value is None:
-            print(f"{name:<26}{'failed':>10}")
+            print(f"{name:<26}{'failed' if result.error else 'not here':>10}")
             continue
         verdict = "reached" if value <= TO_REACH[name] else "not reached"
         print(f"{name:<26}{value:>10.3f}{'<= ' + format(TO_REACH[name], 'g'):>10}  {verdict}", flush=True)

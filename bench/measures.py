@@ -215,6 +215,27 @@ def _stacked_over_loop(effort: Effort, device: str) -> Result:
     return Result(value, sides, shown(settings))
 
 
+# --- graph_over_eager -------------------------------------------------------------------------------------------------
+
+
+def graph_over_eager(effort: Effort, device: str) -> Result:
+    """Round of LeNet-5 on ten clients with compile-steps, a captured CUDA graph, over one without; needs a GPU."""
+    return apart(_graph_over_eager, effort, device) if device == "cuda" else Result()
+
+
+def _graph_over_eager(effort: Effort, device: str) -> Result:
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), CLIENTS * SAMPLES)
+        settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
+        for _ in range(effort.repeats):
+            for compiled, found in seconds.items():
+                lines, _ = run_local(settings | {"compile-steps": compiled})
+                found += [line["seconds"] for line in counted(lines, skip=1)]
+    value, sides = ratio(seconds[True], seconds[False], ("graph", "eager"))
+    return Result(value, sides, shown(settings))
+
+
 # --- flwr_over_pool ---------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +470,7 @@ MEASURES: dict[str, Callable[[Effort, str], Result]] = {
         local_over_loop,
         workers_over_loop,
         stacked_over_loop,
+        graph_over_eager,
         flwr_over_pool,
         overhead_1000_clients_s,
         wire_over_formula,

@@ -169,7 +169,10 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         strategy.connect(Federation(settings, header, told, device.type), facts)
         if partition:
             run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
-        for note in dataset.notes:
+        notes = dataset.notes
+        if settings.compile_steps and device.type == "cpu":
+            notes += ("compile-steps = true: no GPU here: steps are compiled, not captured as graphs",)
+        for note in notes:
             log.info("note: %s", note)
         log.info("%s", report.opening(run.folder, dataset, strategy))
         strategy.summary()

@@ -130,6 +130,12 @@ class TrainingSettings(Section):
     """Where to compute; auto: on a GPU if there is one."""
     stack_clients: bool = False
     """Train clients of equal shape together: several times as fast on small networks, equal up to float rounding."""
+    compile_steps: bool = False
+    """Compile the steps that train the whole network on a full mini-batch; on a GPU replay them as CUDA graphs.
+
+    Equal up to float rounding. Every process compiles at its first step, which takes up to minutes, and needs a C++
+    compiler, or Triton on a GPU. Other steps stay as they are: of parts of a network, under masks, of MOON and FedPAC.
+    """
     gpu_exact: bool = True
     """On a GPU: deterministic kernels and no TF32; false: the fastest, not repeatable bit for bit."""
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -168,6 +174,12 @@ class TrainingSettings(Section):
     def lr_at(self, server_round: int) -> float:
         """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
         return self.lr * self.lr_decay ** sum(server_round >= number for number in self.lr_decay_at)
+
+    @model_validator(mode="after")
+    def _steps_are_compiled_or_stacked(self) -> "TrainingSettings":
+        if self.compile_steps and self.stack_clients:
+            raise ValueError("compile-steps = true: not with stack-clients = true")
+        return self
 
     @model_validator(mode="after")
     def _momentum_is_of_sgd(self) -> "TrainingSettings":

@@ -1,12 +1,13 @@
 """A network together with what the methods ask of it: its tensors by name, its hidden units, its features."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.networks import load_tensors, tensors_of
@@ -65,6 +66,16 @@ class Network:
         finally:
             handle.remove()
         return Output(logits, entered[-1])
+
+    @cached_property
+    def compiled_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The mean cross-entropy of a mini-batch, compiled with its backward pass; on CUDA captured as graphs."""
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.module(x), y)
+
+        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+        return torch.compile(loss, dynamic=False, mode=mode)
 
     def load(self, new: Mapping[str, Tensor]) -> None:
         """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""

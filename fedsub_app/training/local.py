@@ -101,6 +101,8 @@ class Training:
         self.factors = _factors(keep or {}, trained, self.network.device)
         self.objective = client.objective() if objective is None else objective
         self.batch_statistics = batch_statistics
+        plain = names is None and loss is cross_entropy and not self.objective.passes
+        self.compiled = plain and client.settings.compile_steps
         self.steps = self.samples = 0
         self._extra = 0.0
 
@@ -132,9 +134,12 @@ class Training:
 
         ``forward`` runs the network in another way, under a mask for example.
         """
-        forward = forward or self.network
-        output = forward(x, None)
-        loss = self.loss(output, y) + self.objective.term(x, output, forward)
+        if self.compiled and forward is None and len(y) == self.client.settings.batch_size:
+            loss = self.network.compiled_loss(x, y)
+        else:
+            forward = forward or self.network
+            output = forward(x, None)
+            loss = self.loss(output, y) + self.objective.term(x, output, forward)
         gradients = self.optimizer.gradients(loss)
         self.objective.correct(gradients, self.optimizer.parameters)
         if self.correct:
