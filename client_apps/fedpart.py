@@ -30,7 +30,7 @@ class FedPartClient(Client):
         training = Training(self, names)
         optimizer = training.optimizer
         if STEPS in sent:
-            there = brought(sent, self.place.device)
+            there = brought(sent, self.network.device)
             for k, name in enumerate(optimizer.parameters):
                 optimizer.first[name].copy_(there[f"{FIRST}{name}"])
                 optimizer.second[name].copy_(there[f"{SECOND}{name}"])

@@ -20,7 +20,7 @@ class ScaffoldClient(Client):
             raise UserError(f"client {self.id} has lost its state: its variate is nowhere else")
         own = own or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         self.load(x)
-        shift = brought({name: c[name] - own[name] for name in self.network.parameters}, self.place.device)
+        shift = brought({name: c[name] - own[name] for name in self.network.parameters}, self.network.device)
 
         def correct(gradients: Tensors) -> None:
             torch._foreach_add_(list(gradients.values()), [shift[name] for name in gradients])

@@ -22,8 +22,8 @@ CONVOLUTIONS: dict[str, Value] = {"image_size": 16, "train_per_class": 10, "test
     "keys",
     [
         {"method": "scaffold", "model": "feature-mlp"},
-        {"method": "fedprox", "model": "lenet5-bn", "optimizer": "adam", "lr": 0.002, "momentum": 0.0},
-        {"method": "fedselect", "model": "lenet5", "momentum": 0.0},
+        {"method": "fedprox", "model": "lenet5-bn"},
+        {"method": "fedavg", "model": "lenet5", "optimizer": "adam", "lr": 0.002},
     ],
 )
 def test_compiled_steps_agree_with_eager_ones(

@@ -69,9 +69,9 @@ def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
         found = f"{prefix} has labels from {labels.min()} to {labels.max()}"
         raise UserError(f"{found}, expected 0 or more and less than {MOST_CLASSES}")
     channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
-    pixels = channels_last.permute(0, 3, 1, 2).contiguous()
+    x = channels_last.permute(0, 3, 1, 2).contiguous()
     # With the strides of a new tensor: an axis of one channel may have any, and torch chooses convolutions by them.
-    return pixels.flatten().view(pixels.shape), torch.from_numpy(labels.astype(np.int64))
+    return x.flatten().view(x.shape), torch.from_numpy(labels.astype(np.int64))
 
 
 def read_npz(path: Path) -> tuple[Split, Split]:
