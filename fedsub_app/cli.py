@@ -218,14 +218,15 @@ def _run_local(overrides: dict[str, str | int | float | bool], workers: int | No
     gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
     from fedsub_app.common.device import pick_device, visible_gpus
     from fedsub_app.common.machine import cores
-    from fedsub_app.federation.workers import local_grid
+    from fedsub_app.federation.workers import SEVERAL, local_grid
     from fedsub_app.runs.directory import RunFailed, settings_of
     from fedsub_app.server_app import log_to_stdout, run_and_report
 
     log_to_stdout()
     settings = settings_of(overrides)
     on_gpu = pick_device(settings.device).type == "cuda"
-    wanted = between("--workers", workers, 1000) or (len(visible_gpus()) if on_gpu else cores())
+    able = (len(visible_gpus()) if on_gpu else cores()) if SEVERAL else 1
+    wanted = between("--workers", workers, 1000) or able
     workers = min(wanted, settings.num_clients)
     grid = local_grid("fedsub_app.client_app", overrides, workers, fork=not on_gpu)
     gc.freeze()

@@ -34,7 +34,7 @@ app = ClientApp()
 keep_freed_memory()
 _texts: dict[Path, str] = {}  # settings, as JSON, by the file that they are kept in
 
-if Path(sys.argv[0]).name == "flwr-simulation":
+if Path(sys.argv[0]).stem == "flwr-simulation":
     # Ray's workers import from the working directory of the process that starts them, which is where the SuperLink was
     # started once, maybe in another checkout; the code of this run is the bundle that this module came from.
     os.chdir(Path(__file__).resolve().parents[1])
@@ -42,7 +42,7 @@ if Path(sys.argv[0]).name == "flwr-simulation":
 
 def simulated() -> bool:
     """Say whether this process serves simulated nodes (Ray, in-process grid), which share one disk."""
-    return Path(sys.argv[0]).name != "flwr-clientapp"
+    return Path(sys.argv[0]).stem != "flwr-clientapp"
 
 
 def sees_gpu() -> bool:

@@ -21,6 +21,6 @@ def keep_freed_memory() -> None:
     By default it hands blocks of more than 32 MB back to the system, and every page of the next message costs a page
     fault: six times the time of copying it.
     """
-    with suppress(AttributeError, OSError):
+    with suppress(AttributeError, OSError, TypeError):  # the last one is Windows's
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             ctypes.CDLL(None).mallopt(option, KEPT)

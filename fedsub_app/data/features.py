@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import derive
 from fedsub_app.data.files import cache_folder
@@ -279,7 +280,7 @@ def _extract(
     built = [network.build().to(device) for network in networks]
     transform = _transform(random_crops)
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    torch.set_num_threads(cores())
     log.info("features of %d images of %s, on %s", len(missing), name, device)
     progress, done = Progress(f"features of {name}", len(missing)), 0
     try:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def add_federation(commands: Any) -> None:
 
 
 def _folder(options: argparse.Namespace) -> Path:
+    if sys.platform == "win32":
+        raise UserError("fedsub federation: not on Windows: it finds its processes by ps and process groups")
     return options.dir or Path(os.environ.get("FEDSUB_RUNS") or "runs") / "federation"
 
 

@@ -27,11 +27,13 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedsub_app.common.device import seeing, visible_gpus
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import gpu_lost
 from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
 from fedsub_app.federation.protocol import HEADER, TENSORS, unpack
 
+SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
 PARENT_LOOK_S = 0.5
 
@@ -45,7 +47,14 @@ def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork:
     overrides : the run config as single keys.
     workers : at least 1.
     fork : whether processes may be forked where the system can (not with CUDA): data and model are there once then.
+
+    Raises
+    ------
+    UserError
+        Several workers where the system allows one.
     """
+    if workers > 1 and not SEVERAL:
+        raise UserError(f"--workers {workers}: must be 1 on Windows, where processes cannot pass open files on")
     if workers == 1:
         return LocalGrid(resolve_name(f"{app}:app"), overrides)
     return WorkerGrid(app, overrides, workers, "fork" if fork and sys.platform == "linux" else "spawn")
