@@ -48,7 +48,7 @@ def gated(
         with _entering(network, split(mask, groups)):
             return network(x, tensors)
     gates = split(mask.square(), groups)
-    on = split(mask.detach().bool(), groups)
+    on = split(mask.detach().bool(), groups) if narrow else {}
     if narrow and all(units.any() for units in on.values()):  # torch has no layer without any unit
         gates = {name: gate[on[name]] for name, gate in gates.items()} if mask.requires_grad else {}
         tensors = take(network.parameters if tensors is None else tensors, groups, on)
