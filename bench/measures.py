@@ -206,13 +206,20 @@ def _stacked_over_loop(effort: Effort, device: str) -> Result:
         "eval-every": effort.rounds + 1,
         "device": device,
     }
+    value, sides = _with_and_without("stack-clients", settings, effort, ("together", "one after the other"))
+    return Result(value, sides, shown(settings))
+
+
+def _with_and_without(
+    key: str, settings: dict[str, Value], effort: Effort, names: tuple[str, str]
+) -> tuple[float, Json]:
+    """Return the ratio of rounds on the local engine with a setting to those without, in turn, and both sides."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(effort.repeats):
-        for stacked, found in seconds.items():
-            lines, _ = run_local(settings | {"stack-clients": stacked})
+        for on, found in seconds.items():
+            lines, _ = run_local(settings | {key: on})
             found += [line["seconds"] for line in counted(lines, skip=1)]
-    value, sides = ratio(seconds[True], seconds[False], ("together", "one after the other"))
-    return Result(value, sides, shown(settings))
+    return ratio(seconds[True], seconds[False], names)
 
 
 # --- graph_over_eager -------------------------------------------------------------------------------------------------
@@ -224,15 +231,10 @@ def graph_over_eager(effort: Effort, device: str) -> Result:
 
 
 def _graph_over_eager(effort: Effort, device: str) -> Result:
-    seconds: dict[bool, list[float]] = {True: [], False: []}
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
         write_images(Path(folder), CLIENTS * SAMPLES)
         settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
-        for _ in range(effort.repeats):
-            for compiled, found in seconds.items():
-                lines, _ = run_local(settings | {"compile-steps": compiled})
-                found += [line["seconds"] for line in counted(lines, skip=1)]
-    value, sides = ratio(seconds[True], seconds[False], ("graph", "eager"))
+        value, sides = _with_and_without("compile-steps", settings, effort, ("graph", "eager"))
     return Result(value, sides, shown(settings))
 
 

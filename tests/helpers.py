@@ -395,3 +395,17 @@ def run_flower(
         out, err = process.communicate()
         pytest.fail(f"{' '.join(command)}: still running after {PATIENCE} s\n{out[-3000:]}\n{err[-3000:]}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def ends_as_if_never_stopped(run_local: Callable[..., Any], scratch: Path, keys: Mapping[str, Value]) -> None:
+    """A run of four rounds that goes on after the second one has the rounds and the model of the whole run.
+
+    ``run_local`` is the fixture, which runs in ``scratch``; the keys keep all checkpoints.
+    """
+    _, whole = run_local("whole", **keys)
+    part = Path(shutil.copytree(whole, scratch / "part"))
+    for name in ("summary.json", "checkpoints/round-000003.safetensors", "checkpoints/round-000004.safetensors"):
+        (part / name).unlink()
+    run_local("part", **keys, resume=True)
+    assert rounds(part) == rounds(whole)
+    assert (part / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

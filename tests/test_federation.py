@@ -1,7 +1,6 @@
 """Nodes and clients: who hosts whom, who takes part, and what happens when a node is late, away, wrong or broken."""
 
 import json
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
-from helpers import METHOD_KEYS, rounds
+from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 from safetensors.torch import load_file
 
 import fedsub_app.client_app
@@ -849,10 +848,4 @@ def test_flowers_own_loop_gives_our_model(method: str, run_local: RunLocal, tmp_
 def test_resumed_in_the_middle_it_ends_as_if_never_stopped(method: str, run_local: RunLocal, tmp_path: Path) -> None:
     keys: dict[str, Value] = {"num_clients": 4, "clients_per_round": 3, "num_rounds": 4, "keep_checkpoints": 0}
     keys |= METHOD_KEYS[method] | {"method": method, "evaluate": "global,personal"}
-    _, whole = run_local("whole", **keys)
-    part = Path(shutil.copytree(whole, tmp_path / "part"))
-    for name in ("summary.json", "checkpoints/round-000003.safetensors", "checkpoints/round-000004.safetensors"):
-        (part / name).unlink()
-    run_local("part", **keys, resume=True)
-    assert rounds(part) == rounds(whole)
-    assert (part / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    ends_as_if_never_stopped(run_local, tmp_path, keys)

@@ -1,6 +1,5 @@
 """More clients are asked than a round needs: who counts, who is not waited for, and that a run can be repeated."""
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import permutations
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Message, MessageType
-from helpers import METHOD_KEYS, rounds
+from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 
 from fedsub_app import client_app
 from fedsub_app.client_app import app
@@ -166,13 +165,7 @@ def test_a_spare_stands_in_for_one_that_fails(run_local: RunLocal) -> None:
 def test_resumed_in_the_middle_it_ends_as_if_never_stopped(method: str, run_local: RunLocal, tmp_path: Path) -> None:
     """Spares have trained, and kept their state, for nothing: that state is the same again."""
     keys = KEYS | METHOD_KEYS[method] | {"method": method, "num_rounds": 4, "keep_checkpoints": 0, "evaluate": "global"}
-    _, whole = run_local("whole", **keys)
-    part = Path(shutil.copytree(whole, tmp_path / "part"))
-    for name in ("summary.json", "checkpoints/round-000003.safetensors", "checkpoints/round-000004.safetensors"):
-        (part / name).unlink()
-    run_local("part", **keys, resume=True)
-    assert rounds(part) == rounds(whole)
-    assert model(part) == model(whole)
+    ends_as_if_never_stopped(run_local, tmp_path, keys)
 
 
 # --- nodes of their own ---------------------------------------------------------------------------------------------
