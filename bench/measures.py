@@ -26,7 +26,7 @@ from fedsub_app.federation.protocol import HEADER
 from fedsub_app.federation.workers import local_grid
 from fedsub_app.flower import CONNECTION
 from fedsub_app.models import build_model, tensors_of
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import masked_mean
 
 CLIENTS, SAMPLES, BATCH, WORKERS = 10, 500, 10, 2

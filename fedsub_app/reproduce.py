@@ -17,10 +17,11 @@ from fedsub_app.config import is_file, own_keys
 from fedsub_app.runs.batch import Job, commits, gpus_of, machine, run_all
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
-from fedsub_app.runs.directory import read_rounds, runs_folder
+from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.html import write_html
 from fedsub_app.runs.records import Group, read_run
 from fedsub_app.runs.report import markdown, summary_text
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.tables import Row, Table, read_table
 
 

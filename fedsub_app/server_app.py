@@ -22,7 +22,8 @@ from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, build_model, load_tensors
 from fedsub_app.runs import pictures, report
-from fedsub_app.runs.directory import Run, RunFailed, ended_by, open_run, resume_command, settings_of
+from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command, settings_of
+from fedsub_app.runs.rounds import ended_by
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops

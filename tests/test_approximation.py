@@ -18,7 +18,8 @@ from fedsub_app import cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.approximation import approximation, cosine, pooled
-from fedsub_app.runs.directory import checkpoints, read_checkpoint, settings_of
+from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_of
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]

@@ -9,7 +9,7 @@ import pytest
 from helpers import rounds
 
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 
 Run = Callable[..., tuple[Json, Path]]
 

@@ -20,7 +20,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve, without_file
 from fedsub_app.flower import PROJECT
 from fedsub_app.runs.batch import Job, run_job
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.sweep import Sweep, metric_of, read_space
 from fedsub_app.tables import read_table
 

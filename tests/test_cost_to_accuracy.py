@@ -23,7 +23,8 @@ from fedsub_app.runs.cost_to_accuracy import (
     costs_to_accuracy,
     round_reached,
 )
-from fedsub_app.runs.directory import read_rounds, settings_of
+from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.server_app import run_experiment
 from fedsub_app.tables import read_table
 from fedsub_app.training.costs import forward_flops, training_flops

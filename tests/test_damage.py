@@ -26,8 +26,9 @@ from fedsub_app.common.files import read_json, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.runs.directory import RunFailed, read_rounds, settings_of
+from fedsub_app.runs.directory import RunFailed, settings_of
 from fedsub_app.runs.report import compare
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.server_app import run_experiment
 from fedsub_app.settings import digest
 

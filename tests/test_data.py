@@ -34,7 +34,7 @@ from fedsub_app.data import (
 )
 from fedsub_app.data.sources import MEDMNIST
 from fedsub_app.data.synthetic import LAYOUTS
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 
 Array = NDArray[Any]
 CORRUPTIONS = ("fog", "snow")

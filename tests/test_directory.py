@@ -12,7 +12,8 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.config import resolve
-from fedsub_app.runs.directory import Checkpoint, Run, checkpoints, open_run, read_checkpoint
+from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.directory import Run, open_run
 
 
 def opened(folder: Path, **keys: Value) -> Run:

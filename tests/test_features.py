@@ -23,7 +23,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.data import Dataset, DataSettings, features, load_dataset
 from fedsub_app.data.features import RANDOM, SIZE, Pictures, backbones, extracted
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 
 Run = Callable[..., tuple[Json, Path]]
 NAME = "resnet101-densenet121"

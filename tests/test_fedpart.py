@@ -20,7 +20,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, layer_groups, tensors_of
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.schedules import scheduled_group
 from fedsub_app.training.costs import training_flops
 from strategies.fedpart import NONE, OWN, FedPart

@@ -14,7 +14,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.training.local import Training, evaluate
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace

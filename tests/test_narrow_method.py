@@ -20,7 +20,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update, specs
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model, narrowed, tensors_of, unit_groups
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import expand

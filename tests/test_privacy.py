@@ -15,8 +15,8 @@ from test_methods import made, play
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.runs.directory import read_rounds
 from fedsub_app.runs.report import round_line, summary_table
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.privacy import NoisyMean, epsilon

@@ -22,10 +22,11 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import experiments, own_keys, parse_pairs, resolve
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.runs.directory import read_rounds, settings_of
+from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.html import write_html
 from fedsub_app.runs.pictures import DASHES, colour, dashes, spread_out
 from fedsub_app.runs.records import Group, Record, curve, grouped, read_run
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.server_app import run_experiment
 
 KEYS: dict[str, Value] = {

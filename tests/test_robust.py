@@ -20,7 +20,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets import robust
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.norms import norm

@@ -23,7 +23,7 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, build_model, tensors_of
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Value
 from fedsub_app.subnets.averaging import Contribution
 from strategies.scaffold import VARIATE, Scaffold

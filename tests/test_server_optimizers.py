@@ -19,7 +19,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, tensors_of
-from fedsub_app.runs.directory import read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.fednova import authors_normaliser, normaliser

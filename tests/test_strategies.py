@@ -17,7 +17,8 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update, to_arrays, to_tensors
 from fedsub_app.models import build_model
-from fedsub_app.runs.directory import RunFailed, read_rounds
+from fedsub_app.runs.directory import RunFailed
+from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy
 
 Run = Callable[..., tuple[Json, Path]]

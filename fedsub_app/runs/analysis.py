@@ -22,8 +22,10 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, load_tensors
 from fedsub_app.models.units import UnitGroup
-from fedsub_app.runs.directory import checkpoints, read_checkpoint, read_rounds, settings_of
+from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.pictures import COLOURS, figure, legend_beside
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy

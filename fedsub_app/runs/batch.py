@@ -29,8 +29,9 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.runs.directory import read_rounds, settings_of
+from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.progress import BatchProgress
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 
 LOOK_SECONDS = 2.0

@@ -13,7 +13,6 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 (seed, round, client, purpose), what a round needs lies in the last checkpoint, and lines after it are cut off.
 """
 
-import json
 import os
 import platform
 import re
@@ -21,24 +20,24 @@ import shlex
 import subprocess
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import flwr
 import torch
 
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.device import device_facts
-from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.files import read_json, sweep, to_json, write_atomic, write_json
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json, sweep, write_atomic, write_json
 from fedsub_app.common.section import Value
-from fedsub_app.common.tensor_files import read_tensors, round_file, round_files, write_tensors
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import is_file, resolve, spelled
+from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import LOCATION_KEYS, Settings, digest
 
 try:
@@ -126,58 +125,6 @@ def _lock(folder: Path) -> TextIO:
     return file
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a finished round leaves behind; before the first one round 0 and no tensors.
-
-    Attributes
-    ----------
-    round : number of the finished round.
-    model : the global model after it, named tensors.
-    state : what :meth:`strategies.base.SubnetStrategy.state` returned after it.
-    abandoned : how many rounds in a row, up to this one, were abandoned.
-    digest : that of the settings it belongs to.
-    state_rounds : the round of the state that each client keeps, where it keeps one.
-    """
-
-    round: int = 0
-    model: Tensors = field(default_factory=dict)
-    state: Tensors = field(default_factory=dict)
-    abandoned: int = 0
-    digest: str = ""
-    state_rounds: Mapping[int, int] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        """Write the file, atomically."""
-        header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
-        header["state-rounds"] = json.dumps(dict(self.state_rounds))
-        write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Return what :meth:`Checkpoint.write` wrote; the tensors are in the order of the file, not of the model.
-
-    Raises
-    ------
-    UserError
-        The file is truncated or damaged, or that of another round.
-    """
-    try:
-        tensors, header = read_tensors(path)
-        model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
-        rounds = {int(client): number for client, number in json.loads(header["state-rounds"]).items()}
-        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"], rounds)
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
-        ) from None
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in the directory of a run, the oldest first."""
-    return list(round_files(folder / "checkpoints").values())
-
-
 class Run:
     """The directory of one run, locked against other processes. Use :func:`open_run`, and close it."""
 
@@ -221,8 +168,8 @@ class Run:
 
     def log_round(self, line: Json) -> None:
         """Append a round's line and wait until it is on disk."""
-        text = _sealed(line)
-        self.lines.append(_unsealed(text, sealed=True))
+        text = to_line(line)
+        self.lines.append(from_line(text, checksum=True))
         self.last_round = line["round"]
         with self._writing(ROUNDS) as path, path.open("a") as file:
             file.write(f"{text}\n")
@@ -282,7 +229,7 @@ class Run:
         self.lines, self.last_round = [line for line in lines if line["round"] <= last.round], last.round
         sweep(self.folder)
         with self._writing(ROUNDS) as path:
-            write_atomic(path, "".join(f"{_sealed(line)}\n" for line in self.lines).encode())
+            write_atomic(path, "".join(f"{to_line(line)}\n" for line in self.lines).encode())
         return last
 
     def finish(self, status: str, model: Mapping[str, torch.Tensor]) -> Json:
@@ -377,119 +324,3 @@ def _commit() -> str:
     except OSError:
         return "unknown"
     return found.stdout.strip() or "not a git checkout"
-
-
-ROUNDS = "rounds.jsonl"
-_CHECKSUM_LENGTH = len(', "crc32": "01234567"}')
-
-
-def _sealed(line: Json) -> str:
-    """Return a round's line with, at its end, the checksum of the line without it."""
-    text = to_json(line)
-    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
-
-
-def _unsealed(text: str, sealed: bool) -> Json:
-    """Return what :func:`_sealed` was given; ``sealed`` is False for lines of 0.1.0, which have no checksum.
-
-    Raises
-    ------
-    ValueError
-        It is not a round's line, or not as it was written.
-    """
-    if sealed:
-        place = max(0, len(text) - _CHECKSUM_LENGTH)
-        text, checksum = f"{text[:place]}}}", text[place:]
-        if checksum != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
-            raise ValueError("its checksum is of another line")
-    line = json.loads(text, parse_constant=lambda _: None)
-    if not isinstance(line, dict) or type(line.get("round")) is not int:
-        raise ValueError("not a round's line")
-    return line
-
-
-def read_rounds(folder: Path) -> list[Json]:
-    """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out.
-
-    Raises
-    ------
-    UserError
-        Another line is damaged, or not later than the one before it.
-    """
-    path = folder / ROUNDS
-    try:
-        texts = path.read_bytes().split(b"\n")[:-1]  # behind the last line break there is nothing, or a torn line
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    lines: list[Json] = []
-    sealed = any(b'"crc32"' in text for text in texts)
-    for number, text in enumerate(texts, 1):
-        try:
-            line = _unsealed(text.decode(), sealed)
-            if lines and line["round"] <= lines[-1]["round"]:
-                raise ValueError(f"round {line['round']} after round {lines[-1]['round']}")
-        except (ValueError, RecursionError) as error:
-            reason = f"line {number} is damaged ({one_line(error)})"
-            raise UserError(f"{path}: {reason}; delete that line to go on without its round") from None
-        lines.append(line)
-    return lines
-
-
-ACCURACIES = (
-    *("global-accuracy", "global-local-accuracy", "personal-accuracy"),
-    *("global-local-validation-accuracy", "personal-validation-accuracy"),
-)
-TOTALS = (
-    "bytes-down",
-    "bytes-up",
-    "formula-bytes-down",
-    "formula-bytes-up",
-    "flops",
-    "published-flops",
-    "subnet-flops",
-    "seconds",
-    "compute-seconds",
-)
-
-
-def ended_by(lines: list[Json], settings: Settings) -> str | None:
-    """Return what ends a run after these rounds before ``num-rounds``: a budget that is used up, an accuracy, or none.
-
-    A key of the settings: ``max-flops``, ``max-bytes`` or ``stop-at-accuracy``.
-    """
-    spent = {
-        "max-flops": (settings.max_flops, ("flops",)),
-        "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
-    }
-    for key, (most, counted) in spent.items():
-        if most and sum(line.get(count) or 0 for line in lines for count in counted) >= most:
-            return key
-    enough, key = settings.stop_at_accuracy, f"{settings.evaluations[0]}-accuracy"
-    return "stop-at-accuracy" if enough and any((line.get(key) or 0) >= enough for line in lines) else None
-
-
-def summarise(lines: list[Json], settings: Settings) -> Json:
-    """Return final and best accuracies (percent), rounds to the target, totals of bytes, FLOPs and seconds."""
-    summary: dict[str, Any] = {
-        "method": settings.method,
-        "dataset": settings.dataset,
-        "seed": settings.seed,
-        "rounds": max((line["round"] for line in lines), default=0),
-        "abandoned-rounds": sum(line.get("status") == "abandoned" for line in lines),
-        "dropped-replies": sum(len(line.get("dropped", ())) for line in lines),
-    }
-    for key in ACCURACIES:
-        values = [(line["round"], line[key]) for line in lines if key in line]
-        if values:
-            summary[f"final-{key}"] = values[-1][1]
-            summary[f"best-{key}"] = max(value for _, value in values)
-            if settings.target_accuracy and key == settings.evaluations[0] + "-accuracy":
-                reached = [number for number, value in values if value >= settings.target_accuracy]
-                summary["rounds-to-target"] = reached[0] if reached else None
-    if spent := [line for line in lines if "epsilon" in line]:
-        summary |= {"epsilon": spent[-1]["epsilon"], "delta": spent[-1]["delta"]}
-    if reason := ended_by(lines, settings):
-        summary["ended-by"] = reason
-    return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in TOTALS}

@@ -11,7 +11,6 @@ from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.analysis import Masks, last_masks
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
-from fedsub_app.runs.directory import ACCURACIES
 from fedsub_app.runs.pictures import (
     AXES,
     MOST_LABELS,
@@ -34,6 +33,7 @@ from fedsub_app.runs.records import (
     summary_of,
     table_of_rounds,
 )
+from fedsub_app.runs.rounds import ACCURACIES
 
 MEANING = {
     "global-accuracy": "the global model on the global test set",

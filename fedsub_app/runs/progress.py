@@ -21,8 +21,8 @@ from rich.text import Text
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import SAY_SECONDS, human_seconds
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.directory import ACCURACIES
 from fedsub_app.runs.report import LOST
+from fedsub_app.runs.rounds import ACCURACIES
 
 if TYPE_CHECKING:
     from fedsub_app.runs.batch import Job

@@ -19,7 +19,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import before_keys, defaults, parse_pairs
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.directory import ACCURACIES, read_rounds
+from fedsub_app.runs.rounds import ACCURACIES, read_rounds
 from fedsub_app.settings import LOCATION_KEYS
 
 # What a run has cost by the end of a round: the sum of these keys of its lines, over the unit.

@@ -8,8 +8,8 @@ from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Dataset
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
-from fedsub_app.runs.directory import ACCURACIES
 from fedsub_app.runs.records import COSTS, Group, names_of, read_run, summary_of
+from fedsub_app.runs.rounds import ACCURACIES
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 

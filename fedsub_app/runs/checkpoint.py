@@ -1,0 +1,62 @@
+"""The file that a finished round leaves behind."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
+from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a finished round leaves behind; before the first one round 0 and no tensors.
+
+    Attributes
+    ----------
+    round : number of the finished round.
+    model : the global model after it, named tensors.
+    state : what :meth:`strategies.base.SubnetStrategy.state` returned after it.
+    abandoned : how many rounds in a row, up to this one, were abandoned.
+    digest : that of the settings it belongs to.
+    state_rounds : the round of the state that each client keeps, where it keeps one.
+    """
+
+    round: int = 0
+    model: Tensors = field(default_factory=dict)
+    state: Tensors = field(default_factory=dict)
+    abandoned: int = 0
+    digest: str = ""
+    state_rounds: Mapping[int, int] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the file, atomically."""
+        header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
+        header["state-rounds"] = json.dumps(dict(self.state_rounds))
+        write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return what :meth:`Checkpoint.write` wrote; the tensors are in the order of the file, not of the model.
+
+    Raises
+    ------
+    UserError
+        The file is truncated or damaged, or that of another round.
+    """
+    try:
+        tensors, header = read_tensors(path)
+        model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
+        rounds = {int(client): number for client, number in json.loads(header["state-rounds"]).items()}
+        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"], rounds)
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
+        ) from None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in the directory of a run, the oldest first."""
+    return list(round_files(folder / "checkpoints").values())

@@ -1,0 +1,124 @@
+"""The lines of a run's rounds.jsonl, one a round with its checksum, and what they sum up to."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.files import to_json
+from fedsub_app.common.tensors import Json
+from fedsub_app.settings import Settings
+
+ROUNDS = "rounds.jsonl"
+_CHECKSUM_LENGTH = len(', "crc32": "01234567"}')
+ACCURACIES = (
+    *("global-accuracy", "global-local-accuracy", "personal-accuracy"),
+    *("global-local-validation-accuracy", "personal-validation-accuracy"),
+)
+TOTALS = (
+    "bytes-down",
+    "bytes-up",
+    "formula-bytes-down",
+    "formula-bytes-up",
+    "flops",
+    "published-flops",
+    "subnet-flops",
+    "seconds",
+    "compute-seconds",
+)
+
+
+def to_line(line: Json) -> str:
+    """Return a round's line with, at its end, the checksum of the line without it."""
+    text = to_json(line)
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
+
+
+def from_line(text: str, checksum: bool) -> Json:
+    """Return what :func:`to_line` was given; ``checksum`` is False for lines of 0.1.0, which have no checksum.
+
+    Raises
+    ------
+    ValueError
+        It is not a round's line, or not as it was written.
+    """
+    if checksum:
+        place = max(0, len(text) - _CHECKSUM_LENGTH)
+        text, found = f"{text[:place]}}}", text[place:]
+        if found != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
+            raise ValueError("its checksum is of another line")
+    line = json.loads(text, parse_constant=lambda _: None)
+    if not isinstance(line, dict) or type(line.get("round")) is not int:
+        raise ValueError("not a round's line")
+    return line
+
+
+def read_rounds(folder: Path) -> list[Json]:
+    """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out.
+
+    Raises
+    ------
+    UserError
+        Another line is damaged, or not later than the one before it.
+    """
+    path = folder / ROUNDS
+    try:
+        texts = path.read_bytes().split(b"\n")[:-1]  # behind the last line break there is nothing, or a torn line
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    lines: list[Json] = []
+    checksum = any(b'"crc32"' in text for text in texts)
+    for number, text in enumerate(texts, 1):
+        try:
+            line = from_line(text.decode(), checksum)
+            if lines and line["round"] <= lines[-1]["round"]:
+                raise ValueError(f"round {line['round']} after round {lines[-1]['round']}")
+        except (ValueError, RecursionError) as error:
+            reason = f"line {number} is damaged ({one_line(error)})"
+            raise UserError(f"{path}: {reason}; delete that line to go on without its round") from None
+        lines.append(line)
+    return lines
+
+
+def ended_by(lines: list[Json], settings: Settings) -> str | None:
+    """Return what ends a run after these rounds before ``num-rounds``: a budget that is used up, an accuracy, or none.
+
+    A key of the settings: ``max-flops``, ``max-bytes`` or ``stop-at-accuracy``.
+    """
+    spent = {
+        "max-flops": (settings.max_flops, ("flops",)),
+        "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
+    }
+    for key, (most, counted) in spent.items():
+        if most and sum(line.get(count) or 0 for line in lines for count in counted) >= most:
+            return key
+    enough, key = settings.stop_at_accuracy, f"{settings.evaluations[0]}-accuracy"
+    return "stop-at-accuracy" if enough and any((line.get(key) or 0) >= enough for line in lines) else None
+
+
+def summarise(lines: list[Json], settings: Settings) -> Json:
+    """Return final and best accuracies (percent), rounds to the target, totals of bytes, FLOPs and seconds."""
+    summary: dict[str, Any] = {
+        "method": settings.method,
+        "dataset": settings.dataset,
+        "seed": settings.seed,
+        "rounds": max((line["round"] for line in lines), default=0),
+        "abandoned-rounds": sum(line.get("status") == "abandoned" for line in lines),
+        "dropped-replies": sum(len(line.get("dropped", ())) for line in lines),
+    }
+    for key in ACCURACIES:
+        values = [(line["round"], line[key]) for line in lines if key in line]
+        if values:
+            summary[f"final-{key}"] = values[-1][1]
+            summary[f"best-{key}"] = max(value for _, value in values)
+            if settings.target_accuracy and key == settings.evaluations[0] + "-accuracy":
+                reached = [number for number, value in values if value >= settings.target_accuracy]
+                summary["rounds-to-target"] = reached[0] if reached else None
+    if spent := [line for line in lines if "epsilon" in line]:
+        summary |= {"epsilon": spent[-1]["epsilon"], "delta": spent[-1]["delta"]}
+    if reason := ended_by(lines, settings):
+        summary["ended-by"] = reason
+    return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in TOTALS}
