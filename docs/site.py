@@ -32,8 +32,13 @@ API = {
         *("fedsub_app.subnets.masks", "fedsub_app.subnets.selection", "fedsub_app.subnets.pruning"),
         *("fedsub_app.subnets.schedules", "fedsub_app.subnets.norms"),
     ],
-    "Messages and nodes": ["fedsub_app.federation.protocol", "fedsub_app.federation.nodes"],
-    "Runs": ["fedsub_app.runs.directory", "fedsub_app.runs.cost_to_accuracy"],
+    "Messages and nodes": [
+        *("fedsub_app.federation.protocol", "fedsub_app.federation.roll", "fedsub_app.federation.nodes"),
+    ],
+    "Runs": [
+        *("fedsub_app.runs.directory", "fedsub_app.runs.rounds", "fedsub_app.runs.checkpoint"),
+        "fedsub_app.runs.cost_to_accuracy",
+    ],
 }
 # Which page of results/ a method's figures are on; the baselines stand beside the paper that compares with them.
 RESULTS = {

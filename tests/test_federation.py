@@ -14,7 +14,7 @@ from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 from safetensors.torch import load_file
 
 import fedsub_app.client_app
-import fedsub_app.federation.nodes
+import fedsub_app.federation.roll
 from fedsub_app.client_app import app
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError
@@ -23,9 +23,10 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
-from fedsub_app.federation.nodes import Federation, Node
+from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import HEADER, STAMP, TENSORS, Spec, Task, pack, to_arrays, to_tensors, unpack
+from fedsub_app.federation.roll import Node
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
 
@@ -113,10 +114,10 @@ def test_fraction_and_number_of_participants(keys: dict[str, Value], size: int) 
 def test_pinned_and_balanced() -> None:
     clients = [0, 3, 4, 6, 9]
     pinned = federation(num_clients=10, placement="pinned")
-    pinned.nodes = nodes(3)
+    pinned.roll.nodes = nodes(3)
     assert pinned.hosts(clients) == ({2: deque([0, 3, 6, 9]), 3: deque([4])}, [])
     balanced = federation(num_clients=10, placement="balanced")
-    balanced.nodes = nodes(3)
+    balanced.roll.nodes = nodes(3)
     queues, dropped = balanced.hosts(clients)
     assert (set(queues), dropped) == ({2, 3, 4}, [])
     assert queues[2] is queues[3] is queues[4]
@@ -125,16 +126,16 @@ def test_pinned_and_balanced() -> None:
 
 def test_auto_is_balanced_only_where_all_nodes_share_a_disk() -> None:
     fed = federation(num_clients=4)
-    fed.nodes = nodes(2)
+    fed.roll.nodes = nodes(2)
     assert set(fed.hosts([0, 2])[0]) == {2, 3}
-    fed.nodes = nodes(2, simulated=False)
+    fed.roll.nodes = nodes(2, simulated=False)
     assert fed.hosts([0, 2]) == ({2: deque([0, 2])}, [])
 
 
 @pytest.mark.parametrize("placement", ["pinned", "balanced"])
 def test_more_nodes_than_clients(placement: str) -> None:
     fed = federation(num_clients=2, placement=placement)
-    fed.nodes = nodes(5)
+    fed.roll.nodes = nodes(5)
     phase = ask(fed, [0, 1])
     assert len(list(phase)) == 2
     assert sorted(phase.asked) == [0, 1]
@@ -143,7 +144,7 @@ def test_more_nodes_than_clients(placement: str) -> None:
 
 def test_clients_of_an_absent_node_are_dropped() -> None:
     fed = federation(num_clients=6, placement="pinned")
-    fed.nodes = {node_id: node for node_id, node in nodes(3).items() if node.partition_id != 1}
+    fed.roll.nodes = {node_id: node for node_id, node in nodes(3).items() if node.partition_id != 1}
     assert fed.hosts([0, 1, 4, 5]) == (
         {2: deque([0]), 4: deque([5])},
         [Dropped(1, "its node is away"), Dropped(4, "its node is away")],
@@ -170,12 +171,12 @@ def sizes(phase: Phase) -> list[int]:
 
 def test_messages_hold_no_more_clients_and_bytes_than_the_settings_say() -> None:
     pinned = federation(num_clients=1000, placement="pinned", message_clients=128)
-    pinned.nodes = nodes(1)
+    pinned.roll.nodes = nodes(1)
     weights = torch.zeros(1 << 18)  # 1 MiB
     phase = ask(pinned, range(1000))
     assert [len((phase.next_message(2, 128) and phase.sent[-1][1]) or []) for _ in range(9)] == [128] * 7 + [104, 0]
     pinned = federation(num_clients=8, placement="pinned", message_mb=4.5)
-    pinned.nodes = nodes(1)
+    pinned.roll.nodes = nodes(1)
     assert sizes(ask(pinned, range(8))) == [8]
     assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights}))) == [8], "shared: it travels once"
     assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights + c}))) == [4, 4]
@@ -187,7 +188,7 @@ def test_messages_hold_no_more_clients_and_bytes_than_the_settings_say() -> None
 
 def test_nodes_that_share_a_queue_get_smaller_messages_towards_its_end() -> None:
     fed = federation(num_clients=16)
-    fed.nodes = nodes(2)
+    fed.roll.nodes = nodes(2)
     assert sizes(ask(fed, range(16))) == [4, 4, 2, 2, 1, 1, 1, 1], "the same for nodes that are free at the same time"
 
 
@@ -225,7 +226,7 @@ def test_a_node_has_two_messages_at_a_time() -> None:
             return list(super().pull_messages([waiting[node].pop(0).metadata.message_id for node in ready]))
 
     fed = federation(num_clients=40, message_clients=1)
-    fed.nodes = nodes(2)
+    fed.roll.nodes = nodes(2)
     phase = ask(fed, range(40))
     found = [client for client, _, _ in fed.answers(phase, fed.exchange(Slow(answering, {}, 2), phase), nothing)]  # type: ignore[arg-type]
     assert found == list(range(40)), "in the order of the clients, whoever was first"
@@ -251,7 +252,7 @@ def test_a_node_that_leaves_is_asked_no_more() -> None:
 
     for placement, lost in (("pinned", [1, 3, 5, 7, 9]), ("balanced", [1, 3])):
         fed = federation(num_clients=10, message_clients=1, placement=placement)
-        fed.nodes = nodes(2)
+        fed.roll.nodes = nodes(2)
         phase = ask(fed, range(10))
         found = [client for client, _, _ in fed.answers(phase, fed.exchange(Dying(answering, {}, 2), phase), nothing)]  # type: ignore[arg-type]
         assert sorted(drop.client for drop in phase.dropped) == lost
@@ -379,8 +380,8 @@ class Slow(LocalGrid):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that the server's clock shows; they pass when a test says so."""
     now = [0.0]
-    monkeypatch.setattr(fedsub_app.federation.nodes.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(fedsub_app.federation.nodes.time, "sleep", lambda seconds: pytest.fail("a round waited"))
+    monkeypatch.setattr(fedsub_app.federation.roll.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(fedsub_app.federation.roll.time, "sleep", lambda seconds: pytest.fail("a round waited"))
     return now
 
 
@@ -425,7 +426,7 @@ def test_a_silent_node_costs_no_seconds_and_is_never_given_up(clock: list[float]
     grid.held = set()
     fed.meet(grid)
     assert set(fed.nodes) == {2, 99}
-    assert not fed.called
+    assert not fed.roll.called
 
 
 def test_a_node_that_was_lost_is_called_when_flower_lists_it_again(clock: list[float]) -> None:
@@ -452,7 +453,7 @@ def test_a_node_that_was_away_when_flower_answered_for_it_is_called_again(clock:
     fed.meet(grid)
     grid.contexts[3], grid.held = late, {3}
     fed.meet(grid)
-    (number,) = fed.called
+    (number,) = fed.roll.called
     failed = Message(Error(5, "Node Unavailable"), reply_to=grid._replies[number])
     failed.metadata.__dict__ |= {"_reply_to_message_id": number, "_src_node_id": 1}
     grid._replies[number] = failed
@@ -585,7 +586,7 @@ def exchanged(
         return Message(answer(stamp, parts), reply_to=message)
 
     fed = federation(num_clients=3, placement="pinned")
-    fed.nodes = nodes(2)
+    fed.roll.nodes = nodes(2)
     phase = ask(fed, range(3), 5)
     assert not phase.dropped
     replies = list(fed.exchange(LocalGrid(run, {}, 2), phase))  # type: ignore[arg-type]
@@ -686,7 +687,7 @@ def test_replies_to_an_earlier_round_are_ignored() -> None:
     """A reply that arrives after its round's timeout must not count as one of the next round."""
     grid = LocalGrid(lambda message, context: Message(both({"run": "this", "round": 1}, 0), reply_to=message), {})  # type: ignore[arg-type]
     fed = federation(num_clients=1)
-    fed.nodes = nodes(1)
+    fed.roll.nodes = nodes(1)
     late = list(fed.exchange(grid, ask(fed, [0], 1)))
     phase = ask(fed, [0], 2)
     assert list(fed.answers(phase, late, nothing)) == []

@@ -1,8 +1,8 @@
 """Which node hosts which clients; who takes part in a round; messages to them and their answers.
 
-``num-clients`` is the experiment's; SuperNodes are hosts. A roll call asks each node once for its ``partition-id``:
-client ``c`` lives on the node with ``c % num_partitions == partition_id``. Where all nodes are simulated they share
-data and client state, and take the sampled clients from one queue instead.
+``num-clients`` is the experiment's; SuperNodes are hosts, each of the clients with ``c % num_partitions ==
+partition_id``. Where all nodes are simulated they share data and client state, and take the sampled clients from one
+queue instead.
 """
 
 import json
@@ -10,14 +10,13 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from flwr.app import Message, MessageType
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
-from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
@@ -35,30 +34,13 @@ from fedsub_app.federation.protocol import (
     wire_bytes,
     with_header,
 )
+from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
 MOST_HELD = 4  # times message-mb: answers that wait for an earlier client's
-ASK_AGAIN_S = 120.0  # after the first roll call to a node that has not answered it rightly; twice that after the next
-MOST_NODES = 100_000
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
-
-
-@dataclass(frozen=True)
-class Node:
-    """A host of clients, as it answered the roll call."""
-
-    node_id: int
-    partition_id: int
-    num_partitions: int
-    simulated: bool
-    gpu: bool = False  # it sees one
-
-    @property
-    def name(self) -> str:
-        """The partition id, which stays the same when the node is restarted (the node id does not)."""
-        return f"node {self.partition_id}"
 
 
 def draw(settings: FederationSettings, server_round: int) -> list[int]:
@@ -88,17 +70,9 @@ class Federation:
         not got them asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
         """
         self.settings = settings
-        self.device = device
         self.told = {"settings": json.dumps(told)} if told else {}
         self.header = header | ({"digest": text_digest(self.told["settings"])} if told else {})
-        self.nodes: dict[int, Node] = {}
-        self.met = False
-        self.waiting: dict[int, Node] = {}  # those whose partition another node has
-        self.called: dict[str, int] = {}  # roll calls without an answer yet: message id -> node
-        self.ask_again: dict[
-            int, tuple[float, float]
-        ] = {}  # a node that stays out -> when, by the clock, and s till then
-        self.complaints: dict[int, str] = {}  # why a node stays out, as it was logged
+        self.roll = Roll(settings, self.header | self.told, device)
         self.late: set[str] = set()  # messages of earlier phases that were not waited for
 
     def sample(self, server_round: int) -> list[int]:
@@ -106,134 +80,24 @@ class Federation:
         return sample(self.settings, server_round)
 
     @property
+    def nodes(self) -> dict[int, Node]:
+        """Those that take part, by Flower's node id."""
+        return self.roll.nodes
+
+    @property
     def simulated(self) -> bool:
         """Whether no node is a machine of its own: all answers come, whichever is first."""
         return all(node.simulated for node in self.nodes.values())
 
     def meet(self, grid: Grid) -> None:
-        """Call the roll of nodes that are not known yet and forget those that left.
-
-        The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
-        answered, and rejects a misconfigured node with an error. Later ones wait for nobody: they look whether roll
-        calls were answered since, however late, and a node that answers wrongly stays out with a warning. A node
-        outside is called when Flower lists it and, while it stays out, again after 2, 4, 8 minutes and so on: a call
-        that it got just before it was killed is lost, and Flower does not say so.
-
-        A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
-        that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
-
-        Raises
-        ------
-        UserError
-            At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
-        """
+        """Call the roll of nodes that are not known yet and forget those that left (:meth:`Roll.meet`)."""
         self._forget_late(grid)
-        deadline = time.monotonic() + self.settings.node_timeout
-        wait = not self.nodes  # also when all have left: the round is abandoned if none comes back in time
-        while True:
-            present = set(grid.get_node_ids())
-            for known in (self.nodes, self.waiting, self.ask_again, self.complaints):
-                for node_id in known.keys() - present:  # one that comes back is called again
-                    del known[node_id]
-            self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
-            self._take_answers(grid)
-            for node_id, node in sorted(self.waiting.items()):
-                if not self._twin(node):
-                    log.info(
-                        "node %s takes the place of the one that had partition-id = %s", node_id, node.partition_id
-                    )
-                    self.nodes[node_id] = self.waiting.pop(node_id)
-            missing = self._missing()
-            if not wait or not missing or (self.met and time.monotonic() > deadline):
-                self.met = True
-                return
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes there, missing: {missing}"
-                )
-            time.sleep(_pause(self.settings.node_timeout + time.monotonic() - deadline))
+        self.roll.meet(grid)
 
     def _forget_late(self, grid: Grid) -> None:
         """Throw the replies away that came too late, which a SuperLink keeps until somebody asks for them."""
         for reply in grid.pull_messages(list(self.late)) if self.late else ():
             self.late.discard(reply.metadata.reply_to_message_id)
-
-    def _missing(self) -> str:
-        announced = max((node.num_partitions for node in self.nodes.values()), default=1)
-        have = {node.partition_id for node in self.nodes.values()}
-        absent = [number for number in range(announced) if number not in have]
-        if self.settings.min_nodes:
-            short = self.settings.min_nodes - len(self.nodes)
-            return f"{short} of min-nodes = {self.settings.min_nodes}" if short > 0 else ""
-        more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
-        return f"nodes with partition-id {', '.join(map(str, absent[:10]))}{more} of {announced}" if absent else ""
-
-    def _twin(self, node: Node) -> Node | None:
-        """Return the node that has this one's partition."""
-        return next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
-
-    def _call_roll(self, grid: Grid, node_ids: Sequence[int]) -> None:
-        """Call those whose turn it is."""
-        now = time.monotonic()
-        due = [node_id for node_id in node_ids if self.ask_again.get(node_id, (0.0, 0.0))[0] <= now]
-        for node_id in due:
-            pause = 2 * self.ask_again[node_id][1] if node_id in self.ask_again else ASK_AGAIN_S
-            self.ask_again[node_id] = (now + pause, pause)
-        if due:
-            calls = _roll_call(due, self.header | self.told)
-            stored = set(grid.push_messages(calls))  # without those to nodes that have left just now
-            asked = {call.metadata.message_id: call.metadata.dst_node_id for call in calls}
-            self.called |= {number: node_id for number, node_id in asked.items() if number in stored}
-
-    def _take_answers(self, grid: Grid) -> None:
-        """Look at the answers that have come; before the first round a wrong one is an error."""
-        replies = list(grid.pull_messages(list(self.called))) if self.called else []
-        present = set(grid.get_node_ids()) if replies else set()
-        for reply in replies:
-            node_id = self.called.pop(reply.metadata.reply_to_message_id, None)
-            if node_id is None or node_id not in present or node_id in self.nodes or node_id in self.waiting:
-                continue  # not asked for, or a second one, or of a node that has left
-            if reply.has_error() and reply.metadata.src_node_id != node_id:  # Flower's: it had left, and is back
-                self.ask_again.pop(node_id, None)
-                continue
-            try:
-                node = self._admitted(node_id, reply)
-            except BadReply as error:
-                if not self.met:
-                    raise UserError(f"node {node_id}: {error}") from None
-                if self.complaints.get(node_id) != str(error):
-                    log.warning("node %s stays out: %s", node_id, error)
-                self.complaints[node_id] = str(error)
-                continue
-            self.complaints.pop(node_id, None)
-            self.ask_again.pop(node_id, None)
-            if twin := self._twin(node):
-                said = "node %s waits: partition-id = %s is that of node %s, which Flower still lists"
-                log.warning(said, node_id, node.partition_id, twin.node_id)
-                self.waiting[node_id] = node
-            else:
-                self.nodes[node_id] = node
-
-    def _admitted(self, node_id: int, reply: Message) -> Node:
-        """Return the node that has answered the roll call; :class:`BadReply`: it cannot take part."""
-        node = _read_roll_call(node_id, reply)
-        count = next(iter(self.nodes.values()), node).num_partitions
-        if node.num_partitions != count:
-            raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
-        if self.settings.private_examples and node.num_partitions != self.settings.num_clients:
-            clients = f"num-clients = {self.settings.num_clients}"
-            raise BadReply(
-                f"num-partitions = {node.num_partitions}: must be {clients} where each node has private data"
-            )
-        if self.device == "cuda" and node.simulated and not node.gpu:
-            raise BadReply(
-                "it sees no GPU, the server uses one: its connection needs a share of them, which "
-                "`fedsub setup` writes; or device = cpu"
-            )
-        twin = self._twin(node)
-        if twin and not self.met:
-            raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
-        return node
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
         """Return which node may be asked for which of the sorted clients; those whose node is away are dropped.
@@ -408,7 +272,7 @@ class Federation:
     def _parts(self, phase: Phase, reply: Message, asked: Mapping[int, Mapping[str, Spec]]) -> dict[int, Answer]:
         """Return a reply's parts by client; :class:`BadReply`: there are none that count."""
         if reply.has_error():
-            raise BadReply(f"node failed: {_brief(reply.error.reason)}")
+            raise BadReply(f"node failed: {brief(reply.error.reason)}")
         phase.bytes_up += wire_bytes(reply.content)
         header, parts = unpack_reply(reply.content, asked)
         stamp = (self.header.get("run"), phase.round, phase.kind, phase.nonce)
@@ -418,7 +282,7 @@ class Federation:
         if header.get("fatal") is True and self.simulated:
             raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):
-            raise BadReply(f"node failed: {_brief(str(header['error']))}")
+            raise BadReply(f"node failed: {brief(str(header['error']))}")
         found: dict[int, Answer] = {}
         for part in parts:
             client = part.config.get("client")
@@ -428,36 +292,6 @@ class Federation:
             said = "ignored %d parts of a reply of node %s: of clients that were not asked of it, or twice"
             log.warning(said, len(parts) - len(found), reply.metadata.src_node_id)
         return found
-
-
-def wake(grid: Grid) -> None:
-    """Send a roll call and do not wait for answers: simulated nodes import the app while the server loads its data."""
-    grid.push_messages(_roll_call(grid.get_node_ids(), {}))
-
-
-def _roll_call(node_ids: Iterable[int], header: Json) -> list[Message]:
-    content = pack(header | {"code": code_digest(), "phase": MessageType.QUERY}, [])
-    return [Message(content, node_id, MessageType.QUERY, group_id="roll call") for node_id in node_ids]
-
-
-def _read_roll_call(node_id: int, reply: Message) -> Node:
-    if reply.has_error():
-        raise BadReply(f"did not answer the roll call: {_brief(reply.error.reason)}")
-    answer, _ = unpack_reply(reply.content, {})
-    if "error" in answer:
-        raise BadReply(str(answer["error"]))
-    number, count = answer.get("partition-id"), answer.get("num-partitions")
-    if type(number) is not int or type(count) is not int or not 0 <= number < count <= MOST_NODES:
-        raise BadReply(
-            f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MOST_NODES}"
-        )
-    return Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
-
-
-def _brief(reason: str | None) -> str:
-    """Return the last line of a traceback, which names the exception."""
-    lines = [line.strip() for line in (reason or "")[-10_000:].splitlines() if line.strip()] or ["no reason given"]
-    return lines[-1]
 
 
 def _push(grid: Grid, message: Message, flying: dict[str, Message]) -> None:
@@ -470,11 +304,7 @@ def _wait(grid: Grid, elapsed: float) -> None:
     Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this starts at 5 ms and
     backs off to 0.5 s, so short rounds are not dominated by the wait.
     """
-    getattr(grid, "wait", time.sleep)(_pause(elapsed))
-
-
-def _pause(elapsed: float) -> float:
-    return min(0.5, max(0.005, elapsed / 50))
+    getattr(grid, "wait", time.sleep)(pause(elapsed))
 
 
 def _lost_settings(reply: Message) -> bool:
