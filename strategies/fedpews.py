@@ -8,10 +8,11 @@ the others take the mean over the clients that cover them (Eq. 4). Afterwards it
 ``objective = "prox"`` FedProx.
 
 Read into the paper, which is silent or contradicts itself there:
-- theta of the others (line 12): 1 for a unit that one of them had in the mask that it drew last, else 0; at first 0.5
-  (``s_g^0 = 0``). Masks are all that line 18 uploads; of several others' the highest counts, so that a unit is left to
-  who has it. ``others = "mean"`` and ``"highest"`` are those of the probabilities, which then travel as well
-  (docs/results/fedpews.md: what each does). With ``score-spread`` the clients start apart, against line 9.
+- theta of the others (line 12), the "global mask probability" without the client: the share of them that had the unit
+  in the mask that they drew last; at first 0.5 (``s_g^0 = 0``). Masks are all that line 18 uploads. ``others = "mean"``
+  and ``"highest"`` are those of the probabilities, which then travel as well; with the highest a unit is left to the
+  client that wants it most (docs/results/fedpews.md: what each does). With ``score-spread`` the clients start apart,
+  against line 9.
 - The gradient of Eq. 6 in the mask is that of f(x ∘ m), exactly; ``mask-gradient = "activations"`` is the common form
   for neuron masks, in which units that are off get theirs too.
 - A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
@@ -55,7 +56,7 @@ class FedPeWSSettings(MethodSettings):
     mask_lr: Positive = 0.1
     """eta_s, learning rate of the mask scores."""
     others: Literal["masks", "mean", "highest"] = "masks"
-    """theta of the others: the highest of the masks that they drew last, or mean or highest of their probabilities."""
+    """theta of the others: the mean of the masks that they drew last, or mean or highest of their probabilities."""
     score_spread: NonNegative = 0.0
     """Standard deviation of every client's own start around s_g^0 = 0."""
     mask_gradient: Literal["weights", "activations"] = "weights"
@@ -115,10 +116,10 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             covered = gather(self.current, self.positions(self.fixed[client]))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
-        if self.options.others == "mean":
-            others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
-        else:
+        if self.options.others == "highest":
             others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
+        else:
+            others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
         return Task(client, self.current | {"theta": others}, {"warm-up": True})
 
     def positions(self, mask: torch.Tensor) -> Tensors:

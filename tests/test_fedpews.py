@@ -268,17 +268,14 @@ def test_theta_of_the_others_by_hand() -> None:
     strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
-    strategy.options = strategy.options.model_copy(update={"others": "mean"})
-    assert strategy.task(0).tensors["theta"][0].item() == pytest.approx((0.4 + 0.9) / 2)
-    assert strategy.task(2).tensors["theta"][0].item() == pytest.approx(0.3)
-    for others in ("highest", "masks"):
+    for others, expected in {"masks": [0.65, 0.55, 0.3], "mean": [0.65, 0.55, 0.3], "highest": [0.9, 0.9, 0.4]}.items():
         strategy.options = strategy.options.model_copy(update={"others": others})
         found = [strategy.task(client).tensors["theta"][0].item() for client in range(3)]
-        assert found == pytest.approx([0.9, 0.9, 0.4])
+        assert found == pytest.approx(expected)
 
 
 def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
-    """A unit that another client drew last is 1, whatever its probability; nothing but the mask tells of it."""
+    """The share of the others that drew the unit last, whatever their probabilities; nothing but masks tells of it."""
     settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0, 1, 2 3"})
     strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
@@ -290,7 +287,27 @@ def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
     ]
     assert merge_round(strategy, updates)["units-covered-by"] == [64, 192, 0, 0]
     strategy.round = 2
-    assert torch.equal(strategy.task(0).tensors["theta"], (masks[1] | masks[2]).float())
+    assert torch.equal(strategy.task(0).tensors["theta"], (masks[1].float() + masks[2].float()) / 2)
+
+
+@pytest.mark.parametrize("others", ["masks", "mean", "highest"])
+def test_many_clients_do_not_empty_each_others_masks(others: str, run_local: Run) -> None:
+    """Ten clients, one class each: the diversity term leaves hardly a unit to nobody ("coverage of all the neurons")."""
+    _, folder = run_local(
+        dataset="digits",
+        model="fedpews-mlp",
+        partition="classes",
+        classes_per_client=1,
+        num_clients=10,
+        num_rounds=8,
+        method="fedpews",
+        lr=0.05,
+        fedpews__warmup_rounds=8,
+        fedpews__lambda=2.0,
+        fedpews__others=others,
+    )
+    last = read_rounds(folder)[-1]
+    assert last["units-covered-by"][0] <= 256 // 20
 
 
 def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
