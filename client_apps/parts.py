@@ -38,7 +38,8 @@ class PartClient(Client):
 
     def completed(self, sent: Tensors) -> Tensors:
         """Return what was sent with the client's own personal part, the initial one where it has none."""
-        return self.initial() | self.own | sent
+        known = self.own | sent
+        return known if known.keys() == self.network.tensors.keys() else self.initial() | known
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the shared part with the client's own."""

@@ -167,7 +167,9 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
         sample_flops = training_flops(strategy.model, tuple(dataset.train_x.shape[1:]), 1)
         private = [settings.private_examples] * settings.num_clients
         examples = [len(indices) for indices in partition.train] if partition else private
-        facts = Facts(examples, sample_flops, global_test.quick_loss)
+        held_out = (*partition.validation, *partition.test) if partition else ()
+        most = max(map(len, held_out), default=settings.private_examples)
+        facts = Facts(examples, sample_flops, global_test.quick_loss, most)
         strategy.connect(Federation(settings, header, told, device.type), facts)
         if partition:
             run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged

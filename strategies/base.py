@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.federation.nodes import Federation, draw
 from fedsub_app.federation.phase import Dropped, Phase
@@ -66,6 +67,8 @@ class SubnetStrategy(Strategy):
     needs_all = False
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
+        if settings.batch_size == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         self.settings = settings
         self.options = settings.options
         self.model = model

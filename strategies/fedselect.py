@@ -13,6 +13,8 @@ Paper and published code differ; the default reads the paper, with what only the
 - p of the positions of each layer that are still global (code; the paper reads as if model-wide: ``scope = "model"``),
   in tensors named weight, BatchNorm's gamma included (code); biases and BatchNorm's beta stay global.
 - growth where the fraction of ones is below alpha (paper; code at most alpha: ``alpha-test = "at-most"``), not clipped.
+- LocalAlt draws the mini-batches of its two passes apart, both have one learning rate (code; Algorithm 2 passes over
+  the same ones, with gamma_v and gamma_u).
 - the movement is that of this round's training (paper; code since the last growth: ``movement = "since-growth"``).
 - growth in every round (paper; code every third one, not the first: ``grow-every = 3``, counted from round 0).
 - BatchNorm's running statistics stay with the client (code; ``bn-statistics = "average"``); training uses those of the

@@ -38,11 +38,13 @@ class Facts:
     examples : training samples of each client, by the partition.
     sample_flops : of a forward and backward pass of the whole network on one sample.
     loss : returns the loss of a global model on some test samples.
+    held_out : validation or test samples that a client has at most.
     """
 
     examples: Sequence[int]
     sample_flops: float
     loss: Callable[[Tensors], float]
+    held_out: int = 0
 
 
 class Valid(NamedTuple):

@@ -19,7 +19,8 @@ Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the de
 - channels: threshold in each layer (code; paper among all: ``channel-scope = "model"``), one more than the share, and
   no layer below half of its channels, so at most one event each; independent of the target (code and Section 3.5;
   Algorithm 2 stops at the target). Weights first, then channels.
-- distance above epsilon, pruned below target (code; paper at least epsilon). Pruned is the fraction of all parameters;
+- distance above epsilon, pruned below target (code; paper at least epsilon). With hybrid pruning epsilon is 0.0005 for
+  weights and 0.01 for channels (code; paper 0.05). Pruned is the fraction of all parameters;
   published hybrid pruning counts the linear layers' biases as pruned, a third of a percent.
 - BatchNorm's running statistics stay with the client; the server averages them for the global model alone (code;
   ``bn-statistics = "average"`` sends them). Unstructured pruning is of a network without BatchNorm (code).
@@ -108,10 +109,10 @@ class SubFedAvg(SubnetStrategy):
         # Not in the settings' own check: experiments of other papers have one epoch and can be given another method.
         if self.options.target and settings.local_epochs == 1:
             raise UserError("local-epochs = 1: subfedavg compares the first with the last epoch, at least 2")
+        if self.options.target and settings.local_steps:
+            raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
             raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
-        if settings.batch_size == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-            raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         local = self.options.bn_statistics == "local"
         self.sent_names = [name for name in self.current if not local or name in self.plan.sizes]
         self.cuttable = list(self.plan.positions(self.plan.everything()))
@@ -132,6 +133,10 @@ class SubFedAvg(SubnetStrategy):
         return specs | {
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
+
+    def most_samples(self, client: int) -> int:
+        """Also those of the gate."""
+        return super().most_samples(client) + (self.facts.held_out if self.facts else 0)
 
     def metrics(self, client: int) -> Mapping[str, Range]:
         """Also how far the masks of the first and last epoch are apart."""

@@ -292,7 +292,7 @@ def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
 
 @pytest.mark.parametrize("others", ["masks", "mean", "highest"])
 def test_many_clients_do_not_empty_each_others_masks(others: str, run_local: Run) -> None:
-    """Ten clients, one class each: the diversity term leaves hardly a unit to nobody ("coverage of all the neurons")."""
+    """Ten clients, one class each: the diversity term leaves hardly a unit to nobody."""
     _, folder = run_local(
         dataset="digits",
         model="fedpews-mlp",

@@ -10,12 +10,14 @@ from helpers import METHOD_KEYS, merge_round
 from safetensors.torch import load_file
 
 from client_apps.base import Client
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.training.local import Training, evaluate
+from fedsub_app.training.local import Training, evaluate, evaluation_batch
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
@@ -240,3 +242,18 @@ def test_accuracy_of_a_split_is_that_of_an_evaluation() -> None:
     worker.load(worker.initial())
     for split in ("train", "validation", "test"):
         assert worker.accuracy(split) == evaluate(worker.network.module, *worker.samples(split))[0]  # type: ignore[arg-type]
+
+
+def test_no_evaluation_batch_is_of_one_sample_of_many() -> None:
+    """IST's network has the statistics of the batch in evaluation as well; one sample has none."""
+    assert [evaluation_batch(count) for count in (1, 2, 512, 513, 7169, 512 * 511 + 1)] == [1, 512, 512, 511, 511, 510]
+    network = build_model("feature-mlp", (8,), 3, 0)
+    accuracy, loss = evaluate(network, torch.randn(513, 8), torch.zeros(513, dtype=torch.int64))
+    assert 0 <= accuracy <= 100
+    assert loss > 0
+
+
+def test_a_batch_of_one_sample_is_refused_with_batchnorm() -> None:
+    with pytest.raises(UserError, match="batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch"):
+        made("fedavg", model="feature-mlp", batch_size=1)
+    made("fedavg", model="fedpews-mlp", batch_size=1)

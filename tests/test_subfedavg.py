@@ -498,6 +498,7 @@ def test_a_client_does_not_empty_a_layer() -> None:
         ({"subfedavg.pruning": "both"}, "must be 'unstructured', 'structured' or 'hybrid'"),
         ({"model": "mnist-cnn"}, "subfedavg.pruning = 'hybrid': model 'mnist-cnn': no layer has a BatchNorm behind it"),
         ({"local-epochs": 1}, "local-epochs = 1: subfedavg compares the first with the last epoch, at least 2"),
+        ({"local-steps": 5}, "local-steps = 5: must be 0: subfedavg compares two whole epochs"),
         ({"validation-fraction": 0.0}, "validation-fraction = 0.0: must be above 0 with subfedavg.gate-data"),
         ({"batch-size": 1}, "batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch"),
     ],
@@ -570,6 +571,15 @@ def test_the_gate_looks_at_the_samples_of_its_setting(
     _, folder = run_with(run_local, num_rounds=1, subfedavg__gate_data=data)
     assert set(seen) == {data}
     assert read_rounds(folder)[-1].get("gate") == ("on test data" if data == "test" else None)
+
+
+def test_a_gate_on_many_test_samples_is_not_taken_for_a_lie(run_local: Run) -> None:
+    """The gate's forward passes are FLOPs of the client, whose number the server holds against its training samples."""
+    few: dict[str, Value] = {"partition": "classes", "classes_per_client": 2, "num_clients": 10, "train_per_class": 2}
+    gate: dict[str, Value] = {"validation_fraction": 0.0, "subfedavg__gate_data": "test", "test_per_class": 36}
+    _, folder = run_with(run_local, num_rounds=2, **few, **gate)
+    assert [line["dropped"] for line in read_rounds(folder)] == [[], []]
+    assert read_rounds(folder)[-1]["pruned-fraction"] > 0
 
 
 def test_the_experiments_of_the_authors_say_so() -> None:

@@ -18,7 +18,7 @@ from fedsub_app.training.workplace import Workplace
 
 Loss = Callable[[Output, Tensor], Tensor]
 Correct = Callable[[Tensors], None]
-EVALUATION_BATCH = 512
+EVALUATION_BATCH = 512  # samples, at most
 CPU = torch.device("cpu")
 
 
@@ -199,13 +199,19 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding:
     return picked.permute(0, 3, 1, 2)  # channels_last, as the batch was
 
 
+def evaluation_batch(count: int) -> int:
+    """Return the size of evaluation batches that leaves none of one sample, which has no batch statistics."""
+    return next(size for size in range(EVALUATION_BATCH, 0, -1) if count % size != 1)
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor | Samples, y: Tensor) -> tuple[float, float]:
     """Return accuracy in percent and mean cross-entropy of ``model`` in evaluation mode; leaves its mode as it was."""
     training = model.training
     model.eval()
     correct, loss = 0, 0.0
-    for features, labels in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
+    size = evaluation_batch(len(y))
+    for features, labels in zip(x.split(size), y.split(size), strict=True):
         output = model(features)
         correct += int((output.argmax(1) == labels).sum())
         loss += float(F.cross_entropy(output, labels, reduction="sum"))

@@ -12,7 +12,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
 from fedsub_app.models import Output
-from fedsub_app.training.local import EVALUATION_BATCH, Training, epoch
+from fedsub_app.training.local import Training, epoch, evaluation_batch
 from fedsub_app.training.objectives import PREVIOUS, Moon, Objective, Prox
 from fedsub_app.training.workplace import Workplace
 
@@ -181,7 +181,7 @@ class Worker:
         """Return the network's logits and features on a split, in evaluation mode."""
         x, _ = self.samples(split)
         self.network.module.eval()
-        found = [self.network(part) for part in x.split(EVALUATION_BATCH)]
+        found = [self.network(part) for part in x.split(evaluation_batch(len(x)))]
         self.flops += len(x) * self.place.forward_flops(self.network)
         return Output(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
