@@ -91,6 +91,11 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
             "seed = 2",
             "'seed': unknown key; allowed are title, about, seeds, spread, cost-to-accuracy, setting, method",
         ),
+        (
+            'label = "local"',
+            'label = "fedavg!"',
+            "rows 'digits FedAvg' and 'digits fedavg!' would share the folder 'digits-fedavg'; name one otherwise",
+        ),
         ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
     ],
 )
