@@ -159,7 +159,7 @@ def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
     file = config.tables()[table]
     file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))
-    keys = ["-s", "evaluate=personal", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
+    keys = ["-s", "evaluate=personal,global", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
     assert cli.main(["reproduce", table, "--out", str(tmp_path), "--only", "local", *keys]) == 0
     folders = sorted((tmp_path / "digits-local").glob("seed?"))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
