@@ -118,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="print the rounds of runs, or their clients' numbers, as CSV")
     export.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="directories of runs")
-    export.add_argument("--csv", action="store_true", help="as CSV (the default)")
     export.add_argument("--clients", action="store_true", help="a row a client and evaluation instead of one a round")
     export.add_argument("--out", type=Path, metavar="FILE", help="write it there")
     export.set_defaults(command=_export)
@@ -284,7 +283,7 @@ def _report(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from fedsub_app.runs.records import export
 
-    text = export(options.folders, "clients" if options.clients else "rounds")
+    text = export(options.folders, options.clients)
     if options.out:
         options.out.write_text(text)
         print(options.out)

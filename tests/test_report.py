@@ -220,7 +220,7 @@ def test_report_writes_what_it_says_and_nothing_here(
 
 
 def test_export(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(runs["c"]), "--csv"]) == 0
+    assert cli.main(["export", str(runs["c"])]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     lines = read_rounds(runs["c"])
     assert [float(row["global-accuracy"]) for row in rows] == [line["global-accuracy"] for line in lines]
