@@ -256,7 +256,7 @@ def _report(options: argparse.Namespace) -> int:
     from fedsub_app.runs.html import write_html
     from fedsub_app.runs.pictures import draw_curves
     from fedsub_app.runs.records import grouped
-    from fedsub_app.runs.report import compare, compare_costs
+    from fedsub_app.runs.report import comparisons
 
     folders, page = options.folders, options.html
     if page and page != Path() and page.suffix not in (".html", ".htm"):
@@ -274,9 +274,8 @@ def _report(options: argparse.Namespace) -> int:
         title += ", ".join(dict.fromkeys(str(group.records[0].settings["method"]) for group in groups))
         for path in write_html(groups, target, title, " ".join(words)):
             print(path)
-    if len(folders) > 1:
-        print(compare(folders))
-        print(f"\n{compare_costs(folders)}".rstrip())
+    if compared := comparisons(folders):
+        print(compared)
     return 0
 
 
@@ -295,6 +294,8 @@ def _export(options: argparse.Namespace) -> int:
 def _analyse(options: argparse.Namespace) -> int:
     rounds = between("--approximation", options.approximation, 1_000_000)
     samples = between("--samples", options.samples, 1_000_000)
+    if options.starts and not rounds:
+        raise UserError(f"--starts {options.starts}: only with --approximation ROUNDS")
     if rounds:
         from fedsub_app.runs.approximation import approximation
 
@@ -361,6 +362,8 @@ _LISTS = {
 
 def _list(options: argparse.Namespace) -> int:
     if options.toml:
+        if options.what != "settings":
+            raise UserError("--toml: only of the settings, `fedsub list settings --toml`")
         from fedsub_app.config import as_toml
 
         print(as_toml(), end="")
