@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting in every run"
     )
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the cores)")
-    reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/<name>")
+    reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: $FEDSUB_RUNS/reproduce/<name>")
     reproduce.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="only this method or setting; may be given often"
     )
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="PATH",
-        help="the picture, or a folder for all files (default: the run's own, or a new one in runs/reports)",
+        help="the picture, or a folder for all files (default: the run's own, or a new one in $FEDSUB_RUNS/reports)",
     )
     report.add_argument(
         "--html",

@@ -292,7 +292,7 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
 
 
 def runs_folder() -> Path:
-    """Return the folder of all runs: $FEDSUB_RUNS, else ./runs."""
+    """Return the folder of all runs: $FEDSUB_RUNS (``make setup``: the checkout's runs/), else ./runs."""
     return Path(os.environ.get("FEDSUB_RUNS", "runs"))
 
 
