@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting in every run"
     )
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the cores)")
-    reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/<name>")
+    reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: $FEDSUB_RUNS/reproduce/<name>")
     reproduce.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="only this method or setting; may be given often"
     )
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="PATH",
-        help="the picture, or a folder for all files (default: the run's own, or a new one in runs/reports)",
+        help="the picture, or a folder for all files (default: the run's own, or a new one in $FEDSUB_RUNS/reports)",
     )
     report.add_argument(
         "--html",
@@ -118,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="print the rounds of runs, or their clients' numbers, as CSV")
     export.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="directories of runs")
-    export.add_argument("--csv", action="store_true", help="as CSV (the default)")
     export.add_argument("--clients", action="store_true", help="a row a client and evaluation instead of one a round")
     export.add_argument("--out", type=Path, metavar="FILE", help="write it there")
     export.set_defaults(command=_export)
@@ -257,7 +256,7 @@ def _report(options: argparse.Namespace) -> int:
     from fedsub_app.runs.html import write_html
     from fedsub_app.runs.pictures import draw_curves
     from fedsub_app.runs.records import grouped
-    from fedsub_app.runs.report import compare, compare_costs
+    from fedsub_app.runs.report import comparisons
 
     folders, page = options.folders, options.html
     if page and page != Path() and page.suffix not in (".html", ".htm"):
@@ -275,16 +274,15 @@ def _report(options: argparse.Namespace) -> int:
         title += ", ".join(dict.fromkeys(str(group.records[0].settings["method"]) for group in groups))
         for path in write_html(groups, target, title, " ".join(words)):
             print(path)
-    if len(folders) > 1:
-        print(compare(folders))
-        print(f"\n{compare_costs(folders)}".rstrip())
+    if compared := comparisons(folders):
+        print(compared)
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
     from fedsub_app.runs.records import export
 
-    text = export(options.folders, "clients" if options.clients else "rounds")
+    text = export(options.folders, options.clients)
     if options.out:
         options.out.write_text(text)
         print(options.out)
@@ -296,6 +294,8 @@ def _export(options: argparse.Namespace) -> int:
 def _analyse(options: argparse.Namespace) -> int:
     rounds = between("--approximation", options.approximation, 1_000_000)
     samples = between("--samples", options.samples, 1_000_000)
+    if options.starts and not rounds:
+        raise UserError(f"--starts {options.starts}: only with --approximation ROUNDS")
     if rounds:
         from fedsub_app.runs.approximation import approximation
 
@@ -362,6 +362,8 @@ _LISTS = {
 
 def _list(options: argparse.Namespace) -> int:
     if options.toml:
+        if options.what != "settings":
+            raise UserError("--toml: only of the settings, `fedsub list settings --toml`")
         from fedsub_app.config import as_toml
 
         print(as_toml(), end="")

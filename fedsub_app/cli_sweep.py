@@ -34,7 +34,9 @@ def register(commands: Any) -> None:
     )
     sweep.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each setting (default: 1)")
     sweep.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: the GPUs, else the cores)")
-    sweep.add_argument("--out", type=Path, metavar="DIR", help="default: a folder of this very sweep in runs/sweeps")
+    sweep.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: a folder of this very sweep in $FEDSUB_RUNS/sweeps"
+    )
     sweep.set_defaults(command=_sweep)
 
 

@@ -13,16 +13,19 @@ from pathlib import Path
 
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
 from fedsub_app.config import is_file, own_keys
 from fedsub_app.runs.batch import Job, commits, gpus_of, machine, run_all
-from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, costs_to_accuracy
+from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.html import write_html
-from fedsub_app.runs.records import Group, read_run
+from fedsub_app.runs.records import Group, read_run, written
 from fedsub_app.runs.report import markdown, summary_text
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.tables import Row, Table, read_table
+
+OWN = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def reproduce(
     ``name`` may be the path of a table's file, ``<name>.toml``. ``only`` names settings and methods: rows of these
     alone are run and written.
     """
+    for key in OWN & overrides.keys():
+        raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")
     table, named = read_table(name), shlex.quote(name)
     name = Path(name).stem if is_file(name) else name
     rows = table.rows
@@ -72,8 +77,12 @@ def reproduce(
         _ = job.settings  # bad input is reported before the first run starts
     failures = run_all([job for job in jobs if job.summary() is None], workers, gpus_of(job.settings for job in jobs))
     facts = {
-        "command": " ".join(["fedsub reproduce", named, *(f"-s {key}={value}" for key, value in overrides.items())])
-        + "".join(f" --only {shlex.quote(word)}" for word in only),
+        "command": " ".join(
+            [f"fedsub reproduce {named}"]
+            + [f"-s {shlex.quote(f'{key}={written(key, value)}')}" for key, value in overrides.items()]
+            + ([f"--seeds {seeds}"] if seeds else [])
+            + [f"--only {shlex.quote(word)}" for word in only]
+        ),
         "commit": commits(jobs),
         "seeds": ", ".join(map(str, numbers)),
         "machine": machine(),
@@ -129,16 +138,15 @@ COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9),
 
 
 def _cells(row: Row, jobs: list[RowJob], spread: str) -> list[str]:
-    summaries = [job.summary() for job in jobs if job.row is row]
+    mine = [job for job in jobs if job.row is row]
+    summaries = [job.summary() for job in mine]
     good = [summary for summary in summaries if summary]
     if not good:
         unknown = [""] * (2 + len(COSTS))
         return [row.setting, row.label, "failed", row.paper.rounds, "failed", row.paper.final, *unknown]
-    key = next(key for key in good[0] if key.startswith("final-"))
-    final = _over_seeds([summary[key] for summary in good], spread)
+    key = f"final-{mine[0].settings.evaluations[0]}"
+    final, validation = (_over_seeds(good, f"{key}{kind}-accuracy", spread) for kind in ("", "-validation"))
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
-    key = key.removesuffix("accuracy") + "validation-accuracy"
-    validation = _over_seeds([summary[key] for summary in good], spread) if key in good[0] else ""
     epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
@@ -146,7 +154,10 @@ def _cells(row: Row, jobs: list[RowJob], spread: str) -> list[str]:
     return [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, validation, epsilon, *costs]
 
 
-def _over_seeds(values: Sequence[float], spread: str) -> str:
+def _over_seeds(summaries: Sequence[Json], key: str, spread: str) -> str:
+    values = [summary[key] for summary in summaries if key in summary]
+    if not values:
+        return ""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     if spread == "range":
@@ -158,19 +169,25 @@ COST_HEADER = ("setting", "method", "threshold (%)", *COLUMNS[:3], "paper", *COL
 
 
 def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
-    """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed."""
+    """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed.
+
+    The accuracy is the one that the first of them names first; a row that has not measured it has empty cells.
+    """
     found: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
     for setting, seed in dict.fromkeys((job.row.setting, job.seed) for job in jobs):
         group = [job for job in jobs if (job.row.setting, job.seed) == (setting, seed) and job.summary()]
         if group:
             key = f"{group[0].settings.evaluations[0]}-accuracy"
-            threshold, costs = costs_to_accuracy({job.row.label: read_rounds(job.folder) for job in group}, key)
+            runs = {job.row.label: read_rounds(job.folder) for job in group}
+            runs = {label: lines for label, lines in runs.items() if averages(lines, key)}
+            threshold, costs = costs_to_accuracy(runs, key) if runs else (0.0, {})
             for label, cost in costs.items():
                 found.setdefault((setting, label), []).append((threshold, cost))
     cells = []
     for row in rows:
         mine = found.get((row.setting, row.label), [])
-        thresholds = ", ".join(f"{threshold:.2f}" for threshold, _ in mine) or "failed"
+        finished = any(job.summary() for job in jobs if job.row is row)
+        thresholds = ", ".join(f"{threshold:.2f}" for threshold, _ in mine) or "failed" * (not finished)
         best, rounds, gigabytes, published, gflops = reached_cells([cost for _, cost in mine])
         shown = [thresholds, best, rounds, gigabytes, row.paper.gigabytes, published, gflops, row.paper.gflops]
         cells.append([row.setting, row.label, *shown])

@@ -104,7 +104,10 @@ class RunSettings(Section):
     stop_at_accuracy: PercentOrNone = None
     """Percent of the first accuracy of ``evaluate`` with which the run is over, as with max-flops; 0: no limit."""
     run_dir: TextOrNone = None
-    """Run directory; "": a new folder under $FEDSUB_RUNS, else ./runs."""
+    """Run directory; "": a new folder under $FEDSUB_RUNS.
+
+    `make setup` sets that to the checkout's runs/, for every command of its .venv; where it is not set it is ./runs.
+    """
     resume: bool = False
     """Continue the run in run-dir."""
     checkpoint_every: Count = 1

@@ -313,11 +313,8 @@ def sweep(
         raise UserError("--trials: how many settings to try must be said, with a range and with Optuna")
     if search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise UserError("--search optuna: needs the package optuna; `pip install 'fedsub[sweep]'`")
-    first = {key: values.low if isinstance(values, Range) else values[0] for key, values in space.items()}
     made = Sweep(experiment, fixed, space, search, "", seeds, trials or sys.maxsize, Path())
-    corners = [{**first, key: getattr(space[key], end)} for key in ranges for end in ("low", "high")]
-    corners = [{key: _whole(space[key], value) for key, value in keys.items()} for keys in corners]
-    tried = corners if search == "optuna" else [*corners, *made.plan]
+    tried = _each_value(space) if search == "optuna" else [*_each_value(space), *made.plan]
     settings = [resolve(made.overrides(keys)) for keys in tried]  # bad input is reported before the first run starts
     chosen_by = metric_of(settings[0], metric)
     count = trials if search == "optuna" and trials else len(made.plan)
@@ -337,8 +334,22 @@ def sweep(
     return 1 if failures else 0
 
 
-def _whole(values: Choices | Range, value: Value) -> Value:
-    return int(value) if isinstance(values, Range) and values.whole else value
+def _each_value(space: Space) -> list[dict[str, Value]]:
+    """Return trials in which each value of a list, and both ends of a range, are tried beside the first of the others.
+
+    A key of a method that is itself searched is tried with that method.
+    """
+    ends = {
+        key: [values.number(values.low), values.number(values.high)] if isinstance(values, Range) else values
+        for key, values in space.items()
+    }
+    trials = []
+    for key, values in ends.items():
+        keys = {each: found[0] for each, found in ends.items()}
+        if (method := key.partition(".")[0]) in ends.get("method", ()):
+            keys["method"] = method
+        trials += [keys | {key: value} for value in values]
+    return trials
 
 
 def _folder(made: Sweep) -> Path:

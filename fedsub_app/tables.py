@@ -123,7 +123,7 @@ def read_table(name: str) -> Table:
     Raises
     ------
     UserError
-        There is no such table, or a key is missing, unknown or has a wrong value.
+        There is no such table, a key is missing, unknown or has a wrong value, or two rows would share a folder.
     """
     path = Path(name) if is_file(name) else tables().get(name)
     if path is None:
@@ -134,7 +134,13 @@ def read_table(name: str) -> Table:
         table = Table.model_validate(read_toml(path))
     except ValidationError as error:
         raise UserError(f"{conf_name(path)}: {_fault(error)}") from None
-    return table.model_copy(update={"settings": [setting.beside(path) for setting in table.settings]})
+    table = table.model_copy(update={"settings": [setting.beside(path) for setting in table.settings]})
+    rows: dict[str, Row] = {}
+    for row in table.rows:
+        if (other := rows.setdefault(row.slug, row)) is not row:
+            both = " and ".join(repr(f"{each.setting} {each.label}") for each in (other, row))
+            raise UserError(f"{conf_name(path)}: rows {both} would share the folder {row.slug!r}; name one otherwise")
+    return table
 
 
 def _fault(error: ValidationError) -> str:

@@ -130,6 +130,14 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_one_client_has_no_overlap(run_local: Run) -> None:
+    keys = FEDSELECT | {"num-clients": 1, "num-rounds": 2}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    assert cli.main(["analyse", str(folder)]) == 0
+    assert (folder / "mask-size.csv").exists()
+    assert not list(folder.glob("overlap*"))
+
+
 def test_a_run_whose_global_model_was_measured_first(run_local: Run, caplog: pytest.LogCaptureFixture) -> None:
     """The line of round 0 names no clients. With two of three checkpoints left it says so, and draws whole rounds."""
     keys = FEDSELECT | {"num-rounds": 3, "evaluate": "global, personal"}

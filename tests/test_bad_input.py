@@ -404,7 +404,17 @@ WRONG_ARGUMENTS: list[tuple[str, str]] = [
         "reproduce fedpews-table2 --only FedAvg -s fedpews.lambda=1",
         "fedpews.lambda = 1: does nothing: no row of the table runs that method",
     ),
+    *(
+        (
+            f"reproduce fedpews-table2 -s {key}=1",
+            f"-s {key}: the table sets it; allowed are the other keys, and --seeds",
+        )
+        for key in ("seed", "run-dir", "resume", "experiment", "method")
+    ),
     ("analyse x --samples 0", "--samples 0: must be 1 to 1000000"),
+    ("analyse x --starts y", "--starts y: only with --approximation ROUNDS"),
+    ("list methods --toml", "--toml: only of the settings, `fedsub list settings --toml`"),
+    ("list --toml", "--toml: only of the settings, `fedsub list settings --toml`"),
     ("report {run} --out /nodir/x.png", "/nodir/x.png: No such file or directory"),
     ("report {run} --out x.xyz", "x.xyz: Format 'xyz' is not supported (supported formats: "),
     ("report {run}/rounds.jsonl", "{run}/rounds.jsonl: not the directory of a run (no readable settings.json)"),

@@ -170,6 +170,9 @@ def test_lists_are_tuples() -> None:
     assert settings.options.shares == (0.25, 0.75)
     assert settings.flat()["evaluate"] == "global, personal"
     assert settings.flat()["class-lists"] == "0 2, 1 3"
+    one = resolve(parse_pairs(["lr-decay-at=2", "num-clients=1", "partition=lists", "class-lists=3"]))
+    assert (one.lr_decay_at, one.class_lists) == ((2,), ((3,),))
+    assert one.flat()["lr-decay-at"] == "2"
     assert settings.flat()["fedpews.shares"] == "0.25, 0.75"
 
 
@@ -231,7 +234,8 @@ def test_pairs() -> None:
         ({"lr-decay-at": "200, x"}, f"lr-decay-at = '200, x': {ROUNDS}"),
         ({"lr-decay-at": "0, 20"}, f"lr-decay-at = '0, 20': {ROUNDS}"),
         ({"lr-decay-at": "200 400"}, f"lr-decay-at = '200 400': {ROUNDS}"),
-        ({"lr-decay-at": 200}, f"lr-decay-at = 200: {ROUNDS}"),
+        ({"lr-decay-at": 2.5}, f"lr-decay-at = 2.5: {ROUNDS}"),
+        ({"lr-decay-at": 0}, f"lr-decay-at = 0: {ROUNDS}"),
         ({"class-lists": "0 2 | 1 3"}, f"class-lists = '0 2 | 1 3': {LISTS}"),
         ({"class-lists": "0, "}, f"class-lists = '0, ': {LISTS}"),
         ({"class-lists": "0, -1"}, f"class-lists = '0, -1': {LISTS}"),

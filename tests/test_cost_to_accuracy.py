@@ -197,6 +197,10 @@ set = { method = "fedavg" }
 [[method]]
 label = "nothing"
 set = { method = "fedavg", local-epochs = 0 }
+
+[[method]]
+label = "alone"
+set = { method = "local", evaluate = "personal", num-rounds = 1 }
 """
 
 
@@ -213,7 +217,7 @@ def test_reproduce_and_report_say_the_same(
         keys = dict(row.overrides) | {"seed": 0, "run-dir": str(out / row.slug / "seed0")}
         run_experiment(LocalGrid(app, keys), settings_of(keys))
     assert cli.main(["reproduce", "my-small", "--out", str(out)]) == 0
-    header, fedavg, nothing = csv.reader((out / "my-small-cost-to-accuracy.csv").open())
+    header, fedavg, nothing, alone = csv.reader((out / "my-small-cost-to-accuracy.csv").open())
     folders = [out / f"digits-{name}/seed0" for name in ("fedavg", "nothing")]
     runs = {folder.parent.name: read_rounds(folder) for folder in folders}
     threshold, costs = costs_to_accuracy(runs, KEY)
@@ -222,6 +226,7 @@ def test_reproduce_and_report_say_the_same(
     assert [row[column] for column in ("best (%)", "rounds", "GB")] == cells([costs["digits-fedavg"]])[:3]
     assert (fedavg[6], fedavg[9]) == ("1st (3)", "FAIL")
     assert nothing[4:] == ["FAIL", "FAIL", "", "FAIL", "FAIL", ""]
+    assert alone == ["digits", "alone", *[""] * 8]  # it has not measured the global model
     assert "## Cost to accuracy" in (out / "my-small.md").read_text()
     capsys.readouterr()
     assert cli.main(["report", *map(str, folders), "--out", str(tmp_path / "curves.png")]) == 0

@@ -1,6 +1,7 @@
 """The files of a run's directory, written and read back."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,23 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.config import resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
-from fedsub_app.runs.directory import Run, open_run
+from fedsub_app.runs.directory import Run, new_folder, open_run
 
 
 def opened(folder: Path, **keys: Value) -> Run:
     overrides = {key.replace("_", "-"): value for key, value in keys.items()}
     return open_run(resolve(overrides | {"run-dir": str(folder)}))
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where neither has written anything yet; and where none can be made it is said."""
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-120000")
+    first, second = new_folder(resolve({})), new_folder(resolve({}))
+    assert (first.name, second.name) == ("20260101-120000-fedpews-digits-seed0", f"{first.name}-2")
+    opened(second).close()
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs" / second.name / "settings.json"))
+    with pytest.raises(UserError, match=r"settings.json/20260101-.*: cannot be made \(Not a directory\)"):
+        open_run(resolve({}))
 
 
 def same(one: Checkpoint, other: Checkpoint) -> bool:

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from conftest import SMALL
 from PIL import Image
 
 from fedsub_app.common import progress
@@ -114,9 +115,12 @@ def test_reading_and_features_are_shown(
 
 
 def test_a_batch_shows_its_runs(run_local: RunLocal, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, folder = run_local(num_rounds=2)
-    begun = Job("half way", {"num-rounds": 4, "method": "fedavg"}, folder)
-    ended = Job("over", {"num-rounds": 4, "method": "fedavg"}, folder.parent / "nothing")
+    _, folder = run_local(num_rounds=4)
+    lines = (folder / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rounds.jsonl").write_text("".join(lines[:3]))
+    begun = Job("half way", SMALL | {"num-rounds": 4}, folder)
+    ended = Job("over", SMALL | {"num-rounds": 4}, folder.parent / "nothing")
+    assert Job("another", SMALL | {"num-rounds": 2}, folder).lines() == []  # what is there will be taken away
     with terminal(monkeypatch) as written, BatchProgress(3) as progress:
         progress.begin(begun)
         progress.begin(ended)

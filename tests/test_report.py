@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import statistics
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -26,6 +27,7 @@ from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.html import write_html
 from fedsub_app.runs.pictures import DASHES, colour, dashes, spread_out
 from fedsub_app.runs.records import Group, Record, curve, grouped, read_run
+from fedsub_app.runs.report import comparisons
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.server_app import run_experiment
 
@@ -219,8 +221,24 @@ def test_report_writes_what_it_says_and_nothing_here(
     )
 
 
+def test_runs_on_other_data_are_compared_among_themselves(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("b", "c"):
+        content = json.loads((shutil.copytree(runs[name], tmp_path / name) / "settings.json").read_text())
+        del content["crc32"]
+        content["settings"]["dataset"] = "other"
+        (tmp_path / name / "settings.json").write_text(json.dumps(content))
+    folders = [tmp_path / "b", runs["a0"], tmp_path / "c", runs["a1"]]
+    assert cli.main(["report", *map(str, folders), "--out", str(tmp_path / "curves.png")]) == 0
+    other, digits = capsys.readouterr().out.split("digits:\n\n")
+    assert other == f"{tmp_path / 'curves.png'}\nother:\n\n{comparisons([tmp_path / 'b', tmp_path / 'c'])}\n\n"
+    assert digits == f"{comparisons([runs['a0'], runs['a1']])}\n"
+    assert "| fedselect, seed 0 | " in other
+
+
 def test_export(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(runs["c"]), "--csv"]) == 0
+    assert cli.main(["export", str(runs["c"])]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     lines = read_rounds(runs["c"])
     assert [float(row["global-accuracy"]) for row in rows] == [line["global-accuracy"] for line in lines]

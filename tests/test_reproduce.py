@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -91,6 +93,11 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
             "seed = 2",
             "'seed': unknown key; allowed are title, about, seeds, spread, cost-to-accuracy, setting, method",
         ),
+        (
+            'label = "local"',
+            'label = "fedavg!"',
+            "rows 'digits FedAvg' and 'digits fedavg!' would share the folder 'digits-fedavg'; name one otherwise",
+        ),
         ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
     ],
 )
@@ -152,7 +159,7 @@ def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
     file = config.tables()[table]
     file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))
-    keys = ["-s", "evaluate=personal", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
+    keys = ["-s", "evaluate=personal,global", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
     assert cli.main(["reproduce", table, "--out", str(tmp_path), "--only", "local", *keys]) == 0
     folders = sorted((tmp_path / "digits-local").glob("seed?"))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
@@ -185,6 +192,40 @@ def test_a_stopped_table_goes_on(table: str, tmp_path: Path) -> None:
     assert batch.run_job(job.overrides, job.folder) == ""
     assert "resumed after round 1 of 2" in (tmp_path / "run.log").read_text()
     assert job.summary() is not None
+
+
+@pytest.mark.parametrize(("state", "kept"), [("finished", True), ("stopped", False), ("damaged", True)])
+def test_a_finished_or_damaged_run_is_not_deleted(table: str, tmp_path: Path, state: str, kept: bool) -> None:
+    """Another key makes another run: what had ended, or cannot be read, stays beside it; what was stopped goes."""
+    job = reproduce.job_of(read_table(table).rows[0], 0, tmp_path / "run")
+    assert batch.run_job(job.overrides, job.folder) == ""
+    if state != "finished":
+        (job.folder / "summary.json").unlink()
+    if state == "damaged":
+        (job.folder / "settings.json").write_text("{")
+    before = (job.folder / "rounds.jsonl").read_bytes()
+    assert batch.run_job(job.overrides | {"lr": 0.01}, job.folder) == ""
+    found = [path.read_bytes() for path in tmp_path.glob("run-before-*/rounds.jsonl")]
+    assert found == ([before] if kept else [])
+    assert ("; kept as run-before-" in (tmp_path / "run.log").read_text()) == kept
+
+
+def killed(*_: object) -> str:
+    """A run whose process the system kills."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def test_a_killed_process_is_one_line_a_run(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "run_job", killed)
+    assert cli.main(["reproduce", table, "--out", str(tmp_path), "--workers", "1", "--only", "local"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"failed: digits local seed {seed}: not run: a process was killed (out of memory?); the same command goes on"
+        for seed in (0, 1)
+    ]
+    assert "| digits | local | failed |" in (tmp_path / "my-small.md").read_text()
 
 
 def test_a_run_of_an_earlier_version_counts(table: str, tmp_path: Path) -> None:

@@ -55,6 +55,21 @@ def test_values_ranges_and_what_stays() -> None:
         (["-s", "lr=0.1..x", "-s", "momentum=0,0.9", *VALIDATED], "lr = '0.1..x': must be number"),
         (["-s", "learning=0.1,0.2", *VALIDATED], "learning = 0.1: unknown key; "),
         (["-s", "lr=0.1..5e6", "--trials", "2", *VALIDATED], "lr = 5000000.0: must be less than or equal to 1000000"),
+        (
+            ["-s", "batch-size=8,0", "-s", "lr=0.1,0.2", "--search", "optuna", "--trials", "2", *VALIDATED],
+            "batch-size = 0: must be greater than or equal to 1",
+        ),
+        (
+            ["-s", "lr=0.1..0.2", "-s", "optimizer=sgd,none", "--search", "optuna", "--trials", "2", *VALIDATED],
+            "optimizer = 'none': must be ",
+        ),
+        (
+            [
+                *VALIDATED,
+                *("-s", "method=fedavg,ditto", "-s", "ditto.lambda=1,-1", "--search", "optuna", "--trials", "2"),
+            ],
+            "ditto.lambda = -1: must be ",
+        ),
         (["-s", "seed=1,2"], "seed = 1,2: must be one number, that of the first run; --seeds N runs N of them"),
         (["-s", "resume=true"], "-s resume: a sweep sets it itself; allowed are the other keys"),
         (["-s", "lr=0.1..0.2"], "--trials: how many settings to try must be said, with a range and with Optuna"),
@@ -86,6 +101,14 @@ def test_what_cannot_be_searched_is_one_line(
     assert said.startswith(f"error: {line}")
     assert said.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_optuna_takes_lists_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(sweep, "run_all", lambda jobs, *_: [(job, "not run") for job in jobs])
+    arguments = ["sweep", "-s", "lr=0.1,0.2", "--search", "optuna", "--trials", "2", *VALIDATED]
+    assert cli.main([*arguments, "--out", str(tmp_path / "out")]) == 1
+    assert len(list((tmp_path / "out").glob("trial-*.json"))) == 2
 
 
 def test_without_optuna_it_says_what_to_install(

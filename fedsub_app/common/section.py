@@ -55,6 +55,8 @@ class ClientsSettings(Section):
 class Listed:
     """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
 
+    One integer, which the command line reads ``key=2`` as, is a tuple of one element.
+
     Parameters
     ----------
     allowed : what is allowed, as the end of an error line: ``"must be …"``.
@@ -69,6 +71,8 @@ class Listed:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def parse(value: object, check: Callable[[object], object]) -> object:
             try:
+                if type(value) is int:
+                    value = str(value)
                 if isinstance(value, str):
                     value = tuple(self.read(word.strip()) for word in value.split(",")) if value.strip() else ()
                 return check(value)

@@ -29,7 +29,7 @@ def add_federation(commands: Any) -> None:
     status = federation.add_parser("status", help="say what runs of it; exit code 1: not all")
     status.set_defaults(command=_status)
     for command in (up, down, status):
-        command.add_argument("--dir", type=Path, metavar="DIR", help="its folder (default: runs/federation)")
+        command.add_argument("--dir", type=Path, metavar="DIR", help="its folder (default: $FEDSUB_RUNS/federation)")
     keys = federation.add_parser("keys", help="make what is missing of a federation's certificates and keys")
     keys.add_argument("folder", type=Path, metavar="DIR")
     keys.add_argument(

@@ -41,8 +41,8 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
-    ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where clients have personal positions: intersection over union
-    of the clients' masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
+    ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where several clients have personal positions: intersection
+    over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
     ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, of pairs that have so many labels in common,
     what independent masks of those sizes would have, and the correlation over all pairs of what is above that with the
     labels in common.
@@ -258,6 +258,8 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
         rounds.append(checkpoint.round)
         rows += [[checkpoint.round, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
         outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
+    if not pairs.any():  # one client
+        return _mask_size(folder, outside, lines)
     wide = min(6, len(last))
     high = -(-len(last) // wide)
     drawing = figure(2.2 * wide, 2.3 * high)

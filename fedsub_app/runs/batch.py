@@ -9,8 +9,10 @@ import logging
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
@@ -35,6 +37,7 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 
 LOOK_SECONDS = 2.0
+KILLED = "not run: a process was killed (out of memory?); the same command goes on"
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,23 @@ class Job:
         return resolve(self.overrides)
 
     def summary(self) -> Json | None:
-        """Return the summary of a complete run of these settings; a key that it did not know has its default."""
+        """Return the summary of a complete run of these settings."""
         with contextlib.suppress(UserError):
-            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
             summary = read_json(self.folder / "summary.json")
-            if recorded.digest() == self.settings.digest() and summary.get("status") == "completed":
+            if self._begun() and summary.get("status") == "completed":
                 return summary
         return None
 
     def lines(self) -> list[Json]:
-        """Return the lines of the rounds that are on disk."""
-        return read_rounds(self.folder)
+        """Return the lines of the rounds that are on disk; none where they are of a run of other settings."""
+        return read_rounds(self.folder) if self._begun() else []
+
+    def _begun(self) -> bool:
+        """Say whether a run of these settings is on disk; a key that it did not know has its default."""
+        with contextlib.suppress(UserError):
+            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
+            return recorded.digest() == self.settings.digest()
+        return False
 
 
 def gpus_of(settings: Iterable[Settings]) -> list[str]:
@@ -73,6 +82,8 @@ def run_all(
     jobs: Iterable[Job], workers: int | None = None, gpus: Sequence[str] = (), total: int | None = None
 ) -> list[tuple[Job, str]]:
     """Run the jobs, say what is done and how long is left; returns those that failed and why.
+
+    A process that is killed takes the others with it: what they ran, and what waited, has failed.
 
     Parameters
     ----------
@@ -98,14 +109,21 @@ def run_all(
         running: dict[Future[str], Job] = {}
         while True:
             for job in islice(waiting, workers - len(running)):
-                running[pool.submit(run_job, job.overrides, job.folder)] = job
+                try:
+                    running[pool.submit(run_job, job.overrides, job.folder)] = job
+                except BrokenProcessPool:
+                    # Jobs that are made one by one are not asked for: what Optuna proposes depends on those before.
+                    failures += [(each, KILLED) for each in (job, *(waiting if isinstance(jobs, Sequence) else ()))]
+                    waiting = iter(())
+                    break
                 progress.begin(job)
             if not running:
                 return failures
             done, _ = wait(running, timeout=LOOK_SECONDS)
             for future in done:
                 job = running.pop(future)
-                reason = future.exception() or future.result()
+                error = future.exception()
+                reason = KILLED if isinstance(error, BrokenProcessPool) else error or future.result()
                 if reason:
                     failures.append((job, str(reason)))
                 progress.end(job, failed=bool(reason))
@@ -146,22 +164,37 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     log = logging.getLogger("fedsub")
     keys = dict(overrides)
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
+        log.setLevel(logging.INFO)
+        log.propagate = False
         if (folder / "settings.json").exists():
             with contextlib.suppress(UserError):
                 recorded = read_json(folder / "settings.json")["settings"]
                 # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
                 keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
         if not keys.get("resume") and folder.exists():
-            shutil.rmtree(folder)  # of other settings: nothing in it belongs to this batch
-        folder.mkdir(parents=True, exist_ok=True)
-        log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
-        log.setLevel(logging.INFO)
-        log.propagate = False
+            _clear(folder, log)
         run_and_report(LocalGrid(app, keys), settings_of(keys))
         shutil.rmtree(folder / "clients", ignore_errors=True)
     except (UserError, RunFailed) as error:
         return str(error)
     return ""
+
+
+def _clear(folder: Path, log: logging.Logger) -> None:
+    """Delete a run of other settings; one that has ended, or that cannot be read, gets another name instead."""
+    keep = (folder / "summary.json").exists()
+    try:
+        if (folder / "settings.json").exists():
+            settings_of({"run-dir": str(folder), "resume": True})
+    except UserError:
+        keep = True
+    if keep:
+        kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
+        log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
+    else:
+        shutil.rmtree(folder)
 
 
 def commits(jobs: Sequence[Job]) -> str:

@@ -292,28 +292,33 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
 
 
 def runs_folder() -> Path:
-    """Return the folder of all runs: $FEDSUB_RUNS, else ./runs."""
+    """Return the folder of all runs: $FEDSUB_RUNS (``make setup``: the checkout's runs/), else ./runs."""
     return Path(os.environ.get("FEDSUB_RUNS", "runs"))
 
 
 def new_folder(settings: Settings) -> Path:
-    """Return the directory, which does not exist yet, of a run whose ``run-dir`` is empty."""
+    """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
     name = settings.experiment or f"{settings.method}-{settings.dataset}"
     name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")
     return _new(runs_folder().resolve(), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}")
 
 
 def reports_folder() -> Path:
-    """Return a folder, which does not exist yet, for a comparison of runs."""
+    """Make and return an empty folder for a comparison of runs; :class:`UserError` if it cannot."""
     return _new(runs_folder() / "reports", time.strftime("%Y%m%d-%H%M%S"))
 
 
 def _new(root: Path, stamp: str) -> Path:
-    return next(
-        path
-        for number in range(1, 1000)
-        if not (path := root / (stamp if number == 1 else f"{stamp}-{number}")).exists()
-    )
+    path = root / stamp
+    for number in range(2, 1000):
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:  # of another one of this second
+            path = root / f"{stamp}-{number}"
+        except OSError as error:
+            raise UserError(f"{path}: cannot be made ({error.strerror})") from None
+    raise UserError(f"{path}: there already")
 
 
 def _commit() -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.analysis import Masks, last_masks
+from fedsub_app.runs.analysis import COVERED_BY, Masks, last_masks
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.runs.pictures import (
     AXES,
@@ -47,7 +47,6 @@ MASK_LINES = {
     "personal-fraction": ("Personal part of the model, mean over the clients", "personal (%)", 0.01),
     "pruned-fraction": ("Pruned part of the model, mean over the clients", "pruned (%)", 0.01),
 }
-COVERED_BY = ("no client", "one client", "several clients")
 MOST_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 DARK = 0.55  # of a cell, from which on its number is white
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,11 +96,11 @@ class Record:
         words = ["fedsub", "run", *([experiment] if experiment else [])]
         for key, value in settings.items():
             if key not in LOCATION_KEYS and before.get(key) != value:
-                words += ["-s", shlex.quote(f"{key}={_written(key, value)}")]
+                words += ["-s", shlex.quote(f"{key}={written(key, value)}")]
         return " ".join(words)
 
 
-def _written(key: str, value: Value) -> str:
+def written(key: str, value: Value) -> str:
     """Return a value so that ``parse_pairs`` reads it as it is."""
     if isinstance(value, str) and parse_pairs([f"{key}={value}"]) == {key: value}:
         return value
@@ -359,14 +359,9 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-EXPORTS: dict[str, Callable[[Mapping[str, Record]], tuple[list[str], list[list[Any]]]]] = {
-    "rounds": table_of_rounds,
-    "clients": table_of_clients,
-}
-
-
-def export(folders: Sequence[Path], what: str = "rounds") -> str:
-    """Return the rounds of some runs, or the clients' numbers in them (``"clients"``), as CSV."""
+def export(folders: Sequence[Path], clients: bool = False) -> str:
+    """Return the rounds of some runs, or their clients' numbers, as CSV."""
     records = [read_run(folder) for folder in folders]
     names = names_of(folders, [record.settings for record in records])
-    return csv_text(*EXPORTS[what](dict(zip(names, records, strict=True))))
+    table = table_of_clients if clients else table_of_rounds
+    return csv_text(*table(dict(zip(names, records, strict=True))))

@@ -99,6 +99,18 @@ def summary_table(summary: Json) -> str:
     return "\n".join(["", *(f"{name:<{width}}  {text}" for name, text in rows), ""])
 
 
+def comparisons(folders: Sequence[Path]) -> str:
+    """Return :func:`compare` and :func:`compare_costs` of the runs of each data set, in the order given."""
+    sections: dict[str, list[Path]] = {}
+    for folder in folders:
+        sections.setdefault(str(read_run(folder).settings.get("dataset", "")), []).append(folder)
+    texts = []
+    for section, runs in sections.items():
+        if len(runs) > 1:
+            texts += [f"{section}:"] * (len(sections) > 1) + [compare(runs), compare_costs(runs)]
+    return "\n\n".join(filter(None, texts))
+
+
 def compare(folders: Sequence[Path]) -> str:
     """Return a Markdown table: each run's last accuracy beside the first run's at the same cost.
 
