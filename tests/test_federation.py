@@ -257,6 +257,7 @@ def test_a_node_that_leaves_is_asked_no_more() -> None:
         found = [client for client, _, _ in fed.answers(phase, fed.exchange(Dying(answering, {}, 2), phase), nothing)]  # type: ignore[arg-type]
         assert sorted(drop.client for drop in phase.dropped) == lost
         assert found == [client for client in range(10) if client not in lost]
+        assert phase.held == 0, "no answer waits for a client that nobody will ask"
 
 
 # --- the roll call --------------------------------------------------------------------------------------------------

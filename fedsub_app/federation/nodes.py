@@ -20,7 +20,7 @@ from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.phase import Dropped, Phase
+from fedsub_app.federation.phase import AWAY, Dropped, Phase
 from fedsub_app.federation.protocol import (
     STAMP,
     BadReply,
@@ -120,7 +120,7 @@ class Federation:
             if node:
                 queues.setdefault(node.node_id, deque()).append(client)
             else:
-                dropped.append(Dropped(client, "its node is away"))
+                dropped.append(Dropped(client, AWAY))
         return queues, dropped
 
     def ask(
@@ -240,33 +240,29 @@ class Federation:
         clients that were not asked are ignored and logged.
         """
         found: dict[int, tuple[Answer, float]] = {}
-        reasons = dict.fromkeys(phase.clients, "no reply within round-timeout")
         order = deque(phase.clients)
         for reply in replies:
             clients = phase.clients_of(reply)
-            if not clients or clients[0] not in reasons or clients[0] in found:
+            if not clients or clients[0] not in phase.open:
                 log.warning("ignored a reply of node %s: not asked for, or a second one", reply.metadata.src_node_id)
                 continue
             try:
                 parts = self._parts(phase, reply, {client: expected(client) for client in clients})
             except BadReply as error:
-                lost = dict.fromkeys(clients, str(error))
+                phase.drop(clients, str(error))
             else:
-                lost = {client: "its node's reply does not hold it" for client in clients if client not in parts}
+                phase.drop([client for client in clients if client not in parts], "its node's reply does not hold it")
+                phase.open -= parts.keys()
                 size = wire_bytes(reply.content) / len(clients)
                 found |= {client: (part, size) for client, part in parts.items()}
-            phase.dropped += [Dropped(client, reason) for client, reason in lost.items()]
-            for client in clients:
-                del reasons[client]
             if not in_order:
                 yield from (found.pop(client)[0] for client in clients if client in found)
                 continue
-            while order and order[0] not in reasons:
+            while order and order[0] not in phase.open:
                 if (ready := found.pop(order.popleft(), None)) is not None:
                     yield ready[0]
             phase.held = int(sum(size for _, size in found.values()))
-        gone = {drop.client for drop in phase.dropped}
-        phase.dropped += [Dropped(client, reason) for client, reason in reasons.items() if client not in gone]
+        phase.drop(sorted(phase.open), "no reply within round-timeout")
         yield from (found[client][0] for client in order if client in found)
 
     def _parts(self, phase: Phase, reply: Message, asked: Mapping[int, Mapping[str, Spec]]) -> dict[int, Answer]:

@@ -2,13 +2,15 @@
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message, Metadata
 
 from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json
+
+AWAY = "its node is away"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Phase:
     ----------
     sent : what Flower knows of each message, with the clients whose tasks it holds.
     dropped : clients whose answer does not count, and why.
+    open : clients that have neither answered nor been dropped yet.
     report : what the round's line says of this phase (JSON-able).
     nonce : in its messages, and repeated in their replies, so that none of an earlier phase can be sent again.
     bytes_down, bytes_up : on the wire, so far.
@@ -62,6 +65,7 @@ class Phase:
         self._make = make
         distinct = {id(queue): queue for queue in self._queues.values()}
         self.clients = sorted(client for queue in distinct.values() for client in queue)
+        self.open = set(self.clients)
         self.shared = len(distinct) < len(self._queues)
 
     @property
@@ -114,8 +118,13 @@ class Phase:
                     left = True
                     yield message
 
+    def drop(self, clients: Collection[int], reason: str) -> None:
+        """Take note that there will be no answer of these clients that counts."""
+        self.dropped += [Dropped(client, reason) for client in clients]
+        self.open.difference_update(clients)
+
     def give_up(self, node_id: int) -> None:
         """Ask a node for no more clients; those that no other node may be asked for are dropped."""
         queue = self._queues.pop(node_id, None)
         if queue and not any(other is queue for other in self._queues.values()):
-            self.dropped += [Dropped(client, "its node is away") for client in queue]
+            self.drop(queue, AWAY)
