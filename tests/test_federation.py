@@ -260,6 +260,28 @@ def test_a_node_that_leaves_is_asked_no_more() -> None:
         assert phase.held == 0, "no answer waits for a client that nobody will ask"
 
 
+@pytest.mark.parametrize("ids", [[""], []])
+def test_a_node_that_has_left_gets_no_message(ids: list[str]) -> None:
+    """Flower takes none for it, and says so by an empty id or none at all."""
+
+    class Without(LocalGrid):
+        pushed = 0
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            if [message.metadata.dst_node_id for message in messages] == [3]:
+                self.pushed += 1
+                return ids
+            return super().push_messages(messages)
+
+    fed = federation(num_clients=6, message_clients=1, placement="pinned")
+    fed.roll.nodes = nodes(2)
+    phase = ask(fed, range(6))
+    grid = Without(answering, {}, 2)  # type: ignore[arg-type]
+    assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == [0, 2, 4]
+    assert phase.dropped == [Dropped(client, "its node is away") for client in (1, 3, 5)]
+    assert grid.pushed == 1
+
+
 # --- the roll call --------------------------------------------------------------------------------------------------
 
 

@@ -193,9 +193,9 @@ class Federation:
                 if message.metadata.message_id not in again and _lost_settings(reply):
                     known, content = message.metadata, message.content
                     message = Message(with_header(content, self.told), node_id, phase.kind, group_id=known.group_id)
-                    _push(grid, message, flying)
-                    again.add(message.metadata.message_id)
                     phase.again(message, known)
+                    _push(grid, phase, message, flying)
+                    again.add(message.metadata.message_id)
                 else:
                     found.append(reply)
             elapsed = time.monotonic() - start
@@ -217,7 +217,7 @@ class Federation:
                 if load[node_id] < wanted and not full:
                     message = phase.next_message(node_id, most)
                     if message:
-                        _push(grid, message, flying)
+                        _push(grid, phase, message, flying)
                         load[node_id] += 1
         return bool(flying)
 
@@ -290,8 +290,11 @@ class Federation:
         return found
 
 
-def _push(grid: Grid, message: Message, flying: dict[str, Message]) -> None:
-    flying |= {message_id: message for message_id in grid.push_messages([message]) if message_id}
+def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Message]) -> None:
+    taken = [message_id for message_id in grid.push_messages([message]) if message_id]
+    flying |= dict.fromkeys(taken, message)
+    if not taken:
+        phase.not_taken(message)
 
 
 def _wait(grid: Grid, elapsed: float) -> None:

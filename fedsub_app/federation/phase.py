@@ -123,6 +123,11 @@ class Phase:
         self.dropped += [Dropped(client, reason) for client in clients]
         self.open.difference_update(clients)
 
+    def not_taken(self, message: Message) -> None:
+        """Take note that Flower does not know the node of a message any more: its clients are dropped."""
+        self.drop(next(clients for metadata, clients in self.sent if metadata is message.metadata), AWAY)
+        self.give_up(message.metadata.dst_node_id)
+
     def give_up(self, node_id: int) -> None:
         """Ask a node for no more clients; those that no other node may be asked for are dropped."""
         queue = self._queues.pop(node_id, None)
