@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,7 +26,19 @@ from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import HEADER, STAMP, TENSORS, Spec, Task, pack, to_arrays, to_tensors, unpack
+from fedsub_app.federation.protocol import (
+    HEADER,
+    STAMP,
+    TENSORS,
+    UNKNOWN_SETTINGS,
+    Spec,
+    Task,
+    pack,
+    to_arrays,
+    to_tensors,
+    unpack,
+    wire_bytes,
+)
 from fedsub_app.federation.roll import Node
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
@@ -797,6 +810,40 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
     _, folder = run_local("lost", grid=lambda _, keys: LocalGrid(run, keys))  # type: ignore[arg-type]
     assert rounds(folder) == rounds(whole)
     assert ["settings" in header for header in headers[:6]] == [True, False, True, False, True, False]
+
+
+def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None:
+    """The server keeps no message that is on its way; what it sends twice counts twice, but for the papers' formula."""
+    alive: list[weakref.ref[Message]] = []
+    sent: list[int] = []
+    headers: list[Json] = []
+
+    class Watched(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            alive.extend(weakref.ref(message) for message in messages)
+            sent.extend(wire_bytes(message.content) for message in messages)
+            return super().push_messages(messages)
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            assert not [message for message in alive if message()]
+            return super().pull_messages(message_ids)
+
+    def run(message: Message, context: Context) -> Message:
+        header, parts = unpack(message.content)
+        headers.append(header)
+        assert all(tensors["w"] == config["client"] for config, tensors in parts)
+        lost = context.node_id == 3 and "settings" not in header
+        answer = pack(UNKNOWN_SETTINGS | {key: header[key] for key in STAMP}, []) if lost else None
+        return Message(answer, reply_to=message) if answer else answering(message, context)
+
+    fed = Federation(resolve({"num-clients": 5, "placement": "pinned"}), {"run": "this"}, {"seed": 3})
+    fed.roll.nodes = nodes(2)
+    phase = ask(fed, range(5), task=lambda client: Task(client, {"w": torch.full((1,), float(client))}))
+    grid = Watched(run, {}, 2)  # type: ignore[arg-type]
+    assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == list(range(5))
+    assert ["settings" in header for header in headers] == [False, False, True]
+    assert phase.bytes_down == sum(sent)
+    assert phase.formula_down == 5 * 4
 
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:

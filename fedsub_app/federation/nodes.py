@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from flwr.app import Message
+from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
@@ -32,7 +32,6 @@ from fedsub_app.federation.protocol import (
     pack,
     unpack_reply,
     wire_bytes,
-    with_header,
 )
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
@@ -143,7 +142,7 @@ class Federation:
         queues, dropped = self.hosts(sorted(clients))
         budget = self.settings.message_mb * 2**20
 
-        def make(node_id: int, queue: deque[int], most: int) -> tuple[Message, list[int]]:
+        def make(node_id: int, queue: deque[int], most: int, again: bool) -> tuple[Message, list[int]]:
             parts: list[tuple[Json, Tensors]] = []
             known: set[int] = set()  # tensor objects that the message has: it carries each of them once
             size = 0
@@ -154,10 +153,12 @@ class Federation:
                 if parts and size + more > budget:
                     break
                 known |= new.keys()
-                size, phase.formula_down = size + more, phase.formula_down + formula_bytes(one.tensors)
+                size += more
                 parts.append(({"client": queue.popleft()} | one.config, one.tensors))
-            message = Message(pack(header, parts), node_id, kind, group_id=str(server_round))
-            phase.bytes_down += wire_bytes(message.content)
+            content = pack(header | self.told if again else header, parts)
+            message = Message(content, node_id, kind, group_id=str(server_round))
+            phase.bytes_down += wire_bytes(content)
+            phase.formula_down += 0 if again else sum(formula_bytes(tensors) for _, tensors in parts)
             return message, [config["client"] for config, _ in parts]
 
         phase = Phase(kind, server_round, queues, make, dropped)
@@ -172,30 +173,25 @@ class Federation:
         shared queue while many answers wait for an earlier client's. A node that has lost the settings gets its message
         again with them. Replies that nobody waits for any more are thrown away before a later phase.
         """
-        flying: dict[str, Message] = {}
+        flying: dict[str, Metadata] = {}  # without their content, of which each may be a model
         try:
             yield from self._replies(grid, phase, flying)
         finally:
             self.late |= flying.keys()
 
-    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> Iterator[Message]:
+    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> Iterator[Message]:
         start = time.monotonic()
         again: set[str] = set()
         while self._hand_out(grid, phase, flying):
             found = []
             for reply in grid.pull_messages(list(flying)):
-                message = flying.pop(reply.metadata.reply_to_message_id, None)
-                if message is None:
+                sent = flying.pop(reply.metadata.reply_to_message_id, None)
+                if sent is None:
                     continue
-                node_id = message.metadata.dst_node_id
-                if reply.has_error() and node_id not in set(grid.get_node_ids()):
-                    phase.give_up(node_id)
-                if message.metadata.message_id not in again and _lost_settings(reply):
-                    known, content = message.metadata, message.content
-                    message = Message(with_header(content, self.told), node_id, phase.kind, group_id=known.group_id)
-                    phase.again(message, known)
-                    _push(grid, phase, message, flying)
-                    again.add(message.metadata.message_id)
+                if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
+                    phase.give_up(sent.dst_node_id)
+                if sent.message_id not in again and _lost_settings(reply):
+                    again.add(_push(grid, phase, phase.again(sent), flying))
                 else:
                     found.append(reply)
             elapsed = time.monotonic() - start
@@ -207,9 +203,9 @@ class Federation:
             else:
                 _wait(grid, elapsed)
 
-    def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> bool:
+    def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
         """Give the nodes what they may have; says whether any message is not answered yet."""
-        load = Counter(message.metadata.dst_node_id for message in flying.values())
+        load = Counter(metadata.dst_node_id for metadata in flying.values())
         for wanted in range(1, IN_FLIGHT + 1):
             most = phase.most(self.settings.message_clients)  # the same for nodes that are free at the same time
             for node_id in phase.nodes:
@@ -290,11 +286,14 @@ class Federation:
         return found
 
 
-def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Message]) -> None:
-    taken = [message_id for message_id in grid.push_messages([message]) if message_id]
-    flying |= dict.fromkeys(taken, message)
-    if not taken:
+def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata]) -> str:
+    """Hand a message out; returns its id, "" where Flower has not taken it."""
+    message_id = next(iter(grid.push_messages([message])), "")
+    if message_id:
+        flying[message_id] = message.metadata
+    else:
         phase.not_taken(message)
+    return message_id
 
 
 def _wait(grid: Grid, elapsed: float) -> None:

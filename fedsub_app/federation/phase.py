@@ -33,7 +33,8 @@ class Phase:
     ----------
     kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
     queues : node id -> the clients that it may be asked for, sorted; nodes that share one take the next ones in turn.
-    make : takes clients off the front of a queue, at most so many, and returns their message to a node.
+    make : takes clients off the front of a queue, at most so many, and returns their message to a node; called with
+        ``True`` the message is made a second time, with the settings.
 
     Attributes
     ----------
@@ -52,7 +53,7 @@ class Phase:
         kind: str = "",
         round_: int = 0,
         queues: Mapping[int, deque[int]] | None = None,
-        make: "Callable[[int, deque[int], int], tuple[Message, list[int]]] | None" = None,
+        make: "Callable[[int, deque[int], int, bool], tuple[Message, list[int]]] | None" = None,
         dropped: Iterable[Dropped] = (),
     ) -> None:
         self.kind, self.round = kind, round_
@@ -99,13 +100,17 @@ class Phase:
         if not queue:
             return None
         assert self._make
-        message, clients = self._make(node_id, queue, most)
+        message, clients = self._make(node_id, queue, most, False)
         self.sent.append((message.metadata, clients))
         return message
 
-    def again(self, message: Message, metadata: Metadata) -> None:
-        """Take note that a message takes the place of one that was not answered."""
-        self.sent = [(message.metadata if sent is metadata else sent, clients) for sent, clients in self.sent]
+    def again(self, sent: Metadata) -> Message:
+        """Make a message again, with the settings; it takes the place of the one that was not answered."""
+        assert self._make
+        place, clients = next((k, clients) for k, (metadata, clients) in enumerate(self.sent) if metadata is sent)
+        message, _ = self._make(sent.dst_node_id, deque(clients), len(clients), True)
+        self.sent[place] = (message.metadata, clients)
+        return message
 
     def __iter__(self) -> Iterator[Message]:
         """Make all messages, for the nodes in turn."""
