@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 from safetensors.torch import load_file
 
@@ -203,6 +203,17 @@ def test_nodes_that_share_a_queue_get_smaller_messages_towards_its_end() -> None
     fed = federation(num_clients=16)
     fed.roll.nodes = nodes(2)
     assert sizes(ask(fed, range(16))) == [4, 4, 2, 2, 1, 1, 1, 1], "the same for nodes that are free at the same time"
+
+
+def test_messages_live_as_long_as_the_round() -> None:
+    """Flower throws a message away after its ttl, and with it what is answered later."""
+    LocalGrid(app, {})  # says who sends messages
+    for timeout, seconds in ((60.0, DEFAULT_TTL), (100_000.0, 100_000.0)):
+        fed = federation(round_timeout=timeout)
+        fed.roll.nodes = nodes(1)
+        phase = ask(fed, [0])
+        (message,) = phase
+        assert message.metadata.ttl == phase.again(message.metadata).metadata.ttl == seconds
 
 
 def answering(message: Message, context: Context) -> Message:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from flwr.app import Message, Metadata
+from flwr.app import DEFAULT_TTL, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
@@ -141,6 +141,7 @@ class Federation:
         """
         queues, dropped = self.hosts(sorted(clients))
         budget = self.settings.message_mb * 2**20
+        lifetime = max(DEFAULT_TTL, self.settings.round_timeout)  # Flower throws away what is older
 
         def make(node_id: int, queue: deque[int], most: int, again: bool) -> tuple[Message, list[int]]:
             parts: list[tuple[Json, Tensors]] = []
@@ -156,7 +157,7 @@ class Federation:
                 size += more
                 parts.append(({"client": queue.popleft()} | one.config, one.tensors))
             content = pack(header | self.told if again else header, parts)
-            message = Message(content, node_id, kind, group_id=str(server_round))
+            message = Message(content, node_id, kind, ttl=lifetime, group_id=str(server_round))
             phase.bytes_down += wire_bytes(content)
             phase.formula_down += 0 if again else sum(formula_bytes(tensors) for _, tensors in parts)
             return message, [config["client"] for config, _ in parts]
