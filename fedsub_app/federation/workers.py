@@ -35,6 +35,7 @@ from fedsub_app.federation.protocol import HEADER, TENSORS, unpack
 
 SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
+MAPPED = 1 << 20  # bytes from which on a message is mapped, which holds a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
 
 
@@ -235,12 +236,13 @@ def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None
 
 
 def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
-    """Return what :func:`_send` sent; the arrays are views of the file. EOFError: the other end is closed."""
+    """Return what :func:`_send` sent; the arrays share its bytes. EOFError: the other end is closed."""
     said, descriptors, *_ = socket.recv_fds(source, 1, 1)
     if not said or not descriptors:
         raise EOFError
     with os.fdopen(descriptors[0], "rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        number, size = file.fileno(), os.fstat(file.fileno()).st_size
+        view = memoryview(os.pread(number, size, 0) if size < MAPPED else mmap.mmap(number, 0, access=mmap.ACCESS_READ))
     start = LENGTH + int.from_bytes(view[:LENGTH], "little")
     about = json.loads(bytes(view[LENGTH:start]))
     arrays = ArrayRecord(
