@@ -108,15 +108,16 @@ class Federation:
         if self.settings.private_examples:
             placement = "pinned"
         if placement == "auto":
-            placement = "balanced" if all(node.simulated for node in nodes) else "pinned"
+            placement = "balanced" if self.simulated else "pinned"
         if placement == "balanced" and nodes:
             queue = deque(clients)
             return {node.node_id: queue for node in nodes}, []
         queues: dict[int, deque[int]] = {}
         dropped = []
+        hosts = {node.partition_id: node for node in nodes}
+        count = nodes[0].num_partitions if nodes else 1  # all say the same
         for client in clients:
-            node = next((node for node in nodes if client % node.num_partitions == node.partition_id), None)
-            if node:
+            if node := hosts.get(client % count):
                 queues.setdefault(node.node_id, deque()).append(client)
             else:
                 dropped.append(Dropped(client, AWAY))
