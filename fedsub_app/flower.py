@@ -95,7 +95,9 @@ def connect(name: str, lines: Sequence[str]) -> Path:
     Without lines there is none of that name any more.
     """
     config = _home() / CONFIG
-    text = re.sub(rf"^\[superlink\.{re.escape(name)}\]\n(?:(?!\[).*\n?)*", "", _config_text(), flags=re.MULTILINE)
+    # Its table and those in it, each up to the next one or the comments above that.
+    header, line = rf"\[superlink\.{re.escape(name)}(?:\.[^\]\n]*)?\].*\n?", r"(?!(?:[ \t]*#.*\n\s*)*\[).*\n?"
+    text = re.sub(f"^{header}(?:{line})*", "", _config_text(), flags=re.MULTILINE)
     if lines:
         text = f"{text.rstrip()}\n\n" + "\n".join([f"[superlink.{name}]", *lines]) + "\n"
     config.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from federations import Deployed, deployed, ended, left, pairs, wait_for
 from helpers import fedsub, free_port, rounds
 
 from fedsub_app.common.files import write_json
+from fedsub_app.deployment import federation
 from fedsub_app.deployment.federation import STATE
 
 DIGITS = ["fedpews/digits", *pairs({"num-rounds": 3, "fedpews.warmup-rounds": 2, "train-per-class": 40})]
@@ -121,6 +122,17 @@ def test_a_wrong_federation_is_one_line(arguments: list[str], said: str, tmp_pat
     assert main(["federation", *arguments, "--dir", str(folder)]) == 2
     assert capfd.readouterr().err == f"error: {said.replace('DIR', str(folder))}\n"
     assert not (folder / STATE).exists()
+
+
+def test_each_node_has_a_port_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    """Those of the last time are drawn again, too: others may listen there by now."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    drawn = iter([7, 7, 8, 7, 9, 10])
+    monkeypatch.setattr(federation, "free_port", lambda: next(drawn))
+    monkeypatch.setattr(federation, "answers", lambda _: False)
+    before = federation.Federation(nodes=3, partitions=3, port=7, node_ports=[11, 11, 11])
+    found = federation._configured(tmp_path, before, False, {})
+    assert (found.port, sorted(found.node_ports)) == (7, [8, 9, 10])
 
 
 def test_a_process_id_that_others_have_now_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:

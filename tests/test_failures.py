@@ -1,6 +1,9 @@
 """The machine fails, not a client: memory used up or a GPU lost, on simulated nodes and on real ones."""
 
 import contextlib
+import errno
+import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +93,41 @@ def test_used_up_memory_ends_the_run_which_goes_on_with_less(
     summary, folder = run_local("run", resume=True, message_clients=1, **keys)
     assert summary["status"] == "completed"
     assert result(folder) == result(whole)
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "said"),
+    [
+        (errno.EMFILE, "_send", r"worker processes: OSError: \[Errno 24\] Too many open files;"),
+        (errno.ENOSPC, "_send", r"worker processes: OSError: \[Errno 28\] No space left on device;"),
+        (errno.ENOMEM, "_send", "out of memory: OSError: .*; fewer --workers or message-clients take less, "),
+        (errno.EMFILE, "_receive", r"worker processes: OSError: \[Errno 24\] Too many open files;"),
+    ],
+)
+def test_a_message_that_this_machine_has_no_room_for_ends_the_run(
+    number: int, what: str, said: str, run_local: Run, two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reply is taken for that of another message."""
+    real, process, calls = getattr(workers, what), os.getpid(), iter(range(100))
+
+    def full(*of: Any) -> Any:
+        if os.getpid() == process and next(calls) == 5:
+            raise OSError(number, os.strerror(number))
+        return real(*of)
+
+    monkeypatch.setattr(workers, what, full)
+    with pytest.raises(RunFailed, match=rf"^{said}.*--resume .* goes on$") as failure:
+        run_local("run", two.grid, num_clients=4, message_clients=1)
+    assert "\n" not in str(failure.value)
+    assert not [line["dropped"] for line in rounds(failure.value.folder)[1:] if line["dropped"]]
+
+
+def test_a_descriptor_that_this_process_has_no_room_for() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(b"m")
+        with pytest.raises(OSError, match="Too many open files"):
+            workers._receive(theirs)
 
 
 def test_clients_trained_together_run_out_of_memory_together(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 from safetensors.torch import load_file
 
@@ -25,7 +26,19 @@ from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import HEADER, STAMP, TENSORS, Spec, Task, pack, to_arrays, to_tensors, unpack
+from fedsub_app.federation.protocol import (
+    HEADER,
+    STAMP,
+    TENSORS,
+    UNKNOWN_SETTINGS,
+    Spec,
+    Task,
+    pack,
+    to_arrays,
+    to_tensors,
+    unpack,
+    wire_bytes,
+)
 from fedsub_app.federation.roll import Node
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
@@ -192,6 +205,17 @@ def test_nodes_that_share_a_queue_get_smaller_messages_towards_its_end() -> None
     assert sizes(ask(fed, range(16))) == [4, 4, 2, 2, 1, 1, 1, 1], "the same for nodes that are free at the same time"
 
 
+def test_messages_live_as_long_as_the_round() -> None:
+    """Flower throws a message away after its ttl, and with it what is answered later."""
+    LocalGrid(app, {})  # says who sends messages
+    for timeout, seconds in ((60.0, DEFAULT_TTL), (100_000.0, 100_000.0)):
+        fed = federation(round_timeout=timeout)
+        fed.roll.nodes = nodes(1)
+        phase = ask(fed, [0])
+        (message,) = phase
+        assert message.metadata.ttl == phase.again(message.metadata).metadata.ttl == seconds
+
+
 def answering(message: Message, context: Context) -> Message:
     """A ClientApp whose clients answer without tensors."""
     header, parts = unpack(message.content)
@@ -257,6 +281,29 @@ def test_a_node_that_leaves_is_asked_no_more() -> None:
         found = [client for client, _, _ in fed.answers(phase, fed.exchange(Dying(answering, {}, 2), phase), nothing)]  # type: ignore[arg-type]
         assert sorted(drop.client for drop in phase.dropped) == lost
         assert found == [client for client in range(10) if client not in lost]
+        assert phase.held == 0, "no answer waits for a client that nobody will ask"
+
+
+@pytest.mark.parametrize("ids", [[""], []])
+def test_a_node_that_has_left_gets_no_message(ids: list[str]) -> None:
+    """Flower takes none for it, and says so by an empty id or none at all."""
+
+    class Without(LocalGrid):
+        pushed = 0
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            if [message.metadata.dst_node_id for message in messages] == [3]:
+                self.pushed += 1
+                return ids
+            return super().push_messages(messages)
+
+    fed = federation(num_clients=6, message_clients=1, placement="pinned")
+    fed.roll.nodes = nodes(2)
+    phase = ask(fed, range(6))
+    grid = Without(answering, {}, 2)  # type: ignore[arg-type]
+    assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == [0, 2, 4]
+    assert phase.dropped == [Dropped(client, "its node is away") for client in (1, 3, 5)]
+    assert grid.pushed == 1
 
 
 # --- the roll call --------------------------------------------------------------------------------------------------
@@ -774,6 +821,40 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
     _, folder = run_local("lost", grid=lambda _, keys: LocalGrid(run, keys))  # type: ignore[arg-type]
     assert rounds(folder) == rounds(whole)
     assert ["settings" in header for header in headers[:6]] == [True, False, True, False, True, False]
+
+
+def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None:
+    """The server keeps no message that is on its way; what it sends twice counts twice, but for the papers' formula."""
+    alive: list[weakref.ref[Message]] = []
+    sent: list[int] = []
+    headers: list[Json] = []
+
+    class Watched(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            alive.extend(weakref.ref(message) for message in messages)
+            sent.extend(wire_bytes(message.content) for message in messages)
+            return super().push_messages(messages)
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            assert not [message for message in alive if message()]
+            return super().pull_messages(message_ids)
+
+    def run(message: Message, context: Context) -> Message:
+        header, parts = unpack(message.content)
+        headers.append(header)
+        assert all(tensors["w"] == config["client"] for config, tensors in parts)
+        lost = context.node_id == 3 and "settings" not in header
+        answer = pack(UNKNOWN_SETTINGS | {key: header[key] for key in STAMP}, []) if lost else None
+        return Message(answer, reply_to=message) if answer else answering(message, context)
+
+    fed = Federation(resolve({"num-clients": 5, "placement": "pinned"}), {"run": "this"}, {"seed": 3})
+    fed.roll.nodes = nodes(2)
+    phase = ask(fed, range(5), task=lambda client: Task(client, {"w": torch.full((1,), float(client))}))
+    grid = Watched(run, {}, 2)  # type: ignore[arg-type]
+    assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == list(range(5))
+    assert ["settings" in header for header in headers] == [False, False, True]
+    assert phase.bytes_down == sum(sent)
+    assert phase.formula_down == 5 * 4
 
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:

@@ -141,3 +141,22 @@ def test_a_connection_that_its_user_has_changed_is_left_alone(more: str, machine
     before = config.read_bytes()
     flower.setup()
     assert config.read_bytes() == before
+
+
+def test_a_connection_of_nested_tables_is_replaced_as_a_whole(machine: Any) -> None:
+    """And nothing else: not the comments above the next table, not one whose name begins alike."""
+    config = machine(3, 2)
+    rest = '# my own\n[superlink.local-simulation-2]\naddress = ":local:"\n'
+    config.write_text(
+        '[superlink]\ndefault = "local-simulation"\n\n'
+        '[superlink.local-simulation]  # by hand\naddress = ":local:"\n\n'
+        "[superlink.local-simulation.options]\n# all cores\nnum-supernodes = 3\n\n"
+        "[superlink.local-simulation.options.backend]\nclient-resources.num-cpus = 1\n\n" + rest
+    )
+    assert any("local-simulation brought up to date" in line for line in flower.setup())
+    assert options(config)["options.backend.client-resources.num-gpus"] == 0.5
+    assert config.read_text().startswith(f'[superlink]\ndefault = "local-simulation"\n\n{rest}\n[superlink.local-sim')
+    before = config.read_text()
+    flower.connect("mine", ["insecure = true"])
+    flower.connect("mine", [])
+    assert config.read_text().rstrip() == before.rstrip()

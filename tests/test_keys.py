@@ -96,6 +96,15 @@ def test_what_is_there_stays(made: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {"server.key", "server.pem"}
 
 
+def test_a_pair_of_which_half_was_written_is_completed(tmp_path: Path) -> None:
+    """As by a process that was killed in between: the private key, which a SuperLink may know, stays."""
+    make_keys(tmp_path, nodes=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "node-0.pub").unlink()
+    assert make_keys(tmp_path, nodes=1) == [tmp_path / "node-0.pub"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:
     """It may lie elsewhere: only a new certificate needs it."""
     make_keys(tmp_path)

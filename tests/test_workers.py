@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import METHOD_KEYS, PATIENCE, fedsub, result, rounds
 
 import fedsub_app.client_app
 from fedsub_app.federation import workers
+from fedsub_app.federation.protocol import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.training.client_state import ClientState
 
@@ -74,6 +77,24 @@ def test_spawned_workers_give_the_same_bits(run_local, grids):
     _, alone = run_local("alone", num_clients=4)
     _, folder = run_local("spawned", grid=grids(2, "spawn"), num_clients=4)
     assert result(folder) == result(alone)
+
+
+def test_a_small_answer_that_waits_holds_no_descriptor():
+    """A simulation of many clients holds hundreds of them, and may open 1024 files."""
+    ours, theirs = socket.socketpair()
+
+    def sent(count: int) -> Any:
+        workers._send(ours, {"error": ""}, pack({}, [({"client": 0}, {"w": torch.arange(count)})]))
+        ((_, tensors),) = unpack(workers._receive(theirs)[1])[1]
+        assert torch.equal(tensors["w"], torch.arange(count))
+        return tensors
+
+    with ours, theirs:
+        before = os.listdir("/proc/self/fd")
+        held = [sent(1000) for _ in range(5)]
+        assert os.listdir("/proc/self/fd") == before
+        held += [sent(1 << 18)]
+        assert len(os.listdir("/proc/self/fd")) == len(before) + 1, "a large one is not copied"
 
 
 def once(marker: Path) -> bool:

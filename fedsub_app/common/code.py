@@ -7,7 +7,7 @@ from pathlib import Path
 
 @cache
 def code_digest() -> str:
-    """Hash of the source of our three packages as this process has imported them."""
+    """Hash of the source of our three packages as it lay on disk at the first call."""
     root = Path(__file__).resolve().parents[2]
     files = sorted(path for name in ("fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py"))
     digest = hashlib.sha256()

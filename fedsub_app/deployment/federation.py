@@ -131,7 +131,10 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
     found.port = found.port or free_port()
     if answers(found.port):
         raise UserError(f"--port {found.port}: another program listens there")
-    found.node_ports = [*found.node_ports, *(free_port() for _ in range(found.nodes))][: found.nodes]
+    ports = {found.port}
+    while len(ports) <= found.nodes:  # the same one may be drawn twice
+        ports.add(free_port())
+    found.node_ports = list(ports - {found.port})
     return found
 
 

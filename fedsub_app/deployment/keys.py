@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
+    load_ssh_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -79,10 +80,12 @@ def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int
         if not (folder / f"{owner}.secret").exists():
             write(f"{owner}.secret", secrets.token_bytes(32))
     for number in range(nodes):
-        if not (folder / f"node-{number}").exists():
-            private, public = _key_pair()
-            write(f"node-{number}", private)
-            write(f"node-{number}.pub", public, private=False)
+        name = f"node-{number}"
+        new = not (folder / name).exists()
+        if new:
+            write(name, _node_key())
+        if new or not (folder / f"{name}.pub").exists():
+            write(f"{name}.pub", _public(folder / name), private=False)
     return written
 
 
@@ -100,10 +103,16 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _key_pair() -> tuple[bytes, bytes]:
+def _node_key() -> bytes:
     key = ec.generate_private_key(ec.SECP384R1())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), public + b"\n"
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+
+
+def _public(path: Path) -> bytes:
+    """Return the public key of a node's private one."""
+    key = _read(path, lambda text: load_ssh_private_key(text, None))
+    assert key
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
 
 
 def _authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

@@ -52,8 +52,9 @@ def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
     A process id may have been given to another program since: it counts only with the same command line.
     """
     for process in processes.values():
-        with suppress(ChildProcessError):  # one that this process has started and that has ended is let go of
-            os.waitpid(process.pid or -1 << 20, os.WNOHANG)
+        if process.pid:
+            with suppress(ChildProcessError):  # one that this process has started and that has ended is let go of
+                os.waitpid(process.pid, os.WNOHANG)
     columns = ["ps", "-axww", "-o", "pid=,pgid=,stat=,rss=,args="]
     listed = subprocess.run(columns, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
     found: dict[str, dict[int, int]] = {}

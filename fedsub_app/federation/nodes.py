@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from flwr.app import Message
+from flwr.app import DEFAULT_TTL, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
@@ -20,7 +20,7 @@ from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.phase import Dropped, Phase
+from fedsub_app.federation.phase import AWAY, Dropped, Phase
 from fedsub_app.federation.protocol import (
     STAMP,
     BadReply,
@@ -32,7 +32,6 @@ from fedsub_app.federation.protocol import (
     pack,
     unpack_reply,
     wire_bytes,
-    with_header,
 )
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
@@ -109,18 +108,19 @@ class Federation:
         if self.settings.private_examples:
             placement = "pinned"
         if placement == "auto":
-            placement = "balanced" if all(node.simulated for node in nodes) else "pinned"
+            placement = "balanced" if self.simulated else "pinned"
         if placement == "balanced" and nodes:
             queue = deque(clients)
             return {node.node_id: queue for node in nodes}, []
         queues: dict[int, deque[int]] = {}
         dropped = []
+        hosts = {node.partition_id: node for node in nodes}
+        count = nodes[0].num_partitions if nodes else 1  # all say the same
         for client in clients:
-            node = next((node for node in nodes if client % node.num_partitions == node.partition_id), None)
-            if node:
+            if node := hosts.get(client % count):
                 queues.setdefault(node.node_id, deque()).append(client)
             else:
-                dropped.append(Dropped(client, "its node is away"))
+                dropped.append(Dropped(client, AWAY))
         return queues, dropped
 
     def ask(
@@ -142,8 +142,9 @@ class Federation:
         """
         queues, dropped = self.hosts(sorted(clients))
         budget = self.settings.message_mb * 2**20
+        lifetime = max(DEFAULT_TTL, self.settings.round_timeout)  # Flower throws away what is older
 
-        def make(node_id: int, queue: deque[int], most: int) -> tuple[Message, list[int]]:
+        def make(node_id: int, queue: deque[int], most: int, again: bool) -> tuple[Message, list[int]]:
             parts: list[tuple[Json, Tensors]] = []
             known: set[int] = set()  # tensor objects that the message has: it carries each of them once
             size = 0
@@ -154,10 +155,12 @@ class Federation:
                 if parts and size + more > budget:
                     break
                 known |= new.keys()
-                size, phase.formula_down = size + more, phase.formula_down + formula_bytes(one.tensors)
+                size += more
                 parts.append(({"client": queue.popleft()} | one.config, one.tensors))
-            message = Message(pack(header, parts), node_id, kind, group_id=str(server_round))
-            phase.bytes_down += wire_bytes(message.content)
+            content = pack(header | self.told if again else header, parts)
+            message = Message(content, node_id, kind, ttl=lifetime, group_id=str(server_round))
+            phase.bytes_down += wire_bytes(content)
+            phase.formula_down += 0 if again else sum(formula_bytes(tensors) for _, tensors in parts)
             return message, [config["client"] for config, _ in parts]
 
         phase = Phase(kind, server_round, queues, make, dropped)
@@ -172,30 +175,25 @@ class Federation:
         shared queue while many answers wait for an earlier client's. A node that has lost the settings gets its message
         again with them. Replies that nobody waits for any more are thrown away before a later phase.
         """
-        flying: dict[str, Message] = {}
+        flying: dict[str, Metadata] = {}  # without their content, of which each may be a model
         try:
             yield from self._replies(grid, phase, flying)
         finally:
             self.late |= flying.keys()
 
-    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> Iterator[Message]:
+    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> Iterator[Message]:
         start = time.monotonic()
         again: set[str] = set()
         while self._hand_out(grid, phase, flying):
             found = []
             for reply in grid.pull_messages(list(flying)):
-                message = flying.pop(reply.metadata.reply_to_message_id, None)
-                if message is None:
+                sent = flying.pop(reply.metadata.reply_to_message_id, None)
+                if sent is None:
                     continue
-                node_id = message.metadata.dst_node_id
-                if reply.has_error() and node_id not in set(grid.get_node_ids()):
-                    phase.give_up(node_id)
-                if message.metadata.message_id not in again and _lost_settings(reply):
-                    known, content = message.metadata, message.content
-                    message = Message(with_header(content, self.told), node_id, phase.kind, group_id=known.group_id)
-                    _push(grid, message, flying)
-                    again.add(message.metadata.message_id)
-                    phase.again(message, known)
+                if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
+                    phase.give_up(sent.dst_node_id)
+                if sent.message_id not in again and _lost_settings(reply):
+                    again.add(_push(grid, phase, phase.again(sent), flying))
                 else:
                     found.append(reply)
             elapsed = time.monotonic() - start
@@ -207,9 +205,9 @@ class Federation:
             else:
                 _wait(grid, elapsed)
 
-    def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Message]) -> bool:
+    def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
         """Give the nodes what they may have; says whether any message is not answered yet."""
-        load = Counter(message.metadata.dst_node_id for message in flying.values())
+        load = Counter(metadata.dst_node_id for metadata in flying.values())
         for wanted in range(1, IN_FLIGHT + 1):
             most = phase.most(self.settings.message_clients)  # the same for nodes that are free at the same time
             for node_id in phase.nodes:
@@ -217,7 +215,7 @@ class Federation:
                 if load[node_id] < wanted and not full:
                     message = phase.next_message(node_id, most)
                     if message:
-                        _push(grid, message, flying)
+                        _push(grid, phase, message, flying)
                         load[node_id] += 1
         return bool(flying)
 
@@ -240,33 +238,29 @@ class Federation:
         clients that were not asked are ignored and logged.
         """
         found: dict[int, tuple[Answer, float]] = {}
-        reasons = dict.fromkeys(phase.clients, "no reply within round-timeout")
         order = deque(phase.clients)
         for reply in replies:
             clients = phase.clients_of(reply)
-            if not clients or clients[0] not in reasons or clients[0] in found:
+            if not clients or clients[0] not in phase.open:
                 log.warning("ignored a reply of node %s: not asked for, or a second one", reply.metadata.src_node_id)
                 continue
             try:
                 parts = self._parts(phase, reply, {client: expected(client) for client in clients})
             except BadReply as error:
-                lost = dict.fromkeys(clients, str(error))
+                phase.drop(clients, str(error))
             else:
-                lost = {client: "its node's reply does not hold it" for client in clients if client not in parts}
+                phase.drop([client for client in clients if client not in parts], "its node's reply does not hold it")
+                phase.open -= parts.keys()
                 size = wire_bytes(reply.content) / len(clients)
                 found |= {client: (part, size) for client, part in parts.items()}
-            phase.dropped += [Dropped(client, reason) for client, reason in lost.items()]
-            for client in clients:
-                del reasons[client]
             if not in_order:
                 yield from (found.pop(client)[0] for client in clients if client in found)
                 continue
-            while order and order[0] not in reasons:
+            while order and order[0] not in phase.open:
                 if (ready := found.pop(order.popleft(), None)) is not None:
                     yield ready[0]
             phase.held = int(sum(size for _, size in found.values()))
-        gone = {drop.client for drop in phase.dropped}
-        phase.dropped += [Dropped(client, reason) for client, reason in reasons.items() if client not in gone]
+        phase.drop(sorted(phase.open), "no reply within round-timeout")
         yield from (found[client][0] for client in order if client in found)
 
     def _parts(self, phase: Phase, reply: Message, asked: Mapping[int, Mapping[str, Spec]]) -> dict[int, Answer]:
@@ -294,8 +288,14 @@ class Federation:
         return found
 
 
-def _push(grid: Grid, message: Message, flying: dict[str, Message]) -> None:
-    flying |= {message_id: message for message_id in grid.push_messages([message]) if message_id}
+def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata]) -> str:
+    """Hand a message out; returns its id, "" where Flower has not taken it."""
+    message_id = next(iter(grid.push_messages([message])), "")
+    if message_id:
+        flying[message_id] = message.metadata
+    else:
+        phase.not_taken(message)
+    return message_id
 
 
 def _wait(grid: Grid, elapsed: float) -> None:

@@ -2,13 +2,15 @@
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message, Metadata
 
 from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json
+
+AWAY = "its node is away"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Phase:
     ----------
     kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
     queues : node id -> the clients that it may be asked for, sorted; nodes that share one take the next ones in turn.
-    make : takes clients off the front of a queue, at most so many, and returns their message to a node.
+    make : takes clients off the front of a queue, at most so many, and returns their message to a node; called with
+        ``True`` the message is made a second time, with the settings.
 
     Attributes
     ----------
     sent : what Flower knows of each message, with the clients whose tasks it holds.
     dropped : clients whose answer does not count, and why.
+    open : clients that have neither answered nor been dropped yet.
     report : what the round's line says of this phase (JSON-able).
     nonce : in its messages, and repeated in their replies, so that none of an earlier phase can be sent again.
     bytes_down, bytes_up : on the wire, so far.
@@ -49,7 +53,7 @@ class Phase:
         kind: str = "",
         round_: int = 0,
         queues: Mapping[int, deque[int]] | None = None,
-        make: "Callable[[int, deque[int], int], tuple[Message, list[int]]] | None" = None,
+        make: "Callable[[int, deque[int], int, bool], tuple[Message, list[int]]] | None" = None,
         dropped: Iterable[Dropped] = (),
     ) -> None:
         self.kind, self.round = kind, round_
@@ -62,6 +66,7 @@ class Phase:
         self._make = make
         distinct = {id(queue): queue for queue in self._queues.values()}
         self.clients = sorted(client for queue in distinct.values() for client in queue)
+        self.open = set(self.clients)
         self.shared = len(distinct) < len(self._queues)
 
     @property
@@ -95,13 +100,17 @@ class Phase:
         if not queue:
             return None
         assert self._make
-        message, clients = self._make(node_id, queue, most)
+        message, clients = self._make(node_id, queue, most, False)
         self.sent.append((message.metadata, clients))
         return message
 
-    def again(self, message: Message, metadata: Metadata) -> None:
-        """Take note that a message takes the place of one that was not answered."""
-        self.sent = [(message.metadata if sent is metadata else sent, clients) for sent, clients in self.sent]
+    def again(self, sent: Metadata) -> Message:
+        """Make a message again, with the settings; it takes the place of the one that was not answered."""
+        assert self._make
+        place, clients = next((k, clients) for k, (metadata, clients) in enumerate(self.sent) if metadata is sent)
+        message, _ = self._make(sent.dst_node_id, deque(clients), len(clients), True)
+        self.sent[place] = (message.metadata, clients)
+        return message
 
     def __iter__(self) -> Iterator[Message]:
         """Make all messages, for the nodes in turn."""
@@ -114,8 +123,18 @@ class Phase:
                     left = True
                     yield message
 
+    def drop(self, clients: Collection[int], reason: str) -> None:
+        """Take note that there will be no answer of these clients that counts."""
+        self.dropped += [Dropped(client, reason) for client in clients]
+        self.open.difference_update(clients)
+
+    def not_taken(self, message: Message) -> None:
+        """Take note that Flower does not know the node of a message any more: its clients are dropped."""
+        self.drop(next(clients for metadata, clients in self.sent if metadata is message.metadata), AWAY)
+        self.give_up(message.metadata.dst_node_id)
+
     def give_up(self, node_id: int) -> None:
         """Ask a node for no more clients; those that no other node may be asked for are dropped."""
         queue = self._queues.pop(node_id, None)
         if queue and not any(other is queue for other in self._queues.values()):
-            self.dropped += [Dropped(client, "its node is away") for client in queue]
+            self.drop(queue, AWAY)

@@ -216,12 +216,6 @@ def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]])
     return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord(arrays)})
 
 
-def with_header(content: RecordDict, more: Json) -> RecordDict:
-    """Return a message's content with more entries in its header."""
-    text = json.dumps(json.loads(str(content.config_records[HEADER]["json"])) | more, separators=(",", ":"))
-    return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: content.array_records[TENSORS]})
-
-
 def asks_for_settings(content: RecordDict) -> bool:
     """Say whether a node has answered that it has not got the run's settings."""
     text = content.config_records[HEADER].get("json") if HEADER in content.config_records else None

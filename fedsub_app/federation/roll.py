@@ -28,15 +28,10 @@ class Node:
     """A host of clients, as it answered the roll call."""
 
     node_id: int
-    partition_id: int
+    partition_id: int  # stays the same when the node is restarted; the node id need not
     num_partitions: int
     simulated: bool
     gpu: bool = False  # it sees one
-
-    @property
-    def name(self) -> str:
-        """The partition id, which stays the same when the node is restarted (the node id does not)."""
-        return f"node {self.partition_id}"
 
 
 class Roll:
@@ -65,10 +60,10 @@ class Roll:
         """Call the roll of nodes that are not known yet and forget those that left.
 
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
-        answered, and rejects a misconfigured node with an error. Later ones wait for nobody: they look whether roll
-        calls were answered since, however late, and a node that answers wrongly stays out with a warning. A node
-        outside is called when Flower lists it and, while it stays out, again after 2, 4, 8 minutes and so on: a call
-        that it got just before it was killed is lost, and Flower does not say so.
+        answered, and rejects a misconfigured node with an error. Later ones wait for nobody, unless all nodes have
+        left: they look whether roll calls were answered since, however late, and a node that answers wrongly stays out
+        with a warning. A node outside is called when Flower lists it and, while it stays out, again after 2, 4, 8
+        minutes and so on: a call that it got just before it was killed is lost, and Flower does not say so.
 
         A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
         that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
@@ -79,7 +74,7 @@ class Roll:
             At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
         """
         deadline = time.monotonic() + self.settings.node_timeout
-        wait = not self.nodes  # also when all have left: the round is abandoned if none comes back in time
+        wait = not self.nodes  # where all have left, the round is abandoned if none comes back in time
         while True:
             present = set(grid.get_node_ids())
             for known in (self.nodes, self.waiting, self.ask_again, self.complaints):

@@ -52,7 +52,7 @@ class FederationSettings(SeedSettings, ClientsSettings):
     node_timeout: Positive = 120.0
     """Seconds to wait for the nodes at the start."""
     round_timeout: Positive = 3600.0
-    """Seconds to wait for the replies of one phase."""
+    """After so many seconds a phase ends at the first look without a reply."""
 
     @property
     def sample_size(self) -> int:

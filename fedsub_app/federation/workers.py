@@ -6,6 +6,7 @@ a process that is killed no file is left. A node has its messages in a queue; wh
 working on is answered by an error, the others go to its replacement.
 """
 
+import errno
 import json
 import mmap
 import os
@@ -16,8 +17,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
@@ -27,14 +28,15 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedsub_app.common.device import seeing, visible_gpus
-from fedsub_app.common.errors import UserError
-from fedsub_app.common.failures import gpu_lost
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.failures import MachineFailed, gpu_lost, machine_failure
 from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
 from fedsub_app.federation.protocol import HEADER, TENSORS, unpack
 
 SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
+MAPPED = 1 << 20  # bytes from which on a message is mapped, which holds a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
 
 
@@ -60,6 +62,15 @@ def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork:
     return WorkerGrid(app, overrides, workers, "fork" if fork and sys.platform == "linux" else "spawn")
 
 
+@contextmanager
+def _limits() -> Iterator[None]:
+    """End the run, in one line, where the machine has no more files, memory or processes for the workers."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineFailed(machine_failure(error) or f"worker processes: {one_line(error)}") from error
+
+
 class WorkerGrid(LocalGrid):
     """A grid of ``workers`` nodes, each a process; :meth:`close` ends them. See :func:`local_grid`."""
 
@@ -70,6 +81,7 @@ class WorkerGrid(LocalGrid):
         self._gpus = visible_gpus() if start == "spawn" else []
         self._workers: dict[int, Worker] = {}
 
+    @_limits()
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Hand every message to its node's process; the roll call is answered here."""
         ids: list[str] = []
@@ -107,6 +119,7 @@ class WorkerGrid(LocalGrid):
         gpu = self._gpus[(node - min(self.contexts)) % len(self._gpus)] if self._gpus else None
         self._workers[node] = Worker(self._module, node, len(self.contexts), self._start, others, gpu)
 
+    @_limits()
     def _collect(self, seconds: float) -> None:
         """Take the answers that are there, or come within ``seconds``."""
         node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
@@ -116,7 +129,7 @@ class WorkerGrid(LocalGrid):
             reply: Message | None
             try:
                 reply = worker.receive()
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):
                 worker.leaves = True
                 lost = worker.waiting.popleft() if worker.waiting else None  # what it was working on
                 reply = Message(Error(CLIENT_FAILED, worker.ended()), reply_to=lost) if lost else None
@@ -158,7 +171,7 @@ class Worker:
         """Queue a message; where the process is dead, :meth:`receive` will say so."""
         self.waiting.append(message)
         about = message.metadata
-        with suppress(OSError):
+        with suppress(ConnectionError):
             _send(
                 self.socket,
                 {"type": about.message_type, "id": about.message_id, "group": about.group_id},
@@ -166,7 +179,7 @@ class Worker:
             )
 
     def receive(self) -> Message:
-        """Return the next answer. Raises EOFError or OSError where the process is dead."""
+        """Return the next answer. Raises EOFError or ConnectionError where the process is dead."""
         about, content = _receive(self.socket)
         self.leaves = about["leaves"]
         message = self.waiting.popleft()
@@ -235,12 +248,15 @@ def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None
 
 
 def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
-    """Return what :func:`_send` sent; the arrays are views of the file. EOFError: the other end is closed."""
+    """Return what :func:`_send` sent; the arrays share its bytes. EOFError: the other end is closed."""
     said, descriptors, *_ = socket.recv_fds(source, 1, 1)
-    if not said or not descriptors:
+    if not said:
         raise EOFError
+    if not descriptors:  # the system drops one for which this process has no room
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     with os.fdopen(descriptors[0], "rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        number, size = file.fileno(), os.fstat(file.fileno()).st_size
+        view = memoryview(os.pread(number, size, 0) if size < MAPPED else mmap.mmap(number, 0, access=mmap.ACCESS_READ))
     start = LENGTH + int.from_bytes(view[:LENGTH], "little")
     about = json.loads(bytes(view[LENGTH:start]))
     arrays = ArrayRecord(
