@@ -192,7 +192,7 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
             return replace(worker.run_evaluation(sent, config, header["evaluate"]), state=(kept, kept))
         update = worker.run_training(sent, config)
         if worker.state:
-            store.save(header["round"], worker.state, header["committed"])
+            store.save(header["round"], worker.state, header["checkpoints"])
         return replace(update, state=(kept, header["round"] if worker.state else kept))
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
         return _failed(client, error)

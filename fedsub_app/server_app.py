@@ -229,7 +229,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
-        config = ConfigRecord({"committed": run.oldest_round})
+        config = ConfigRecord({"checkpoints": run.checkpoint_rounds})
         phase = strategy.configure_train(number, arrays, config, grid)
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)

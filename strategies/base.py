@@ -243,13 +243,13 @@ class SubnetStrategy(Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
         """Sample the round's clients; returns the messages with their tasks, which are made when they are asked for.
 
-        ``config["committed"]`` is the oldest round that a resume may start from.
+        ``config["checkpoints"]`` are the rounds that a resume may start from.
         """
         self.federation.meet(grid)
         self.round, self.current = server_round, to_tensors(arrays)
         clients = self.federation.sample(server_round)
         self.phase = self.federation.ask(
-            MessageType.TRAIN, server_round, clients, self.task, _committed(config), self.expected
+            MessageType.TRAIN, server_round, clients, self.task, _checkpoints(config), self.expected
         )
         self.phase.report["clients"] = clients
         return self.phase
@@ -349,7 +349,7 @@ class SubnetStrategy(Strategy):
         if wanted and self.evaluation_due(server_round, config):
             self.federation.meet(grid)
             self.round, self.current = server_round, to_tensors(arrays)
-            clients, extra = range(self.settings.num_clients), {"evaluate": wanted} | _committed(config)
+            clients, extra = range(self.settings.num_clients), {"evaluate": wanted} | _checkpoints(config)
             self.phase = self.federation.ask(
                 MessageType.EVALUATE, server_round, clients, partial(self._evaluation_task, wanted), extra
             )
@@ -392,8 +392,8 @@ class SubnetStrategy(Strategy):
         log.info("%s %s", self.settings.method, self.options.model_dump(by_alias=True))
 
 
-def _committed(config: ConfigRecord) -> Json:
-    return {"committed": config.get("committed", 0)}
+def _checkpoints(config: ConfigRecord) -> Json:
+    return {"checkpoints": config.get("checkpoints", [])}
 
 
 def _reasons(dropped: Sequence[Dropped]) -> list[Json]:

@@ -3,9 +3,12 @@
 import json
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fedsub_app.common.errors import UserError
@@ -15,6 +18,7 @@ from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.config import resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.directory import Run, new_folder, open_run
+from fedsub_app.training.client_state import ClientState
 
 
 def opened(folder: Path, **keys: Value) -> Run:
@@ -75,7 +79,7 @@ def test_restore_returns_the_last_checkpoint_and_cuts_off_later_lines(tmp_path: 
             "round-000002.safetensors",
             "round-000003.safetensors",
         ]
-        assert run.oldest_round == 2
+        assert run.checkpoint_rounds == [2, 3]
         expected = Checkpoint(3, {"w": torch.full((2,), 3.0)}, {"s": torch.tensor(3)}, 0, run.settings.digest())
         assert same(run.restore(), expected)
         lines = [json.loads(line)["round"] for line in (run.folder / "rounds.jsonl").read_text().splitlines()]
@@ -110,3 +114,24 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: P
     write_atomic(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    trained=st.sets(st.integers(1, 30), min_size=1),
+    every=st.integers(1, 9),
+    keep=st.integers(1, 4),
+)
+def test_a_client_keeps_the_states_that_a_resume_can_ask_for_and_few_others(
+    trained: set[int], every: int, keep: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        state = ClientState(Path(folder), 0)
+        for number in range(1, 31):
+            there = list(range(every, number, every))[-keep:]  # the server's, when this round begins
+            if number in trained:
+                state.save(number, {"w": torch.tensor(float(number))}, there)
+            for last in (*there, number):
+                newest = max((n for n in trained if n <= last), default=0)
+                assert state.load(last + 1)[0] == newest
+            assert len(list(state.folder.glob("*"))) <= keep + 2

@@ -859,7 +859,7 @@ def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:
     """Ask the node to train a client, with this in the message's header; returns its reply."""
-    said = {"run": "abc", "round": 1, "phase": "train", "nonce": "0", "code": code_digest(), "committed": 0}
+    said = {"run": "abc", "round": 1, "phase": "train", "nonce": "0", "code": code_digest(), "checkpoints": []}
     text = json.dumps(resolve({"method": "local"}).flat() | {"experiment": ""})
     told = {"settings": text, "digest": text_digest(text), "state-dir": "nowhere"}
     content = pack(said | told | header, [({"client": client}, {})])

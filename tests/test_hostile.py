@@ -108,7 +108,7 @@ def scene_of(method: str) -> Scene:
     strategy.connect(Federation(found, header, found.flat() | {"experiment": ""}), facts)
     arrays = to_arrays(strategy.current)
     for number in (1, 2):
-        messages = strategy.configure_train(number, arrays, ConfigRecord({"committed": 0}), grid)
+        messages = strategy.configure_train(number, arrays, ConfigRecord({"checkpoints": []}), grid)
         replies = list(grid.send_and_receive(messages))
         asked = again(strategy.phase)
         if number == 1:

@@ -120,7 +120,7 @@ def _federated(
         strategy.connect(Federation(settings, {"run": "approximation", "state-dir": scratch}, told))
         arrays = to_arrays({name: start.model[name] for name in strategy.current})
         for number in range(start.round + 1, start.round + rounds + 1):
-            config = ConfigRecord({"committed": start.round})
+            config = ConfigRecord({"checkpoints": [start.round]})
             phase = strategy.configure_train(number, arrays, config, grid)
             merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
             if merged is None:

@@ -207,9 +207,9 @@ class Run:
                 path.unlink(missing_ok=True)
 
     @property
-    def oldest_round(self) -> int:
-        """Round of the oldest checkpoint there, from which a resume may start; 0 without one."""
-        return min(round_files(self.folder / "checkpoints"), default=0)
+    def checkpoint_rounds(self) -> list[int]:
+        """Rounds of the checkpoints there, from which a resume may start."""
+        return list(round_files(self.folder / "checkpoints"))
 
     def restore(self) -> Checkpoint:
         """Return the last checkpoint, cut off the lines of later rounds and delete what a killed writer left.

@@ -6,6 +6,7 @@ only in a later round, so a run that is resumed at an earlier round finds the st
 written by a round that was never checkpointed is ignored and overwritten.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedsub_app.common.errors import UserError
@@ -37,14 +38,15 @@ class ClientState:
             reason = f"client state is truncated or damaged ({error})"
             raise UserError(f"{rounds[newest]}: {reason}; delete it to go on from the one before") from None
 
-    def save(self, round_: int, tensors: Tensors, committed: int) -> None:
-        """Write the state of ``round_``; drop those that no resume can ask for.
+    def save(self, round_: int, tensors: Tensors, checkpoints: Iterable[int]) -> None:
+        """Write the state of ``round_``; drop the older ones that no resume can ask for.
 
-        ``committed`` is the server's oldest checkpoint: states older than the newest one up to it are never read again.
+        ``checkpoints`` are the rounds of the server's: of each the newest state up to it stays, and the last one before
+        ``round_``.
         """
         write_tensors(round_file(self.folder, round_), tensors)
-        rounds = round_files(self.folder)
-        keep_from = max((number for number in rounds if number <= committed), default=0)
-        for number, path in rounds.items():
-            if number < keep_from:
+        older = {number: path for number, path in round_files(self.folder).items() if number < round_}
+        kept = {max((number for number in older if number <= last), default=0) for last in (*checkpoints, round_)}
+        for number, path in older.items():
+            if number not in kept:
                 path.unlink(missing_ok=True)
