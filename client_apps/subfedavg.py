@@ -131,7 +131,7 @@ class SubFedAvgClient(Client):
 
     def remember(self, model: Tensors, masks: Tensors, new: Tensors, pruned: int) -> None:
         """Keep the model, the masks that the server named and, where they shrank, the new ones."""
-        known = {n: t for n, t in self.state.items() if n.startswith(f"{MASK}{pruned}/") or not n.startswith(MASK)}
+        known = {n: t for n, t in self.state.items() if n.startswith(f"{MASK}{pruned}/")}
         self.state = known | prefixed(OWN, model)
         if new is not masks:
             self.state |= prefixed(f"{MASK}{self.round}/", pack_bits(new))

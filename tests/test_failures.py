@@ -95,6 +95,7 @@ def test_used_up_memory_ends_the_run_which_goes_on_with_less(
     assert result(folder) == result(whole)
 
 
+@pytest.mark.parametrize("where", ["this process", "a worker"])
 @pytest.mark.parametrize(
     ("number", "what", "said"),
     [
@@ -105,13 +106,14 @@ def test_used_up_memory_ends_the_run_which_goes_on_with_less(
     ],
 )
 def test_a_message_that_this_machine_has_no_room_for_ends_the_run(
-    number: int, what: str, said: str, run_local: Run, two: Workers, monkeypatch: pytest.MonkeyPatch
+    where: str, number: int, what: str, said: str, run_local: Run, two: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No reply is taken for that of another message."""
     real, process, calls = getattr(workers, what), os.getpid(), iter(range(100))
+    here, call = (True, 5) if where == "this process" else (False, 2)
 
     def full(*of: Any) -> Any:
-        if os.getpid() == process and next(calls) == 5:
+        if (os.getpid() == process) is here and next(calls) == call:
             raise OSError(number, os.strerror(number))
         return real(*of)
 

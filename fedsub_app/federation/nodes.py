@@ -20,7 +20,7 @@ from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.phase import AWAY, Dropped, Phase
+from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Phase
 from fedsub_app.federation.protocol import (
     STAMP,
     BadReply,
@@ -290,12 +290,13 @@ class Federation:
 
 def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata]) -> str:
     """Hand a message out; returns its id, "" where Flower has not taken it."""
-    message_id = next(iter(grid.push_messages([message])), "")
+    message_id = next(iter(grid.push_messages([message])), None)  # none at all after HTTP 413, or in the simulation
     if message_id:
         flying[message_id] = message.metadata
     else:
-        phase.not_taken(message)
-    return message_id
+        refused = message_id is None and message.metadata.dst_node_id in set(grid.get_node_ids())
+        phase.not_taken(message, REFUSED if refused else AWAY)
+    return message_id or ""
 
 
 def _wait(grid: Grid, elapsed: float) -> None:

@@ -11,6 +11,7 @@ from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json
 
 AWAY = "its node is away"
+REFUSED = "the SuperLink, or a proxy before it, refuses its message as too large (client_max_body_size in nginx)"
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,13 @@ class Phase:
         self.dropped += [Dropped(client, reason) for client in clients]
         self.open.difference_update(clients)
 
-    def not_taken(self, message: Message) -> None:
-        """Take note that Flower does not know the node of a message any more: its clients are dropped."""
-        self.drop(next(clients for metadata, clients in self.sent if metadata is message.metadata), AWAY)
-        self.give_up(message.metadata.dst_node_id)
+    def not_taken(self, message: Message, reason: str) -> None:
+        """Take note that Flower has not taken a message to a node, and why: its clients are dropped."""
+        self.drop(next(clients for metadata, clients in self.sent if metadata is message.metadata), reason)
+        self.give_up(message.metadata.dst_node_id, reason)
 
-    def give_up(self, node_id: int) -> None:
+    def give_up(self, node_id: int, reason: str = AWAY) -> None:
         """Ask a node for no more clients; those that no other node may be asked for are dropped."""
         queue = self._queues.pop(node_id, None)
         if queue and not any(other is queue for other in self._queues.values()):
-            self.drop(queue, AWAY)
+            self.drop(queue, reason)

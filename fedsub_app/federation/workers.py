@@ -25,7 +25,8 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedsub_app.common.device import seeing, visible_gpus
 from fedsub_app.common.errors import UserError, one_line
@@ -179,8 +180,13 @@ class Worker:
             )
 
     def receive(self) -> Message:
-        """Return the next answer. Raises EOFError or ConnectionError where the process is dead."""
+        """Return the next answer. Raises EOFError or ConnectionError where the process is dead.
+
+        OSError: this machine had no room for the answer, there or here.
+        """
         about, content = _receive(self.socket)
+        if about.get("errno"):
+            raise OSError(about["errno"], os.strerror(about["errno"]))
         self.leaves = about["leaves"]
         message = self.waiting.popleft()
         if about["error"]:
@@ -209,21 +215,27 @@ def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     run = resolve_name(f"{app}:app")
     context = LocalGrid(run, {}, nodes).contexts[node]
-    while True:
-        try:
-            about, content = _receive(mine)
-        except (EOFError, OSError):
-            return
-        message = Message(content, node, about["type"], group_id=about["group"])
-        message.metadata.__dict__["_message_id"] = about["id"]
-        reply = answer(run, message, context)
-        error = reply.error.reason if reply.has_error() else ""
-        if lost := gpu_lost():  # another process will have it: only these clients fail, not the run
-            error = error or str(unpack(reply.content)[0].get("error", "the GPU failed"))
-        _send(mine, {"error": error, "leaves": lost}, RecordDict() if error else reply.content)
-        if lost:
-            os._exit(1)
-        del content, message, reply  # else they stay until the next message
+    with suppress(EOFError, ConnectionError):
+        while True:
+            try:
+                _answer_next(mine, run, node, context)
+            except ConnectionError:
+                raise
+            except OSError as error:  # no memory or no descriptor is left for the message, which ends the run
+                _send(mine, {"errno": error.errno}, RecordDict())
+
+
+def _answer_next(mine: socket.socket, run: ClientApp, node: int, context: Context) -> None:
+    about, content = _receive(mine)
+    message = Message(content, node, about["type"], group_id=about["group"])
+    message.metadata.__dict__["_message_id"] = about["id"]
+    reply = answer(run, message, context)
+    error = reply.error.reason if reply.has_error() else ""
+    if lost := gpu_lost():  # another process will have it: only these clients fail, not the run
+        error = error or str(unpack(reply.content)[0].get("error", "the GPU failed"))
+    _send(mine, {"error": error, "leaves": lost}, RecordDict() if error else reply.content)
+    if lost:
+        os._exit(1)
 
 
 def _end_with(parent: int) -> None:
