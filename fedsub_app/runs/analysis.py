@@ -1,32 +1,28 @@
 """What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
 
-Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overlap of personal masks: Tamirisa et al.,
-FedSelect, 2024, Figure 4. Accuracy against what the masks leave out: Vahidian et al., Sub-FedAvg, 2021, Figures 1, 2.
-Overlap of masks against that of labels: what they claim of their sub-networks in Section 3.1 and do not show.
+Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15).
 """
 
-import csv
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.methods import METHODS
-from fedsub_app.models import build_model, load_tensors
+from fedsub_app.models import load_tensors
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
-from fedsub_app.runs.pictures import COLOURS, figure, legend_beside
+from fedsub_app.runs.masks import strategy_of
+from fedsub_app.runs.overlap import draw_overlap
+from fedsub_app.runs.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy
 
@@ -67,10 +63,10 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         if settings.keep_checkpoints and len(paths) < max((line["round"] for line in lines), default=0):
             kept = ", ".join(str(int(path.stem.rpartition("-")[2])) for path in paths)
             log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
-        strategy = _strategy(settings)
+        strategy = strategy_of(settings)
         files += _activations(folder, strategy, paths, samples, masked[-1]["round"] if masked else 0)
         files += _units(folder, strategy)
-        files += _overlap(folder, strategy, paths, lines)
+        files += draw_overlap(folder, strategy, paths, lines)
     if growing := [line for line in lines if "personal-fraction" in line]:
         files += _personal(folder, growing)
     if measured := [line for line in lines if line.get("evaluated")]:
@@ -78,27 +74,6 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     if not files:
         raise UserError(f"{folder}: nothing to analyse: no checkpoint, no masks, no client was evaluated")
     return files
-
-
-def _strategy(settings: Settings) -> SubnetStrategy:
-    """Return the server side of the run's method, which reads the clients' masks from its state."""
-    dataset = load_dataset(settings.data)
-    model = build_model(
-        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
-    )
-    return METHODS[settings.method].strategy(settings, model)
-
-
-def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([header, *rows])
-    return path
-
-
-def labelled(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of some numbers, from the first on and evenly, whose labels then do not touch."""
-    return list(numbers[:: -(-len(numbers) // most)])
 
 
 def _coverage(folder: Path, lines: Sequence[Json]) -> list[Path]:
@@ -114,7 +89,7 @@ def _coverage(folder: Path, lines: Sequence[Json]) -> list[Path]:
     axes.locator_params(axis="x", integer=True)
     legend_beside(drawing)
     drawing.savefig(folder / "coverage.png", dpi=120)
-    return [_write_csv(folder / "coverage.csv", ("round", *COVERED_BY), rows), folder / "coverage.png"]
+    return [write_csv(folder / "coverage.csv", ("round", *COVERED_BY), rows), folder / "coverage.png"]
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -> dict[str, Tensor]:
@@ -195,7 +170,7 @@ def _activations(
         axes.set_xlabel("round")
     drawing.savefig(folder / "activations.png", dpi=120)
     header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if own is None else 6]
-    return [_write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
+    return [write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
 
 
 def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
@@ -217,155 +192,7 @@ def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
         for client in range(len(masks))
         for name, kept in of_groups.items()
     ]
-    return [_write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]
-
-
-def overlap(masks: Sequence[Tensor]) -> Tensor:
-    """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
-
-    Parameters
-    ----------
-    masks : bool, all of one shape.
-    """
-    flat = torch.stack([mask.flatten() for mask in masks]).float()
-    both = flat @ flat.T
-    sizes = flat.sum(1)
-    either = sizes[:, None] + sizes[None, :] - both
-    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
-
-
-def overlap_by_chance(masks: Sequence[Tensor]) -> Tensor:
-    """Return what :func:`overlap` would be of independent masks of the same sizes: ``pq / (p + q - pq)``."""
-    parts = torch.stack([mask.float().mean() for mask in masks])
-    both = torch.outer(parts, parts)
-    return torch.nan_to_num(both / (parts[:, None] + parts[None, :] - both), nan=1.0)
-
-
-def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], lines: Sequence[Json]) -> list[Path]:
-    rows: list[list[Any]] = []
-    rounds = []
-    outside: dict[int, list[float]] = {}
-    last: dict[str, Tensor] = {}
-    pairs = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
-    for path in paths:
-        checkpoint = read_checkpoint(path)
-        strategy.load_state(checkpoint.state)
-        masks = strategy.position_masks()
-        if masks is None:
-            return []
-        of_layers = {name: [of_client[name] for of_client in masks] for name in masks[0]}
-        last = {name: overlap(of_clients) for name, of_clients in of_layers.items()}
-        rounds.append(checkpoint.round)
-        rows += [[checkpoint.round, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
-        outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
-    if not pairs.any():  # one client
-        return _mask_size(folder, outside, lines)
-    wide = min(6, len(last))
-    high = -(-len(last) // wide)
-    drawing = figure(2.2 * wide, 2.3 * high)
-    grid = drawing.subplots(high, wide, squeeze=False).flatten()
-    for number, (axes, (name, found)) in enumerate(zip(grid, last.items(), strict=False)):
-        image = axes.imshow(found, vmin=0, vmax=1, cmap="viridis")
-        axes.set_title(name.removesuffix(".weight"), fontsize="small")
-        axes.locator_params(integer=True)
-        axes.set(xlabel="client", ylabel="" if number % wide else "client")
-    for axes in grid[len(last) :]:
-        axes.set_axis_off()
-    drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.8)
-    drawing.savefig(folder / "overlap.png", dpi=120)
-    names = list(last)
-    over_rounds = figure(8, 2 + 0.15 * len(names))
-    axes = over_rounds.subplots()
-    means = np.array([float(mean) for _, _, mean in rows]).reshape(-1, len(names)).T
-    image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    columns = labelled(range(len(rounds)), 20)
-    axes.set_xticks(columns, [str(rounds[column]) for column in columns], fontsize="small")
-    axes.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names], fontsize="x-small")
-    axes.set_xlabel("round")
-    over_rounds.colorbar(image, ax=axes, label="mean overlap")
-    over_rounds.savefig(folder / "overlap-rounds.png", dpi=120)
-    written = _write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows)
-    pictures = [folder / "overlap.png", folder / "overlap-rounds.png"]
-    chance = {name: overlap_by_chance(of_clients) for name, of_clients in of_layers.items()}
-    by_labels = _overlap_by_labels(folder, strategy.settings, last, chance)
-    return [written, *pictures, *by_labels, *_mask_size(folder, outside, lines)]
-
-
-def correlation(left: Tensor, right: Tensor) -> float:
-    """Return Pearson's correlation of two vectors; nan where one of them is constant or shorter than 2."""
-    x, y = (values.double() - values.double().mean() for values in (left, right))
-    return float(x @ y / (x.norm() * y.norm()))
-
-
-def _overlap_by_labels(
-    folder: Path, settings: Settings, found: Mapping[str, Tensor], chance: Mapping[str, Tensor]
-) -> list[Path]:
-    """``found``, ``chance``: layer -> overlap of every pair of clients, as it is and of independent masks."""
-    counts = make_partition(settings.data, settings.partitioning).class_counts(load_dataset(settings.data))
-    pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
-    labels = overlap(list(counts > 0))[pairs]
-    rows: list[list[Any]] = []
-    drawing = figure(8, 4)
-    axes = drawing.subplots()
-    for number, (name, of_pairs) in enumerate((name, found[name][pairs]) for name in found):
-        related = correlation(labels, of_pairs - chance[name][pairs])
-        alike = [(float(value), labels == value) for value in labels.unique()]
-        means = [float(of_pairs[pairs_of].mean()) for _, pairs_of in alike]
-        expected = [float(chance[name][pairs][pairs_of].mean()) for _, pairs_of in alike]
-        for (value, pairs_of), *values in zip(alike, means, expected, strict=True):
-            written = (f"{part:.4f}" for part in (*values, related))
-            rows.append([name, f"{value:.4f}", int(pairs_of.sum()), *written])
-        label, colour = f"{name}: correlation {related:.2f}", COLOURS[number % len(COLOURS)]
-        axes.plot([value for value, _ in alike], means, "o-", color=colour, label=label)
-        axes.plot([value for value, _ in alike], expected, ":", color=colour)
-    axes.set(
-        xlabel="labels in common (intersection over union)",
-        ylabel="mean overlap of masks (dotted: by chance)",
-        ylim=(0, 1.02),
-    )
-    if len(found) <= len(COLOURS):
-        legend_beside(drawing)
-    drawing.savefig(folder / "overlap-labels.png", dpi=120)
-    header = ("layer", "labels in common", "pairs", "mean overlap", "by chance", "correlation")
-    return [_write_csv(folder / "overlap-labels.csv", header, rows), folder / "overlap-labels.png"]
-
-
-def _percent_outside(masks: Tensors) -> float:
-    """Return which part of the positions a client's masks leave out, in percent."""
-    return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
-
-
-def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:
-    """``outside``: round of a checkpoint -> percent outside each client's mask."""
-    rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, accuracy
-    trained: set[int] = set()
-    for line in lines:
-        others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
-        trained |= {*line.get("clients", ())} - others
-        for client, metrics in line.get("evaluated", {}).items():
-            if line["round"] in outside and int(client) in trained and "personal-accuracy" in metrics:
-                percent = outside[line["round"]][int(client)]
-                rows.append((line["round"], int(client), percent, metrics["personal-accuracy"]))
-    if not rows:
-        return []
-    drawing = figure(8, 4)
-    axes = drawing.subplots()
-    axes.scatter([row[2] for row in rows], [row[3] for row in rows], s=4, color="0.7", label="a client in a round")
-    for number, client in enumerate(sorted(trained)[:4]):
-        own = [row for row in rows if row[1] == client]
-        axes.plot(
-            [row[2] for row in own], [row[3] for row in own], ".-", color=COLOURS[number], label=f"client {client}"
-        )
-    means = [
-        np.mean([row[2:] for row in rows if row[0] == number], axis=0) for number in sorted({row[0] for row in rows})
-    ]
-    axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")
-    axes.set(xlabel="outside the client's mask (%)", ylabel="accuracy of the client's own model (%)")
-    legend_beside(drawing)
-    drawing.savefig(folder / "mask-size.png", dpi=120)
-    written = [[number, client, f"{percent:.2f}", f"{accuracy:.2f}"] for number, client, percent, accuracy in rows]
-    header = ("round", "client", "outside its mask (%)", "personal-accuracy")
-    return [_write_csv(folder / "mask-size.csv", header, written), folder / "mask-size.png"]
+    return [write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]
 
 
 def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
@@ -383,7 +210,7 @@ def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
         axes.locator_params(axis="x", integer=True)
     drawing.savefig(folder / "personal.png", dpi=120)
     header = ("round", "personal fraction", "bytes down", "bytes up")
-    return [_write_csv(folder / "personal.csv", header, rows), folder / "personal.png"]
+    return [write_csv(folder / "personal.csv", header, rows), folder / "personal.png"]
 
 
 def _clients(folder: Path, line: Json) -> list[Path]:
@@ -399,56 +226,4 @@ def _clients(folder: Path, line: Json) -> list[Path]:
     legend_beside(drawing)
     drawing.savefig(folder / "clients.png", dpi=120)
     rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(found.items())]
-    return [_write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]
-
-
-class Masks(NamedTuple):
-    """The clients' masks at a run's last checkpoint.
-
-    Attributes
-    ----------
-    of : ``units`` of hidden layers, or ``positions`` of weight tensors.
-    round : of the checkpoint.
-    layers : names.
-    shares : client -> layer -> which part of it is in the client's mask, 0 to 1.
-    overlap : client -> client -> intersection over union of both masks, over all layers, 0 to 1.
-    """
-
-    of: str
-    round: int
-    layers: list[str]
-    shares: list[list[float]]
-    overlap: list[list[float]]
-
-
-def last_masks(folder: Path) -> Masks | None:
-    """Return what the clients' masks are at the last checkpoint; ``None`` where the method has none.
-
-    Raises
-    ------
-    UserError
-        The folder is not that of a run, its checkpoint is damaged, or its data are not on this machine.
-    """
-    paths = checkpoints(folder)
-    checkpoint = read_checkpoint(paths[-1]) if paths else None
-    if checkpoint is None or not checkpoint.state:
-        return None
-    strategy = _strategy(settings_of({"run-dir": str(folder), "resume": True}))
-    strategy.load_state(checkpoint.state)
-    units = strategy.unit_masks()
-    positions = strategy.position_masks() if units is None else None
-    if units is not None:
-        layers = {name: kept.T for name, kept in split(units.T, strategy.units).items()}  # bool [clients, size]
-    elif positions:
-        layers = {name: torch.stack([of[name].flatten() for of in positions]) for name in positions[0]}
-    else:
-        return None
-    both = sum(kept.float() @ kept.float().T for kept in layers.values())
-    assert isinstance(both, Tensor)
-    sizes = both.diagonal()
-    either = sizes[:, None] + sizes[None, :] - both
-    alike = torch.where(either > 0, both / either.clamp(min=1), 1.0)
-    shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
-    names = [name.removesuffix(".weight") for name in layers]
-    what = "positions" if units is None else "units"
-    return Masks(what, checkpoint.round, names, shares.tolist(), alike.tolist())
+    return [write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]

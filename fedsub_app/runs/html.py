@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.analysis import COVERED_BY, Masks, last_masks
+from fedsub_app.runs.analysis import COVERED_BY
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
+from fedsub_app.runs.masks import Masks, last_masks
 from fedsub_app.runs.pictures import (
     AXES,
     MOST_LABELS,

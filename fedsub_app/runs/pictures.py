@@ -1,5 +1,6 @@
 """What is drawn of runs with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
+import csv
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,19 @@ def figure(width: float, height: float) -> "Figure":
 def legend_beside(drawing: "Figure") -> None:
     """Add the legend of all axes of a figure, where it covers none of them."""
     drawing.legend(loc="outside right upper", fontsize="small")
+
+
+def labelled(numbers: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of some numbers, from the first on and evenly, whose labels then do not touch."""
+    return list(numbers[:: -(-len(numbers) // most)])
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
+    """Write what a picture shows as a table; returns its path."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([header, *rows])
+    return path
 
 
 @contextmanager

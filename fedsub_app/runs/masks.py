@@ -1,0 +1,104 @@
+"""The masks of a run's clients, as its checkpoints hold them, and how much they overlap."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsub_app.data import load_dataset
+from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model
+from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_of
+from fedsub_app.settings import Settings
+from fedsub_app.subnets.masks import split
+from strategies.base import SubnetStrategy
+
+
+def strategy_of(settings: Settings) -> SubnetStrategy:
+    """Return the server side of the run's method, which reads the clients' masks from its state."""
+    dataset = load_dataset(settings.data)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
+    return METHODS[settings.method].strategy(settings, model)
+
+
+def overlap(masks: Sequence[Tensor]) -> Tensor:
+    """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
+
+    Parameters
+    ----------
+    masks : bool, all of one shape.
+    """
+    return _over_union(_in_both(torch.stack([mask.flatten() for mask in masks])))
+
+
+def _in_both(masks: Tensor) -> Tensor:
+    """Return how many positions every pair of masks shares: bool [N, n] -> float [N, N]."""
+    numbers = masks.float()
+    return numbers @ numbers.T
+
+
+def _over_union(both: Tensor) -> Tensor:
+    """Return the intersection over union of masks from what each pair shares; the diagonal has their sizes."""
+    sizes = both.diagonal()
+    either = sizes[:, None] + sizes[None, :] - both
+    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
+
+
+def overlap_by_chance(masks: Sequence[Tensor]) -> Tensor:
+    """Return what :func:`overlap` would be of independent masks of the same sizes: ``pq / (p + q - pq)``."""
+    parts = torch.stack([mask.float().mean() for mask in masks])
+    both = torch.outer(parts, parts)
+    return torch.nan_to_num(both / (parts[:, None] + parts[None, :] - both), nan=1.0)
+
+
+class Masks(NamedTuple):
+    """The clients' masks at a run's last checkpoint.
+
+    Attributes
+    ----------
+    of : ``units`` of hidden layers, or ``positions`` of weight tensors.
+    round : of the checkpoint.
+    layers : names.
+    shares : client -> layer -> which part of it is in the client's mask, 0 to 1.
+    overlap : client -> client -> intersection over union of both masks, over all layers, 0 to 1.
+    """
+
+    of: str
+    round: int
+    layers: list[str]
+    shares: list[list[float]]
+    overlap: list[list[float]]
+
+
+def last_masks(folder: Path) -> Masks | None:
+    """Return what the clients' masks are at the last checkpoint; ``None`` where the method has none.
+
+    Raises
+    ------
+    UserError
+        The folder is not that of a run, its checkpoint is damaged, or its data are not on this machine.
+    """
+    paths = checkpoints(folder)
+    checkpoint = read_checkpoint(paths[-1]) if paths else None
+    if checkpoint is None or not checkpoint.state:
+        return None
+    strategy = strategy_of(settings_of({"run-dir": str(folder), "resume": True}))
+    strategy.load_state(checkpoint.state)
+    units = strategy.unit_masks()
+    positions = strategy.position_masks() if units is None else None
+    if units is not None:
+        layers = {name: kept.T for name, kept in split(units.T, strategy.units).items()}  # bool [clients, size]
+    elif positions:
+        layers = {name: torch.stack([of[name].flatten() for of in positions]) for name in positions[0]}
+    else:
+        return None
+    alike = _over_union(torch.stack([_in_both(kept) for kept in layers.values()]).sum(0))  # a layer at a time in memory
+    shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
+    names = [name.removesuffix(".weight") for name in layers]
+    what = "positions" if units is None else "units"
+    return Masks(what, checkpoint.round, names, shares.tolist(), alike.tolist())
