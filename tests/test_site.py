@@ -32,7 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_of_docs_is_on_the_site_and_in_its_menu(site: Path) -> None:
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    files = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    pages = {(f.with_name("index.md") if f.name == "README.md" else f).with_suffix(".html").as_posix() for f in files}
     menu = (site / "index.html").read_text()
     for page in pages:
         assert (site / page).is_file()
