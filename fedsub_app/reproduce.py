@@ -15,11 +15,12 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import is_file, own_keys
-from fedsub_app.runs.batch import Job, commits, gpus_of, machine, run_all
+from fedsub_app.runs.batch import commits, gpus_of, machine, run_all
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.html import write_html
+from fedsub_app.runs.job import Job
 from fedsub_app.runs.records import Group, read_run, written
 from fedsub_app.runs.report import markdown, summary_text
 from fedsub_app.runs.rounds import read_rounds

@@ -25,9 +25,10 @@ from fedsub_app.common.files import read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.config import defaults, is_list, own_keys, parse_pairs, resolve
-from fedsub_app.runs.batch import Job, commits, gpus_of, machine, run_all
+from fedsub_app.runs.batch import commits, gpus_of, machine, run_all
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.html import write_html
+from fedsub_app.runs.job import Job
 from fedsub_app.runs.pictures import draw_sweep, svg
 from fedsub_app.runs.records import Group, csv_text, deviation, read_run
 from fedsub_app.runs.report import markdown

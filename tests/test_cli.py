@@ -19,7 +19,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve, without_file
 from fedsub_app.flower import PROJECT
-from fedsub_app.runs.batch import Job, run_job
+from fedsub_app.runs.batch import run_job
+from fedsub_app.runs.job import Job
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.sweep import Sweep, metric_of, read_space
 from fedsub_app.tables import read_table

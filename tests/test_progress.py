@@ -18,7 +18,7 @@ from PIL import Image
 from fedsub_app.common import progress
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import DataSettings, load_dataset
-from fedsub_app.runs.batch import Job
+from fedsub_app.runs.job import Job
 from fedsub_app.runs.progress import BatchProgress
 from fedsub_app.server_app import log, log_to_stdout
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import cycle, islice
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait as wait_for
@@ -29,48 +27,13 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
-from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.directory import RunFailed, settings_of
+from fedsub_app.runs.job import Job
 from fedsub_app.runs.progress import BatchProgress
-from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 
 LOOK_SECONDS = 2.0
 KILLED = "not run: a process was killed (out of memory?); the same command goes on"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run: how it is called, its single keys (``run-dir`` among them), its directory."""
-
-    name: str
-    overrides: Mapping[str, Value]
-    folder: Path
-
-    @cached_property
-    def settings(self) -> Settings:
-        """Resolved settings of the run."""
-        return resolve(self.overrides)
-
-    def summary(self) -> Json | None:
-        """Return the summary of a complete run of these settings."""
-        with contextlib.suppress(UserError):
-            summary = read_json(self.folder / "summary.json")
-            if self._begun() and summary.get("status") == "completed":
-                return summary
-        return None
-
-    def lines(self) -> list[Json]:
-        """Return the lines of the rounds that are on disk; none where they are of a run of other settings."""
-        return read_rounds(self.folder) if self._begun() else []
-
-    def _begun(self) -> bool:
-        """Say whether a run of these settings is on disk; a key that it did not know has its default."""
-        with contextlib.suppress(UserError):
-            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
-            return recorded.digest() == self.settings.digest()
-        return False
 
 
 def gpus_of(settings: Iterable[Settings]) -> list[str]:
@@ -158,7 +121,6 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     """Run or continue one run in this process; returns why it failed, or nothing."""
     from fedsub_app.client_app import app
     from fedsub_app.federation.local_grid import LocalGrid
-    from fedsub_app.runs.directory import RunFailed, settings_of
     from fedsub_app.server_app import run_and_report
 
     log = logging.getLogger("fedsub")

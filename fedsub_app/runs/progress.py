@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,11 +21,9 @@ from rich.text import Text
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import SAY_SECONDS, human_seconds
 from fedsub_app.common.tensors import Json
+from fedsub_app.runs.job import Job
 from fedsub_app.runs.report import LOST
 from fedsub_app.runs.rounds import ACCURACIES
-
-if TYPE_CHECKING:
-    from fedsub_app.runs.batch import Job
 
 BAR = 20  # columns
 
@@ -132,13 +130,13 @@ class BatchProgress:
         if self._line:
             self._line.end()
 
-    def begin(self, job: "Job") -> None:
+    def begin(self, job: Job) -> None:
         """Count a run that begins or goes on."""
         done = _last(_lines(job), "round") or 0
         self._running[job.name] = job
         self._rounds[job.name] = (done, done, job.settings.num_rounds)
 
-    def end(self, job: "Job", failed: bool) -> None:
+    def end(self, job: Job, failed: bool) -> None:
         """Say that a run has ended."""
         del self._running[job.name]
         before, _, rounds = self._rounds[job.name]
@@ -178,7 +176,7 @@ class BatchProgress:
             print(to_go, flush=True)
 
 
-def _lines(job: "Job") -> list[Json]:
+def _lines(job: Job) -> list[Json]:
     """Return a run's lines; none where one is damaged, which the run itself will say."""
     with contextlib.suppress(UserError):
         return job.lines()
