@@ -226,6 +226,7 @@ def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list
 
 
 def _answer_next(mine: socket.socket, run: ClientApp, node: int, context: Context) -> None:
+    """Answer one message; it and its reply, each up to a model, are freed before the next one is waited for."""
     about, content = _receive(mine)
     message = Message(content, node, about["type"], group_id=about["group"])
     message.metadata.__dict__["_message_id"] = about["id"]
