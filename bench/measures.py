@@ -22,7 +22,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.federation.protocol import HEADER
+from fedsub_app.federation.wire import HEADER
 from fedsub_app.federation.workers import local_grid
 from fedsub_app.flower import CONNECTION
 from fedsub_app.models import build_model, tensors_of

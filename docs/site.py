@@ -33,7 +33,8 @@ API = {
         *("fedsub_app.subnets.schedules", "fedsub_app.subnets.norms"),
     ],
     "Messages and nodes": [
-        *("fedsub_app.federation.protocol", "fedsub_app.federation.roll", "fedsub_app.federation.nodes"),
+        *("fedsub_app.federation.protocol", "fedsub_app.federation.wire"),
+        *("fedsub_app.federation.roll", "fedsub_app.federation.nodes"),
     ],
     "Runs": [
         *("fedsub_app.runs.directory", "fedsub_app.runs.rounds", "fedsub_app.runs.checkpoint"),

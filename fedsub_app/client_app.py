@@ -23,7 +23,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import private_name
-from fedsub_app.federation.protocol import STAMP, UNKNOWN_SETTINGS, Update, pack, unpack, update_part
+from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, unpack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState

@@ -18,8 +18,8 @@ from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import Dataset, Partition, load_dataset, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
-from fedsub_app.federation.protocol import to_arrays, to_tensors
 from fedsub_app.federation.roll import wake
+from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, build_model, load_tensors
 from fedsub_app.runs import pictures, report

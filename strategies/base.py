@@ -31,11 +31,9 @@ from fedsub_app.federation.protocol import (
     Task,
     Update,
     finite,
-    read_update,
     specs,
-    to_arrays,
-    to_tensors,
 )
+from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.models import tensors_of, unit_groups
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.phase import Phase
-from fedsub_app.federation.protocol import Update, pack, read_update, unpack_reply, update_part
+from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
 from fedsub_app.flower import PROJECT
 from fedsub_app.subnets.norms import NormGuard
 from strategies.base import SubnetStrategy

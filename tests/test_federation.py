@@ -26,20 +26,19 @@ from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import (
+from fedsub_app.federation.protocol import Spec, Task
+from fedsub_app.federation.roll import Node
+from fedsub_app.federation.wire import (
     HEADER,
     STAMP,
     TENSORS,
     UNKNOWN_SETTINGS,
-    Spec,
-    Task,
     pack,
     to_arrays,
     to_tensors,
     unpack,
     wire_bytes,
 )
-from fedsub_app.federation.roll import Node
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
 

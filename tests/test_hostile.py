@@ -29,7 +29,8 @@ from fedsub_app.data import make_partition
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
-from fedsub_app.federation.protocol import HEADER, STYPE, TENSORS, Range, Update, to_arrays, to_tensors
+from fedsub_app.federation.protocol import Range, Update
+from fedsub_app.federation.wire import HEADER, STYPE, TENSORS, to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.server_app import GlobalTest
 from fedsub_app.settings import Settings

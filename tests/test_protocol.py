@@ -14,19 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.protocol import (
-    DTYPES,
+from fedsub_app.federation.protocol import DTYPES, BadReply, Range, Spec, Update, specs
+from fedsub_app.federation.wire import (
     HEADER,
     STYPE,
     TENSORS,
-    BadReply,
     Part,
-    Range,
-    Spec,
-    Update,
     pack,
     read_update,
-    specs,
     unpack,
     unpack_reply,
     update_part,

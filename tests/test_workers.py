@@ -18,7 +18,7 @@ from helpers import METHOD_KEYS, PATIENCE, fedsub, result, rounds
 
 import fedsub_app.client_app
 from fedsub_app.federation import workers
-from fedsub_app.federation.protocol import pack, unpack
+from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.training.client_state import ClientState
 

@@ -21,20 +21,10 @@ from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Phase
-from fedsub_app.federation.protocol import (
-    STAMP,
-    BadReply,
-    Part,
-    Spec,
-    Task,
-    asks_for_settings,
-    formula_bytes,
-    pack,
-    unpack_reply,
-    wire_bytes,
-)
+from fedsub_app.federation.protocol import BadReply, Spec, Task, formula_bytes
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
+from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, pack, unpack_reply, wire_bytes
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time

@@ -15,8 +15,9 @@ from flwr.serverapp import Grid
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.federation.protocol import BadReply, pack, unpack_reply
+from fedsub_app.federation.protocol import BadReply
 from fedsub_app.federation.settings import FederationSettings
+from fedsub_app.federation.wire import pack, unpack_reply
 
 log = logging.getLogger("fedsub")
 ASK_AGAIN_S = 120.0  # after the first roll call to a node that has not answered it rightly; twice that after the next

@@ -33,7 +33,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.failures import MachineFailed, gpu_lost, machine_failure
 from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
-from fedsub_app.federation.protocol import HEADER, TENSORS, unpack
+from fedsub_app.federation.wire import HEADER, TENSORS, unpack
 
 SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file

@@ -36,7 +36,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
-from fedsub_app.federation.protocol import to_arrays, to_tensors
+from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of

@@ -1,0 +1,297 @@
+"""The wire format: tasks and updates (protocol.py) as Flower records.
+
+One Flower message carries the parts of all clients that a node hosts. A part is a JSON object and named tensors.
+Equal-named tensors of one dtype and shape travel stacked in one array; a tensor object that several parts share (the
+global model) travels once; bool tensors travel as bits. So any method's tensors fit without a special case here: whole
+models, some layers and their optimizer moments, slices, smaller networks, gathered positions with their masks.
+
+A reply is not trusted. Its JSON is bounded by what was asked before it is parsed, and a tensor is built only where it
+was asked for, in the size and dtype that were asked for: memory and time follow from the question, not from the answer.
+
+Received tensors may alias the message's bytes: read-only.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedsub_app.common.errors import printable
+from fedsub_app.common.tensors import Json, Tensors, brought
+from fedsub_app.federation.protocol import DTYPES, MAX_EXAMPLES, NAMES, BadReply, Range, Spec, Update, finite
+from fedsub_app.subnets.norms import squares
+
+HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
+STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
+UNKNOWN_SETTINGS = {"unknown": "settings"}  # first in the header of a node's answer that has not got the settings
+STAMP = ("run", "round", "phase", "nonce")  # of a message's header, which the reply's repeats
+# Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.
+MOST_HEADER, MOST_PART, MOST_ENTRY = 1 << 16, 1 << 12, 1 << 8
+
+
+def to_tensors(arrays: ArrayRecord) -> Tensors:
+    """Flower's record as named CPU tensors."""
+    return {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    """Named tensors as Flower's record."""
+    return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def _encode(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a CPU tensor's bytes as an array in C order."""
+    values = tensor.detach()
+    if values.dtype == torch.bool:
+        return np.packbits(values.numpy())
+    if values.dtype == torch.bfloat16:  # NumPy has none
+        values = values.contiguous().view(torch.int16)
+    return np.ascontiguousarray(values.numpy())
+
+
+def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]]) -> RecordDict:
+    """Return the records that hold ``header`` and every part's JSON object and tensors."""
+    parts = [(config, brought(tensors)) for config, tensors in parts]
+    members: dict[tuple[str, torch.dtype, torch.Size], list[int]] = {}
+    for number, (_, tensors) in enumerate(parts):
+        for name, tensor in tensors.items():
+            members.setdefault((name, tensor.dtype, tensor.shape), []).append(number)
+    arrays: dict[str, Array] = {}
+    index: list[list[Any]] = []
+    for (name, dtype, shape), numbers in members.items():
+        distinct = {id(parts[number][1][name]): parts[number][1][name] for number in numbers}
+        rows = {key: row for row, key in enumerate(distinct)}
+        key = f"{len(index)}:{name}"
+        data = b"".join(_encode(tensor) for tensor in distinct.values())  # type: ignore[misc]
+        arrays[key] = Array(NAMES[dtype], (len(distinct), *shape), STYPE, data)
+        index.append([key, numbers, [rows[id(parts[number][1][name])] for number in numbers]])
+    text = json.dumps(header | {"parts": [config for config, _ in parts], "index": index}, separators=(",", ":"))
+    return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord(arrays)})
+
+
+def asks_for_settings(content: RecordDict) -> bool:
+    """Say whether a node has answered that it has not got the run's settings."""
+    text = content.config_records[HEADER].get("json") if HEADER in content.config_records else None
+    return isinstance(text, str) and text.startswith(json.dumps(UNKNOWN_SETTINGS, separators=(",", ":"))[:-1])
+
+
+class Stack:
+    """One array of a message: tensors of one name, dtype and shape. Nothing is built before one of them is asked for.
+
+    Parameters
+    ----------
+    name : of the tensors.
+    array : as received.
+    uses : how many parts refer to it, which is the most rows that it may have.
+    """
+
+    def __init__(self, name: str, array: Array, uses: int) -> None:
+        self.name, self.array, self.uses = name, array, uses
+        self._spec: Spec | None = None  # that the rows are of
+        self._rows: Sequence[torch.Tensor] = ()
+        self._good = False  # whether all rows' values are as they must be: one pass over a stack, not one over each row
+        self.squares: list[float] = []  # of the distances of all rows to the spec's start, if it has one
+
+    def row(self, number: int, spec: Spec | None = None) -> torch.Tensor:
+        """Return one tensor.
+
+        Raises
+        ------
+        BadReply
+            It is not as ``spec`` says, or not of this format.
+        """
+        if not self._rows or (spec is not self._spec and spec != self._spec):
+            self._look(spec)
+        if not 0 <= number < len(self._rows):
+            raise BadReply(f"tensor {self.name!r}: no row {number} of {len(self._rows)}")
+        if not self._good and spec:
+            spec.check_values(self.name, self._rows[number])
+        return self._rows[number]
+
+    def _look(self, spec: Spec | None) -> None:
+        array, name = self.array, printable(self.name, 80)
+        dtype = DTYPES.get(array.dtype)
+        shape = tuple(array.shape)
+        if dtype is None or array.stype != STYPE or not shape or min(shape) < 0:
+            said = printable(f"dtype {array.dtype!r}, stype {array.stype!r}, shape {shape}", 80)
+            raise BadReply(f"tensor {name!r}: {said}: not fedsub's wire format")
+        rows, sizes = shape[0], shape[1:]
+        if spec:
+            spec.check(name, array.dtype, sizes)
+        if rows > self.uses:
+            raise BadReply(f"tensor {name!r}: {rows} rows, of which at most {self.uses} are used")
+        count = math.prod(sizes)
+        row_bytes = (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
+        if len(array.data) != rows * row_bytes:
+            raise BadReply(f"tensor {name!r}: {len(array.data)} bytes, expected {rows * row_bytes} for {shape}")
+        self._spec, self._good = spec, dtype == torch.bool
+        if dtype == torch.bool:
+            self._rows = _Bits(array.data, rows, sizes)
+        elif not array.data:
+            self._rows = list(torch.empty(shape, dtype=dtype))
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
+                stack = torch.frombuffer(array.data, dtype=dtype).reshape(shape)
+            self._rows = list(stack)
+            if spec and spec.start is not None and spec.shape == sizes:
+                self.squares = squares(stack, spec.start)
+                self._good = spec.unbounded and math.isfinite(sum(self.squares))
+            else:
+                self._good = spec is not None and spec.unbounded and finite(stack)
+
+
+class _Bits(Sequence[torch.Tensor]):
+    """Rows of bool tensors, which take eight times the bytes that were received: unpacked one at a time."""
+
+    def __init__(self, data: bytes, rows: int, sizes: tuple[int, ...]) -> None:
+        self.bits, self.sizes = np.frombuffer(data, np.uint8).reshape(rows, -1 if data else 0), sizes
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def __getitem__(self, number: Any) -> Any:
+        unpacked = np.unpackbits(self.bits[number], count=math.prod(self.sizes))
+        return torch.from_numpy(unpacked.view(bool)).reshape(self.sizes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A client's part of a message: its JSON object and, not decoded yet, its tensors: name -> array and row in it."""
+
+    config: Json
+    rows: dict[str, tuple[Stack, int]] = field(default_factory=dict)
+
+
+def _open(content: RecordDict, most: float) -> tuple[Json, list[Part]]:
+    """Return header and parts; ``most``: characters that the header may have."""
+    try:
+        text = content.config_records[HEADER]["json"]
+        if not isinstance(text, str) or len(text) > most:
+            raise BadReply(f"a header of {len(text)} characters: expected at most {most:g}")  # type: ignore[arg-type]
+        header = json.loads(text)
+        arrays = content.array_records[TENSORS]
+        parts = [Part(config) for config in header.pop("parts")]
+        if not all(isinstance(part.config, dict) for part in parts):
+            raise TypeError("a part is not an object")
+        entries = 0
+        for key, numbers, rows in header.pop("index"):
+            stack = Stack(key.partition(":")[2], arrays[key], len(numbers))
+            if {*map(type, numbers), *map(type, rows)} - {int} or min(numbers, default=0) < 0:
+                raise TypeError("a part or row is not a number")
+            for number, row in zip(numbers, rows, strict=True):
+                parts[number].rows[stack.name] = (stack, row)
+            entries += len(numbers)
+        if entries != sum(len(part.rows) for part in parts):
+            raise ValueError("a part has two tensors of one name")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BadReply(f"not fedsub's wire format ({type(error).__name__}: {error})") from None
+    return header, parts
+
+
+def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
+    """Inverse of :func:`pack`, for a sender who is trusted with the sizes: a node opens the server's messages so.
+
+    Raises
+    ------
+    BadReply
+        The records are not of this format (missing, truncated, of the wrong type).
+    """
+    header, parts = _open(content, math.inf)
+    return header, [(part.config, {name: stack.row(row) for name, (stack, row) in part.rows.items()}) for part in parts]
+
+
+def unpack_reply(content: RecordDict, asked: Mapping[int, Mapping[str, Spec]]) -> tuple[Json, list[Part]]:
+    """Return a reply's header and its parts, whose tensors :func:`read_update` decodes.
+
+    Parameters
+    ----------
+    asked : client -> tensors that it was asked for; they bound what is read.
+
+    Raises
+    ------
+    BadReply
+        The records are not of this format, or larger than any answer to this.
+    """
+    return _open(content, MOST_HEADER + sum(MOST_PART + MOST_ENTRY * len(expected) for expected in asked.values()))
+
+
+def wire_bytes(content: RecordDict) -> int:
+    """Bytes of a message's content as sent: arrays and JSON, without Flower's own envelope."""
+    if HEADER not in content.config_records or TENSORS not in content.array_records:
+        return 0
+    text = content.config_records[HEADER].get("json", "")
+    arrays = content.array_records[TENSORS].values()
+    return (len(text) if isinstance(text, str) else 0) + sum(len(array.data) for array in arrays)
+
+
+def update_part(update: Update) -> tuple[Json, Tensors]:
+    """An update as the part of a message."""
+    config = {
+        "client": update.client,
+        "metrics": update.metrics,
+        "num-examples": update.num_examples,
+        "error": update.error,
+        "state": update.state,
+    }
+    return config, update.tensors
+
+
+def read_update(
+    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], most_examples: int = MAX_EXAMPLES
+) -> Update:
+    """Return the update in a part, checked against what was asked.
+
+    Parameters
+    ----------
+    expected, metrics : the tensors and metrics that the client may answer with; others are refused.
+    most_examples : that the client can have.
+
+    Raises
+    ------
+    BadReply
+        Names, shapes, dtypes, values, metrics or ``num-examples`` are not as expected, or the client failed;
+        :class:`Diverged` where they are not finite.
+    """
+    config, tensors, away = part.config, {}, {}
+    if config.get("error"):
+        raise BadReply(f"client failed: {config['error']}")
+    missing = [name for name in expected.keys() - part.rows.keys() if not expected[name].optional]
+    if missing:
+        missing = [name for name in expected if name in missing]
+        raise BadReply(f"tensor {missing[0]!r} is missing" + (f" (and {len(missing) - 1} more)" * (len(missing) > 1)))
+    for name, (stack, number) in part.rows.items():
+        spec = expected.get(name)
+        if spec is None:
+            raise BadReply(f"tensor {printable(name, 80)!r} was not asked for")
+        tensors[name] = stack.row(number, spec)
+        if stack.squares:
+            away[name] = stack.squares[number]
+    count = config.get("num-examples")
+    if type(count) is not int or not 1 <= count <= most_examples:
+        raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be an integer from 1 to {most_examples}")
+    said = _read_metrics(config.get("metrics"), metrics)
+    match config.get("state"):
+        case [int(before), int(after)] if 0 <= before <= after:
+            return Update(int(config["client"]), tensors, said, count, state=(before, after), squares=away)
+    shown = printable(repr(config.get("state")), 40)
+    raise BadReply(f"state = {shown}: must be two rounds, of its state before and after")
+
+
+def _read_metrics(said: object, allowed: Mapping[str, Range]) -> dict[str, float]:
+    if not isinstance(said, dict):
+        raise BadReply(f"metrics = {said!r}: must be an object of numbers")
+    for name, value in said.items():
+        if name not in allowed:
+            raise BadReply(f"metric {printable(name, 80)!r} was not asked for")
+        allowed[name].check(name, value)
+    missing = sorted(name for name in allowed.keys() - said.keys() if allowed[name].needed)
+    if missing:
+        raise BadReply(f"metric {missing[0]!r} is missing")
+    return said
