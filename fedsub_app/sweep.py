@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import re
 import shlex
 import statistics
 import sys
@@ -18,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.files import read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
-from fedsub_app.config import defaults, is_list, own_keys, parse_pairs, resolve
+from fedsub_app.config import defaults, own_keys, resolve
 from fedsub_app.runs.batch import commits, gpus_of, machine, run_all
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.html import write_html
@@ -32,93 +31,15 @@ from fedsub_app.runs.job import Job
 from fedsub_app.runs.pictures import draw_sweep, svg
 from fedsub_app.runs.records import Group, csv_text, deviation, read_run
 from fedsub_app.runs.report import markdown
+from fedsub_app.search_space import Range, Space, draw, each_value, propose, read_space
 from fedsub_app.settings import Settings
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-
-NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(:log)?")
-OWN = ("experiment", "run-dir", "resume")  # keys that the sweep sets itself
 COSTS = {
     "MB": (("formula-bytes-down", "formula-bytes-up"), 1e6),
     "GFLOPs": (("flops",), 1e9),
     "minutes": (("seconds",), 60),
 }
 TEST = ("global", "global-local", "personal")
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from ``low`` to ``high``, both included; ``whole``: integers; ``log``: uniform in their logarithm."""
-
-    low: float
-    high: float
-    log: bool
-    whole: bool
-
-    def __str__(self) -> str:
-        return f"{self.low:g}..{self.high:g}" + ":log" * self.log
-
-    def number(self, drawn: float) -> float | int:
-        """Return a number of the range near one that was drawn: with four digits, or a whole one."""
-        near = int(drawn) if self.whole else float(f"{drawn:.4g}")
-        return type(near)(min(max(near, self.low), self.high))
-
-
-Choices = tuple[Value, ...]
-Space = dict[str, Choices | Range]
-
-
-def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
-    """Return the keys that have one value, and those to search: ``lr=0.1``; ``lr=0.01,0.1``, ``lr=0.01..0.1:log``.
-
-    A comma belongs to the value of keys that are lists themselves; several such values are a TOML array.
-
-    Raises
-    ------
-    UserError
-        A range is none or is of a key that is no number, or there is nothing to search.
-    """
-    fixed: dict[str, Value] = {}
-    space: Space = {}
-    for pair in pairs:
-        ((key, value),) = parse_pairs([pair]).items()
-        text = pair.partition("=")[2].strip()
-        if key in OWN:
-            raise UserError(f"-s {key}: a sweep sets it itself; allowed are the other keys")
-        if key == "seed" and ("," in text or ".." in text):
-            raise UserError(f"seed = {text}: must be one number, that of the first run; --seeds N runs N of them")
-        if match := RANGE.fullmatch(text):
-            space[key] = _range(key, *match.groups())
-            continue
-        values: Sequence[Any] = [value]
-        if isinstance(value, list):
-            values = value
-        elif value == text and "," in text and not is_list(key):  # text that is in no quotes
-            values = [parse_pairs([f"{key}={word}"])[key] for word in text.split(",") if word.strip()]
-        values = list(dict.fromkeys(values)) if all(isinstance(each, str | int | float) for each in values) else [value]
-        if len(values) > 1:
-            space[key] = tuple(values)
-        else:
-            fixed[key] = values[0]
-    if not space:
-        raise UserError("nothing to search: give a key several values, -s lr=0.01,0.1, or a range, -s lr=0.01..0.1:log")
-    return fixed, space
-
-
-def _range(key: str, low: str, high: str, log: str | None) -> Range:
-    default = defaults().get(key, 0.0)  # an unknown key is refused with the first trial
-    if isinstance(default, bool | str):
-        raise UserError(f"{key} = {low}..{high}: only a number has a range; values to try stand with commas")
-    found = Range(float(low), float(high), bool(log), isinstance(default, int))
-    if not found.low < found.high:
-        raise UserError(f"{key} = {found}: the first number must be below the second")
-    if log and found.low <= 0:
-        raise UserError(f"{key} = {found}: must be above 0 on a logarithmic scale")
-    if found.whole and not (found.low.is_integer() and found.high.is_integer()):
-        raise UserError(f"{key} = {found}: must be from one integer to another")
-    return found
 
 
 def metric_of(settings: Settings, wanted: str | None) -> str:
@@ -202,59 +123,22 @@ class Sweep:
                 order = np.random.default_rng(derive(self.seed, "sweep")).permutation(len(grid))
                 grid = [grid[index] for index in order]
             return grid[: self.trials]
-        return [self._drawn(number) for number in range(self.trials)]
+        # A trial is the same however many there are.
+        return [draw(self.space, derive(self.seed, "sweep", number)) for number in range(self.trials)]
 
-    def _drawn(self, number: int) -> dict[str, Value]:
-        """Return the random trial ``number``, the same however many there are."""
-        from scipy.stats import loguniform, uniform
-        from sklearn.model_selection import ParameterSampler
-
-        spread: dict[str, Any] = {}
-        for key, values in self.space.items():
-            if not isinstance(values, Range):
-                spread[key] = list(values)
-            elif values.log:
-                spread[key] = loguniform(values.low, values.high + values.whole)
-            else:
-                spread[key] = uniform(values.low, values.high + values.whole - values.low)
-        (drawn,) = ParameterSampler(spread, 1, random_state=derive(self.seed, "sweep", number) % 2**32)
-        return {
-            key: values.number(drawn[key]) if isinstance(values, Range) else drawn[key]
-            for key, values in self.space.items()
-        }
-
-    def _proposed(self, number: int) -> dict[str, Value]:
-        """Return what Optuna proposes for the trial ``number`` after those that have ended."""
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        spread: dict[str, BaseDistribution] = {}
-        for key, values in self.space.items():
-            if not isinstance(values, Range):
-                spread[key] = optuna.distributions.CategoricalDistribution(values)
-            elif values.whole:
-                spread[key] = optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
-            else:
-                spread[key] = optuna.distributions.FloatDistribution(values.low, values.high, log=values.log)
-        sampler = optuna.samplers.TPESampler(seed=derive(self.seed, "sweep", number) % 2**32)
-        study = optuna.create_study(direction="maximize", sampler=sampler)
-        for trial in self.begun():
-            if found := trial.values(self.metric):
-                params = {key: trial.keys[key] for key in spread}
-                value = statistics.fmean(found)
-                study.add_trial(optuna.trial.create_trial(params=params, distributions=spread, value=value))
-        proposed = study.ask(spread).params
-        return {
-            key: values.number(proposed[key]) if isinstance(values, Range) else proposed[key]
-            for key, values in self.space.items()
-        }
+    def _next(self, number: int) -> dict[str, Value]:
+        """Return the searched keys of a trial that is new."""
+        if self.search != "optuna":
+            return self.plan[number]
+        results = [(trial.keys, trial.values(self.metric)) for trial in self.begun()]
+        ended = [(keys, statistics.fmean(values)) for keys, values in results if values]
+        return propose(self.space, derive(self.seed, "sweep", number), ended)
 
     def trial(self, number: int) -> Trial:
         """Return a trial, which is written where it is new."""
         path = self.out / f"trial-{number:03d}.json"
         if not path.exists():
-            keys = self._proposed(number) if self.search == "optuna" else self.plan[number]
-            write_json(path, {"number": number, "keys": keys})
+            write_json(path, {"number": number, "keys": self._next(number)})
         keys = read_json(path)["keys"]
         label = "  ".join(f"{key}={value}" for key, value in keys.items())
         jobs = []
@@ -315,7 +199,7 @@ def sweep(
     if search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise UserError("--search optuna: needs the package optuna; `pip install 'fedsub[sweep]'`")
     made = Sweep(experiment, fixed, space, search, "", seeds, trials or sys.maxsize, Path())
-    tried = _each_value(space) if search == "optuna" else [*_each_value(space), *made.plan]
+    tried = each_value(space) if search == "optuna" else [*each_value(space), *made.plan]
     settings = [resolve(made.overrides(keys)) for keys in tried]  # bad input is reported before the first run starts
     chosen_by = metric_of(settings[0], metric)
     count = trials if search == "optuna" and trials else len(made.plan)
@@ -333,24 +217,6 @@ def sweep(
         print(f"failed: {' '.join(job.name.split())}: {reason}", file=sys.stderr)
     _write(made, command)
     return 1 if failures else 0
-
-
-def _each_value(space: Space) -> list[dict[str, Value]]:
-    """Return trials in which each value of a list, and both ends of a range, are tried beside the first of the others.
-
-    A key of a method that is itself searched is tried with that method.
-    """
-    ends = {
-        key: [values.number(values.low), values.number(values.high)] if isinstance(values, Range) else values
-        for key, values in space.items()
-    }
-    trials = []
-    for key, values in ends.items():
-        keys = {each: found[0] for each, found in ends.items()}
-        if (method := key.partition(".")[0]) in ends.get("method", ()):
-            keys["method"] = method
-        trials += [keys | {key: value} for value in values]
-    return trials
 
 
 def _folder(made: Sweep) -> Path:

@@ -22,7 +22,8 @@ from fedsub_app.flower import PROJECT
 from fedsub_app.runs.batch import run_job
 from fedsub_app.runs.job import Job
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.sweep import Sweep, metric_of, read_space
+from fedsub_app.search_space import read_space
+from fedsub_app.sweep import Sweep, metric_of
 from fedsub_app.tables import read_table
 
 Run = Callable[..., tuple[Json, Path]]

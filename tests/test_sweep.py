@@ -14,7 +14,8 @@ from fedsub_app import cli, config, sweep
 from fedsub_app.common.files import write_json
 from fedsub_app.common.section import Value
 from fedsub_app.runs import batch
-from fedsub_app.sweep import Range, Space, Sweep, Trial, read_space
+from fedsub_app.search_space import Range, Space, read_space
+from fedsub_app.sweep import Sweep, Trial
 
 KEYS = ["evaluate=personal", "validation-fraction=0.2", "num-rounds=4", "method=fedselect"]
 VALIDATED = [word for key in KEYS for word in ("-s", key)]
