@@ -32,7 +32,7 @@ from fedsub_app.data import (
     load_dataset,
     make_partition,
 )
-from fedsub_app.data.sources import MEDMNIST
+from fedsub_app.data.known import MEDMNIST
 from fedsub_app.data.synthetic import LAYOUTS
 from fedsub_app.runs.rounds import read_rounds
 

@@ -17,8 +17,9 @@ from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, N
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic
 from fedsub_app.data.features import Features, Pictures
+from fedsub_app.data.known import ALIASES, Source, Split, Wanted
 from fedsub_app.data.samples import Normalise, Samples, in_unit, normalised
-from fedsub_app.data.sources import ALIASES, Source, Split, Wanted, check_hidden, data_folder, load_sources
+from fedsub_app.data.sources import check_hidden, data_folder, load_sources
 
 
 def _named(text: str) -> str:

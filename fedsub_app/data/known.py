@@ -1,0 +1,356 @@
+"""Data sets with a name of their own: generated, installed, torchvision's, medmnist's.
+
+``KNOWN``, at the end, holds one line for each: what it is and what loads it.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.seeds import generator
+from fedsub_app.data import synthetic
+from fedsub_app.data.features import Pictures, impatient
+from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, find, hold_out, read_npy, unpacked_idx
+
+ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
+MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled out: importing it takes a second
+    *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
+    *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
+)
+EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
+
+Split = tuple[torch.Tensor | Pictures, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A data set before it is prepared.
+
+    x of images: uint8, or float32 in [0, 1], [n, c, h, w], or files that are only listed; of synthetic data [n, 5].
+    """
+
+    train: Split
+    test: Split
+    num_classes: int
+    notes: tuple[str, ...] = ()
+    random_crops: bool = False  # of training images, where features are extracted from them
+
+
+class Wanted(NamedTuple):
+    """What a loader is asked for.
+
+    ``domains``: those wanted of a set that has some, none for all; ``listed``: image files are not decoded but listed.
+    """
+
+    name: str
+    data: Path
+    seed: int
+    image_size: int | None
+    domains: Sequence[str]
+    listed: bool
+
+
+class NotHere(UserError):
+    """The files of a known data set are not there, and were not to be had."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set with a name of its own: what it is, in one line, and what loads its domains, or else itself."""
+
+    about: str
+    load: Callable[[Wanted], dict[str, Source]]
+
+
+def _one(about: str, load: Callable[[Wanted], Source]) -> Known:
+    """A data set without domains."""
+    return Known(about, partial(without_domains, load))
+
+
+def without_domains(load: Callable[[Wanted], Source], wanted: Wanted) -> dict[str, Source]:
+    """Load a set that has no domains, and refuse those that are asked for."""
+    if wanted.domains:
+        raise UserError(f"domains = {', '.join(wanted.domains)!r}: dataset {wanted.name!r} has none; allowed is ''")
+    return {wanted.name: load(wanted)}
+
+
+def _synthetic(wanted: Wanted) -> Source:
+    return Source(*synthetic.generate(wanted.name, wanted.seed), synthetic.NUM_CLASSES)
+
+
+def _digits(wanted: Wanted) -> Source:
+    # scikit-learn's own file, read as its load_digits reads it: importing scikit-learn costs every start a second.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    table = np.loadtxt(Path(str(package.origin)).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    x, y = torch.from_numpy(table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), torch.from_numpy(table[:, -1]).long()
+    order = torch.randperm(len(y), generator=generator(wanted.seed, "digits", "split"))
+    in_test = torch.zeros(len(y), dtype=torch.bool)
+    for label in range(10):
+        of_class = order[y[order] == label]
+        in_test[of_class[: round(len(of_class) / 5)]] = True
+    return Source((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), 10)
+
+
+def _idx(wanted: Wanted, kind_name: str, split: str = "") -> Source:
+    """``kind_name``: torchvision's class of that name, which reads idx files; ``split``: of EMNIST."""
+    from torchvision import datasets
+
+    data, kind = wanted.data, getattr(datasets, kind_name)
+    options = {"split": split} if split else {}
+    prefixes = (f"emnist-{split}-train", f"emnist-{split}-test") if split else ("train", "t10k")
+    files = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
+    raw = f"{kind_name}/raw"
+    needed = f"{raw}/{{{','.join(files)}}}[.gz]"
+    root = unpacked_idx(data, raw, files)
+    if root is None:
+        _download(wanted, needed, lambda: kind(str(data), download=True, **options))
+        root = unpacked_idx(data, raw, files)
+    if root is None:
+        raise UserError(f"dataset = {wanted.name!r}: the download left no {needed} in {data}")
+    train, test = kind(str(root), train=True, **options), kind(str(root), train=False, **options)
+    first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
+    return _labelled(
+        find(data, raw) or root,
+        (train.data.numpy(), train.targets.numpy() - first),
+        (test.data.numpy(), test.targets.numpy() - first),
+        len(train.classes) - first,
+    )
+
+
+def _cifar(wanted: Wanted, kind_name: str) -> Source:
+    """``kind_name``: torchvision's class of that name."""
+    from torchvision import datasets
+
+    data, kind = wanted.data, getattr(datasets, kind_name)
+    found = find(data, kind.base_folder)
+    if found is None:
+        needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
+        _download(wanted, needed, lambda: kind(str(data), download=True))
+        found = data / kind.base_folder
+    try:
+        train, test = kind(str(found.parent), train=True), kind(str(found.parent), train=False)
+    except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
+        raise UserError(f"{found}: {one_line(error)}") from error
+    return _labelled(
+        found, (train.data, np.array(train.targets)), (test.data, np.array(test.targets)), len(train.classes)
+    )
+
+
+def _medmnist(wanted: Wanted) -> Source:
+    import medmnist
+
+    name, data = wanted.name, wanted.data
+    info = medmnist.INFO[name]
+    kind = getattr(medmnist, info["python_class"])
+    file = find(data, f"{name}.npz")
+    if file is None:
+        needed = f"{name}.npz ({info['url']})"
+        _download(wanted, needed, lambda: kind(split="train", root=str(data), download=True))
+        file = data / f"{name}.npz"
+    try:
+        train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
+    except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
+        raise UserError(f"{file}: not a readable MedMNIST file ({one_line(error)})") from error
+    source = _labelled(file, (train.imgs, train.labels), (test.imgs, test.labels), len(info["label"]))
+    found, upstream = (len(train.imgs), len(test.imgs)), (info["n_samples"]["train"], info["n_samples"]["test"])
+    note = f"partial: {found[0]} train, {found[1]} test images, upstream has {upstream[0]} and {upstream[1]}"
+    return source if found == upstream else replace(source, notes=(note,))
+
+
+def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array], num_classes: int) -> Source:
+    """Return upstream's arrays as a source. Upstream's loaders do not check them, so this does."""
+    for split, (_, labels) in (("train", train), ("test", test)):
+        if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+            found = f"{split} labels from {labels.min()} to {labels.max()}"
+            raise UserError(f"{file}: {found}, expected 0 to {num_classes - 1}")
+    return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
+
+
+def _cub200(wanted: Wanted) -> Source:
+    """Read CUB-200-2011 as it is published: lists of numbered images, their classes and whether they are training's."""
+    folder = find(wanted.data, "CUB_200_2011")
+    if folder is None:
+        needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
+        raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
+    names = _numbered(folder / "images.txt")
+    labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
+    classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
+    if not names.keys() == labels.keys() == in_train.keys():
+        raise UserError(f"{folder}: images.txt, image_class_labels.txt and train_test_split.txt number other images")
+    splits: dict[str, list[tuple[Path, int]]] = {"1": [], "0": []}
+    for number, name in names.items():
+        if in_train[number] not in splits or labels[number] not in classes:
+            found = f"label {labels[number]!r}, training {in_train[number]!r}"
+            raise UserError(f"{folder}: image {number} has {found}, expected a class of classes.txt, and 0 or 1")
+        splits[in_train[number]].append((folder / "images" / name, classes[labels[number]]))
+    return replace(_files(wanted, folder, splits["1"], splits["0"], len(classes)), random_crops=True)
+
+
+def _numbered(file: Path) -> dict[str, str]:
+    """Read lines of a number and what it stands for."""
+    try:
+        return dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not a readable list of numbers and values ({one_line(error)})") from error
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set of image files that torchvision reads: class, folder in the data folder, folders it has, splits."""
+
+    kind_name: str
+    base: str
+    holds: tuple[str, ...]
+    test: tuple[str, ...]
+    random_crops: bool = True
+    downloads: bool = True
+
+
+def _published(wanted: Wanted, about: Published) -> Source:
+    """Let torchvision read a set's lists; its validation images go to the test images, as in IST's paper."""
+    from torchvision import datasets
+
+    kind = getattr(datasets, about.kind_name)
+    root = find(wanted.data, about.base)
+    needed = f"{about.base}/{{{', '.join(about.holds)}}}"
+    if root is None or not all((root / name).exists() for name in about.holds):
+        if not about.downloads:
+            raise UserError(
+                f"dataset = {wanted.name!r}: {wanted.data} has no {needed}; torchvision cannot download it any more"
+            )
+        _download(wanted, needed, lambda: kind(str(wanted.data), download=True))
+        root = wanted.data / about.base
+    try:
+        splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *about.test)}
+        classes = splits["train"].classes  # torchvision's DTD numbers those of each split
+        samples = {
+            split: [
+                (file, classes.index(listed.classes[label])) for file, label in (listed[n] for n in range(len(listed)))
+            ]
+            for split, listed in splits.items()
+        }
+    except Exception as error:  # torchvision and SciPy raise many types on damaged lists
+        raise UserError(f"{root}: {one_line(error)}") from error
+    test = [sample for split in about.test for sample in samples[split]]
+    return replace(_files(wanted, root, samples["train"], test, len(classes)), random_crops=about.random_crops)
+
+
+PUBLISHED = {
+    "flowers102": Published("Flowers102", "flowers-102", ("jpg", "imagelabels.mat", "setid.mat"), ("val", "test")),
+    "fgvc-aircraft": Published("FGVCAircraft", "fgvc-aircraft-2013b", ("data",), ("val", "test")),
+    "dtd": Published("DTD", "dtd", ("dtd",), ("val", "test")),
+    "stanford-cars": Published(
+        "StanfordCars",
+        "stanford_cars",
+        ("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat"),
+        ("test",),
+        random_crops=False,
+        downloads=False,
+    ),
+}
+
+
+def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
+    """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
+
+    Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
+    """
+    folder = find(wanted.data, "CIFAR-10-C")
+    if folder is None:
+        needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
+        raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
+    known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
+    labels = read_npy(folder / "labels.npy")
+    found = {}
+    for domain in wanted.domains or known:
+        corruption, _, severity = domain.partition("-")
+        number = int(severity or 5) if severity in ("", *"12345") else 0
+        if corruption not in known or not number:
+            raise UserError(f"domains: {domain!r}: allowed are {', '.join(known)}, each with -1 to -5 for its severity")
+        file = folder / f"{corruption}.npy"
+        images = read_npy(file)
+        rows = slice(len(images) * (number - 1) // 5, len(images) * number // 5)
+        x, y = checked(file, f"severity {number}", np.array(images[rows]), np.array(labels[rows]))
+        if int(y.max()) > 9:
+            raise UserError(f"{folder / 'labels.npy'}: label {int(y.max())}, expected 0 to 9")
+        test = hold_out(y)
+        found[domain] = Source((x[~test], y[~test]), (x[test], y[test]), 10, (HELD_OUT,))
+    return found
+
+
+def _files(
+    wanted: Wanted, folder: Path, train: Iterable[tuple[Path, int]], test: Iterable[tuple[Path, int]], num_classes: int
+) -> Source:
+    """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
+    listed: list[Listed] = []
+    for split, samples in (("train", train), ("test", test)):
+        listed += [((split, f"{label:04}", file.name), file) for file, label in samples]
+    return Source(*read_listed(wanted, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
+
+
+def read_listed(wanted: Wanted, folder: Path, listed: Sequence[Listed], classes: Sequence[str]) -> tuple[Split, Split]:
+    """Return image files by class and name, decoded or, where that is wanted, listed."""
+    if not wanted.listed:
+        return decoded(folder, listed, wanted.image_size, classes)
+    found: list[Split] = []
+    for split in ("train", "test"):
+        of_split = sorted((parts, file) for parts, file in listed if parts[0] == split)
+        if not of_split:
+            raise UserError(f"{folder}: no image in {split}/<class>/")
+        unknown = sorted({parts[1] for parts, _ in of_split} - {*classes})
+        if unknown:
+            raise UserError(f"{folder}: class {unknown[0]} is in {split}/ but not in train/")
+        labels = torch.tensor([classes.index(parts[1]) for parts, _ in of_split])
+        found.append((Pictures.all_of([file for _, file in of_split]), labels))
+    return found[0], found[1]
+
+
+def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> None:
+    """Let torchvision or medmnist download; where that fails, say what is missing."""
+    name, data = wanted.name, wanted.data
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        with impatient():
+            attempt()
+    except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
+        how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
+        raise NotHere(f"dataset = {name!r}: {data} has no {needed}; {how}") from error
+
+
+KNOWN: dict[str, Known] = {
+    "synthetic": _one("32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)", _synthetic),
+    "synthetic-3k": _one("the same with 3,200 training points", _synthetic),
+    "synthetic-cyclic": _one("as synthetic, other layout: FedAvg close to the paper's round counts", _synthetic),
+    "synthetic-cyclic-3k": _one("the same with 3,200 training points", _synthetic),
+    "digits": _one("scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)", _digits),
+    "mnist": _one("MNIST, 28x28 grey, 10 classes", partial(_idx, kind_name="MNIST")),
+    "fashion-mnist": _one("Fashion-MNIST, 28x28 grey, 10 classes", partial(_idx, kind_name="FashionMNIST")),
+    "emnist": _one("EMNIST digits, 28x28 grey", partial(_idx, kind_name="EMNIST", split="digits")),
+    **{f"emnist-{s}": _one(f"EMNIST {s}, 28x28 grey", partial(_idx, kind_name="EMNIST", split=s)) for s in EMNIST},
+    "cifar10": _one("CIFAR-10, 32x32 RGB, 10 classes", partial(_cifar, kind_name="CIFAR10")),
+    "cifar100": _one("CIFAR-100, 32x32 RGB, 100 classes", partial(_cifar, kind_name="CIFAR100")),
+    "cifar10-c": Known(
+        "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)", _cifar10_c
+    ),
+    **{name: _one("MedMNIST v2, 28x28", _medmnist) for name in MEDMNIST},
+    "cub200": _one("CUB-200-2011, birds, RGB of many sizes, 200 classes", _cub200),
+    "flowers102": _one(
+        "Oxford's flowers, RGB of many sizes, 102 classes", partial(_published, about=PUBLISHED["flowers102"])
+    ),
+    "fgvc-aircraft": _one(
+        "FGVC Aircraft, RGB of many sizes, 100 variants", partial(_published, about=PUBLISHED["fgvc-aircraft"])
+    ),
+    "dtd": _one("Describable Textures, RGB of many sizes, 47 classes", partial(_published, about=PUBLISHED["dtd"])),
+    "stanford-cars": _one(
+        "Stanford Cars, RGB of many sizes, 196 classes", partial(_published, about=PUBLISHED["stanford-cars"])
+    ),
+}
