@@ -1,6 +1,6 @@
 """A paper's table with one command: its experiments over seeds, on the local engine, several at a time.
 
-A table is a file of settings and methods (:mod:`fedsub_app.tables`), its runs a batch (:mod:`fedsub_app.runs.batch`).
+A table is a file of settings and methods (:mod:`fedsub_app.tables`), its runs a batch (:mod:`fedsub_app.batch`).
 """
 
 import csv
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsub_app.batch import commits, gpus_of, machine, run_all
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import is_file, own_keys
-from fedsub_app.runs.batch import commits, gpus_of, machine, run_all
 from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
 from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
 from fedsub_app.runs.directory import runs_folder

@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedsub_app.batch import commits, gpus_of, machine, run_all
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.files import read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.config import defaults, own_keys, resolve
-from fedsub_app.runs.batch import commits, gpus_of, machine, run_all
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.html import write_html
 from fedsub_app.runs.job import Job

@@ -15,11 +15,11 @@ from helpers import rounds, tree
 
 import fedsub_app
 from fedsub_app import cli, flower, reproduce
+from fedsub_app.batch import run_job
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve, without_file
 from fedsub_app.flower import PROJECT
-from fedsub_app.runs.batch import run_job
 from fedsub_app.runs.job import Job
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.search_space import read_space

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fedsub_app import cli, config, reproduce
+from fedsub_app import batch, cli, config, reproduce
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs import batch
 from fedsub_app.runs.report import compare, human_bytes
 from fedsub_app.settings import digest
 from fedsub_app.tables import Paper, read_table

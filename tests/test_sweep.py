@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from helpers import _main, _processes
 
-from fedsub_app import cli, config, sweep
+from fedsub_app import batch, cli, config, sweep
 from fedsub_app.common.files import write_json
 from fedsub_app.common.section import Value
-from fedsub_app.runs import batch
 from fedsub_app.search_space import Range, Space, read_space
 from fedsub_app.sweep import Sweep, Trial
 
