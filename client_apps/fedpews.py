@@ -1,6 +1,6 @@
 """FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); deviations: ``strategies/fedpews.py``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -49,7 +49,13 @@ class FedPeWSClient(Client):
         start = options.first_scores(self.settings.seed, self.id, len(others))
         scores = self.state.get("scores", start).to(device)
         draws = self.generator("masks")
-        return MaskLearning(scores, others.to(device), options, draws, self.narrow)
+        return MaskLearning(scores, others.to(device), options, draws, self.narrow, self.gated_tensors)
+
+    @property
+    def gated_tensors(self) -> list[str]:
+        """The bias of each layer with units: its gradient takes the passes that the gradient of their mask takes."""
+        own = self.network.parameters
+        return [min((n for n in group.rows if n in own), key=lambda n: own[n].dim()) for group in self.network.units]
 
     @property
     def narrow(self) -> bool:
@@ -89,9 +95,16 @@ class MaskLearning:
     """
 
     def __init__(
-        self, scores: Tensor, others: Tensor, options: FedPeWSSettings, draws: torch.Generator, narrow: bool
+        self,
+        scores: Tensor,
+        others: Tensor,
+        options: FedPeWSSettings,
+        draws: torch.Generator,
+        narrow: bool,
+        gated_tensors: Sequence[str],
     ) -> None:
         self.scores, self.others, self.options, self.narrow = scores, others, options, narrow
+        self.gated_tensors = gated_tensors
         self._numbers = _uniform(len(scores), draws, scores.device)
 
     @property
@@ -109,7 +122,7 @@ class MaskLearning:
         outputs = self.options.mask_gradient == "activations"
         output = gated(training.network, trial, x, narrow=self.narrow and not outputs, outputs=outputs)
         (gradient,) = torch.autograd.grad(cross_entropy(output, y), [trial])
-        training.spend(len(y))
+        training.spend(len(y), self.gated_tensors)  # no gradient of a weight is computed
         gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
         self.scores = self.scores - self.options.mask_lr * gradient
         # Procedure II: the scores are frozen

@@ -16,6 +16,9 @@ Read into the paper, which is silent or contradicts itself there:
 - The gradient of Eq. 6 in the mask is that of f(x ∘ m), exactly; ``mask-gradient = "activations"`` is the common form
   for neuron masks, in which units that are off get theirs too.
 - A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
+- The paper's local step is plain SGD (line 16), under which a weight that is masked in a step does not move in it. With
+  ``momentum`` it goes on by what the buffer has from earlier steps of the round, and weight decay and the proximal term
+  reach it as well. Momentum 0.9 on the synthetic sets is our choice (docs/results/fedpews.md).
 - Positions that nobody covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
   sends only the covered values as well. Evaluation is on the full model.

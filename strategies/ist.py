@@ -22,8 +22,8 @@ Where this leaves the papers or the authors' code (IST_FL):
   momentum is then that of other neurons.
 - The permutation is drawn anew from seed and round, where theirs is shuffled on: the same distribution, and a round
   needs no state.
-- BatchNorm on batch statistics is evaluated on batches of 512, theirs on shuffled ones of 32. Running statistics,
-  where a network has them, go with their units.
+- BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; theirs are of 32 and
+  drawn anew. Running statistics, where a network has them, go with their units.
 - Units that do not divide by the clients are dealt as evenly as possible; the papers' widths are multiples.
 - ``objective = "moon"`` is refused: a client has other units in every round, so that its last model is no z_p.
 """

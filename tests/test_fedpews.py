@@ -138,6 +138,7 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     [
         {},
         {"objective": "prox", "prox-mu": 0.3},
+        {"momentum": 0.0},  # the paper's step
         {"fedpews.others": "mean"},
         {"fedpews.score-spread": 0.5},
         {"fedpews.mask-gradient": "activations"},

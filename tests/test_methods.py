@@ -8,16 +8,19 @@ import pytest
 import torch
 from helpers import METHOD_KEYS, merge_round
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
+from fedsub_app.data import load_dataset
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.training.local import Training, evaluate, evaluation_batch
+from fedsub_app.training.local import Training, evaluate, evaluation_batch, evaluation_batches
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
@@ -155,6 +158,39 @@ def test_steps_are_counted_with_every_optimizer(optimizer: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        *((method, {}) for method in METHOD_KEYS),
+        ("fedpart", {"objective": "moon"}),
+        ("fedpews", {"objective": "moon"}),
+        ("fedpews", {"fedpews__mask_gradient": "activations"}),
+    ],
+)
+def test_the_flops_that_a_client_counts_are_those_that_torch_executes(
+    method: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds: warm-ups, frozen layers, the masks' gradients without the weights', MOON's two forward passes."""
+    strategy, client = made(method, **changes)
+    monkeypatch.setattr("client_apps.fedpews.subnet_flops", lambda *_: 1)  # it runs the network to count
+    state: Tensors = {}
+    for number in (1, 2, 3):
+        strategy.round = number
+        task = strategy.task(0)
+        client(0, number, dict(state)).run_training(dict(task.tensors), task.config)  # what is counted once is cached
+        worker = client(0, number, state)
+        with FlopCounterMode(display=False) as counter:
+            update = worker.run_training(dict(task.tensors), task.config)
+        state = worker.state
+        executed = counter.get_total_flops()
+        if (
+            method == "fedpac"
+        ):  # class means, twice, as a product of one-hot labels and features: no pass of the network
+            executed -= 2 * 2 * len(worker.y) * 10 * 1000
+        assert update.metrics["flops"] == executed
+        merge_round(strategy, [update], asked=[0])
+
+
 def test_every_pass_is_in_the_flops() -> None:
     """B5: FedPAC's two passes for its features, and fine-tuning for an evaluation."""
     strategy, client = made("fedpac", local_epochs=0, **{"fedpac__head-epochs": 0})
@@ -251,6 +287,37 @@ def test_no_evaluation_batch_is_of_one_sample_of_many() -> None:
     accuracy, loss = evaluate(network, torch.randn(513, 8), torch.zeros(513, dtype=torch.int64))
     assert 0 <= accuracy <= 100
     assert loss > 0
+
+
+def test_the_order_of_samples_is_nothing_to_batch_statistics() -> None:
+    """Image files are read class by class: on batches of one class such a network would be lost."""
+    data = load_dataset(resolve({"dataset": "digits"}).data)
+    torch.manual_seed(0)
+    network = build_model("feature-mlp", data.train_x.shape[1:], 10, 0)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(10):
+        for batch in torch.randperm(len(data.train_y)).split(64):
+            optimizer.zero_grad()
+            cross_entropy(network(data.train_x[batch]), data.train_y[batch]).backward()
+            optimizer.step()
+    by_class = torch.cat([(data.train_y == label).nonzero().flatten() for label in range(10)])
+    x, y = data.train_x[by_class], data.train_y[by_class]
+    accuracy, _ = evaluate(network, x, y)
+    assert accuracy > 97
+    network.eval()
+    lost = sum(int((network(x[part]).argmax(1) == y[part]).sum()) for part in torch.arange(len(y)).split(100))
+    assert 100 * lost / len(y) < 70  # what is measured without
+
+
+def test_outputs_are_in_the_order_of_the_samples() -> None:
+    _, client = made("fedavg", partition="iid", num_clients=1, train_per_class=60)  # 600 samples: two batches
+    worker = client(0, 1, {})
+    worker.load(worker.initial())
+    batches = evaluation_batches(worker.network.module, len(worker.y), worker.x.device)
+    assert len(batches) == 2
+    logits = worker.outputs().logits
+    for batch in batches:
+        assert torch.equal(logits[batch], worker.network.module.eval()(worker.x[batch]))
 
 
 def test_a_batch_of_one_sample_is_refused_with_batchnorm() -> None:

@@ -4,7 +4,6 @@ Used samples are float32. Four times the memory of all of them would be needed t
 every GPU; to make those of one client takes about as long as to copy them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakValueDictionary
@@ -51,10 +50,6 @@ class Samples:
     def nbytes(self) -> int:
         """Bytes that they take."""
         return self.stored.nbytes
-
-    def split(self, size: int) -> Iterator[Tensor]:
-        """Yield all samples in their order, ``size`` at a time."""
-        return (self[start : start + size] for start in range(0, len(self), size))
 
     def darkest(self) -> Tensor:
         """Return the least value of each channel of images, float32 ``[channels]``."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsub_app.common.seeds import generator as seeded
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.data import Samples
 from fedsub_app.models import Network, Output
@@ -101,7 +102,7 @@ class Training:
         self.factors = _factors(keep or {}, trained, self.network.device)
         self.objective = client.objective() if objective is None else objective
         self.batch_statistics = batch_statistics
-        plain = names is None and loss is cross_entropy and not self.objective.passes
+        plain = names is None and loss is cross_entropy and not self.objective.forwards
         self.compiled = plain and client.settings.compile_steps
         self.steps = self.samples = 0
         self._extra = 0.0
@@ -122,11 +123,10 @@ class Training:
         if not seen:
             return
         client.metrics["train-loss"] = float(total) / seen
-        whole = client.place.training_flops(self.network)
-        partly = client.place.training_flops(self.network, self.names)
-        client.flops += (self.samples - before) * (partly + self.objective.passes * whole) + self._extra - extra
         forward = client.place.forward_flops(self.network)
-        client.published_flops += (self.samples - before) * costs.published_flops(forward, self.objective.passes > 0)
+        step = client.place.training_flops(self.network, self.names) + self.objective.forwards * forward
+        client.flops += (self.samples - before) * step + self._extra - extra
+        client.published_flops += (self.samples - before) * costs.published_flops(forward, self.objective.forwards > 0)
         client.state |= self.objective.remember(self.network.tensors)
 
     def descend(self, x: Tensor, y: Tensor, forward: Forward | None = None) -> Tensor:
@@ -151,10 +151,10 @@ class Training:
         self.samples += len(y)
         return loss.detach()
 
-    def spend(self, samples: int) -> None:
-        """Count a forward and a backward pass of the whole network on ``samples`` more."""
+    def spend(self, samples: int, names: Iterable[str]) -> None:
+        """Count a forward pass on ``samples`` more, and a backward pass that computes the gradients of ``names``."""
         place = self.client.place
-        self._extra += samples * place.training_flops(self.network)
+        self._extra += samples * place.training_flops(self.network, frozenset(names))
         self.client.published_flops += samples * costs.published_flops(place.forward_flops(self.network), False)
 
 
@@ -204,15 +204,27 @@ def evaluation_batch(count: int) -> int:
     return next(size for size in range(EVALUATION_BATCH, 0, -1) if count % size != 1)
 
 
+def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> list[slice] | list[Tensor]:
+    """Return which of ``count`` samples are evaluated together: slices, or index tensors (int64) on ``device``.
+
+    A BatchNorm without running statistics takes those of the batch in evaluation as well. Samples may lie class by
+    class (image files do), so for such a model batches are drawn at random, the same ones each time.
+    """
+    size = evaluation_batch(count)
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules()):
+        order = torch.randperm(count, generator=seeded("order of evaluation"))
+        return list(order.to(device).split(size))
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor | Samples, y: Tensor) -> tuple[float, float]:
     """Return accuracy in percent and mean cross-entropy of ``model`` in evaluation mode; leaves its mode as it was."""
     training = model.training
     model.eval()
     correct, loss = 0, 0.0
-    size = evaluation_batch(len(y))
-    for features, labels in zip(x.split(size), y.split(size), strict=True):
-        output = model(features)
+    for part in evaluation_batches(model, len(y), y.device):
+        output, labels = model(x[part]), y[part]
         correct += int((output.argmax(1) == labels).sum())
         loss += float(F.cross_entropy(output, labels, reduction="sum"))
     model.train(training)

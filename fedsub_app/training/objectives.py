@@ -20,10 +20,10 @@ class Objective:
 
     Attributes
     ----------
-    passes : forward and backward passes of the whole network that the term costs in a step, for the FLOPs.
+    forwards : further forward passes of the whole network that the term makes in a step, for the FLOPs.
     """
 
-    passes = 0.0
+    forwards = 0
 
     def term(self, x: Tensor, output: Output, forward: Forward) -> Tensor | float:
         """Return what is added to the loss on ``x``, for which ``forward`` has just computed ``output``."""
@@ -73,7 +73,7 @@ class Moon(Objective):
     mu, temperature : weight of the term, and t > 0.
     """
 
-    passes = 2 / 3  # two forward passes
+    forwards = 2
 
     def __init__(self, received: Tensors, previous: Tensors, mu: float, temperature: float) -> None:
         self.others = (received, previous)

@@ -12,7 +12,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
 from fedsub_app.models import Output
-from fedsub_app.training.local import Training, epoch, evaluation_batch
+from fedsub_app.training.local import Training, epoch, evaluation_batches
 from fedsub_app.training.objectives import PREVIOUS, Moon, Objective, Prox
 from fedsub_app.training.workplace import Workplace
 
@@ -181,9 +181,11 @@ class Worker:
         """Return the network's logits and features on a split, in evaluation mode."""
         x, _ = self.samples(split)
         self.network.module.eval()
-        found = [self.network(part) for part in x.split(evaluation_batch(len(x)))]
+        batches = evaluation_batches(self.network.module, len(x), x.device)
+        found = [self.network(x[batch]) for batch in batches]
         self.flops += len(x) * self.place.forward_flops(self.network)
-        return Output(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        seen = torch.cat([torch.arange(len(x), device=x.device)[batch] for batch in batches])
+        return Output(*(torch.cat(parts)[seen.argsort()] for parts in zip(*found, strict=True)))
 
     def accuracy(self, split: Split) -> float:
         """Return the network's accuracy on a split in percent."""
