@@ -6,6 +6,9 @@ run has reached it at the end of the fifth round in a row that is at or above it
 
 What the paper leaves open:
 
+- Which accuracy must stay at the threshold for five rounds (4.4): the mean of ten rounds, by which the threshold is set
+  (B.3 averages "to smooth out the accuracies"), or that of each round. Here it is the mean, which arrives later: the
+  method that sets the bar may itself fail in a run that ends soon after its best rounds.
 - Before round 10 the mean is over the rounds so far: some of the paper's methods arrive after five. The best one is of
   ten rounds where the run has as many. The initial model, round 0, is in no mean.
 - With ``eval-every`` above 1 the mean is over the evaluations of the last ten rounds, and five rounds in a row are all
