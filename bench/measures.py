@@ -27,7 +27,7 @@ from fedsub_app.federation.workers import local_grid
 from fedsub_app.flower import CONNECTION
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.subnets.averaging import Contribution, masked_mean
 
 CLIENTS, SAMPLES, BATCH, WORKERS = 10, 500, 10, 2
 POOL_EPOCHS = 5
@@ -334,9 +334,10 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
     old = {name: t.detach().clone() for name, t in tensors_of(build_model("resnet18", IMAGE, CLASSES, 0)).items()}
     masks = {name: torch.ones_like(t, dtype=torch.bool) for name, t in old.items()}
     updates = [
-        ({name: t + i for name, t in old.items()}, {n: m.clone() for n, m in masks.items()}, 1.0) for i in range(10)
+        Contribution({name: t + i for name, t in old.items()}, {n: m.clone() for n, m in masks.items()})
+        for i in range(10)
     ]
-    pairs = [(t, torch.empty_like(t)) for x, m, _ in updates for part in (x, m) for t in part.values()]
+    pairs = [(t, torch.empty_like(t)) for x, m, _ in updates for part in (x, m or {}) for t in part.values()]
     for source, target in pairs:  # touch all pages
         target.copy_(source)
     extra_mb = _peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20

@@ -22,15 +22,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from bench.baselines import IMAGE
 from bench.flower_box import PROJECT
-from bench.measures import DATASET, IMAGE, apart, commit, run_local, write_images
+from bench.measures import DATASET, apart, commit, run_local, write_images
 from client_apps import fedpews
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, layer_groups
-from fedsub_app.training.costs import formula_bytes
 from fedsub_app.training.workplace import workplace
 
 ROUNDS = 6  # of each kind
@@ -59,7 +60,7 @@ def over(upper: Sequence[Json], lower: Sequence[Json]) -> Json:
 def fedpews_round(settings: Mapping[str, Value], narrow: bool) -> Json:
     """Return a warm-up round over a plain round."""
     fedpews.NARROW_FLOPS = 0 if narrow else math.inf
-    keys = {"method": "fedpews", "num-rounds": 2 * ROUNDS + 1, "fedpews.warmup-rounds": ROUNDS + 1}
+    keys: dict[str, Value] = {"method": "fedpews", "num-rounds": 2 * ROUNDS + 1, "fedpews.warmup-rounds": ROUNDS + 1}
     lines = run({**keys, **settings})
     return over([x for x in lines if x["round"] <= ROUNDS + 1], [x for x in lines if x["round"] > ROUNDS + 1])
 

@@ -26,7 +26,9 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise UserError("completion: needs the package shtab; `pip install 'fedsub[completion]'`") from None
+        raise UserError(
+            "completion: needs the package shtab; `pip install -e '.[completion]'` in the checkout"
+        ) from None
     names: dict[str, Iterable[str]] = {
         "experiment": experiments(),
         "name": tables(),

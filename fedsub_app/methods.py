@@ -86,10 +86,10 @@ METHODS = {
     "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
     "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
-    "ist": Method("IST, Yuan et al. 2022: vertical decomposition", ISTSettings, IST, Client),
+    "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, IST, Client),
     "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
-    "fedpews": Method("FedPeWS, Tastan et al.", FedPeWSSettings, FedPeWS, FedPeWSClient),
+    "fedpews": Method("FedPeWS, Tastan et al. 2024", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }
 BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
 

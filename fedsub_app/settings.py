@@ -115,7 +115,7 @@ class RunSettings(Section):
     keep_checkpoints: CountOrNone = 2
     """Checkpoints that are kept, the latest; 0: all."""
     track: Literal["none", "tensorboard", "mlflow", "wandb"] = "none"
-    """Tracker that is told every round as well, a package of its own (`pip install 'fedsub[mlflow]'`)."""
+    """Tracker that is told every round as well, a package of its own (`pip install -e '.[mlflow]'`)."""
 
     @model_validator(mode="after")
     def _resume_needs_a_run(self) -> "RunSettings":
@@ -226,9 +226,12 @@ class DefenceSettings(FederationSettings):
             raise ValueError(f"weighting = {self.weighting!r}: must be 'uniform' with {beside}")
         if self.least_replies > self.sample_size:
             most = (self.sample_size - 3) // 2
-            allowed = f"at most {most}" if most >= 0 else "at least 3 clients a round needed"
-            said = f"byzantine-clients = {self.byzantine_clients}: {allowed} with mean = 'krum'"
-            raise ValueError(f"{said} and the {self.sample_size} clients that take part in a round")
+            said = f"byzantine-clients = {self.byzantine_clients}:"
+            if most < 0:
+                least = f"needs at least {self.least_replies} clients a round"
+                raise ValueError(f"{said} mean = 'krum' {least}, {self.sample_size} take part")
+            beside = f"mean = 'krum' and the {self.sample_size} clients that take part in a round"
+            raise ValueError(f"{said} at most {most} with {beside}")
         if 0 < self.dp_noise_multiplier < LEAST_NOISE:
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {LEAST_NOISE}")
         if self.dp_noise_multiplier and not self.clip_norm:

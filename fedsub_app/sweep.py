@@ -197,7 +197,7 @@ def sweep(
     if trials is None and (ranges or search == "optuna"):
         raise UserError("--trials: how many settings to try must be said, with a range and with Optuna")
     if search == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise UserError("--search optuna: needs the package optuna; `pip install 'fedsub[sweep]'`")
+        raise UserError("--search optuna: needs the package optuna; `pip install -e '.[sweep]'` in the checkout")
     made = Sweep(experiment, fixed, space, search, "", seeds, trials or sys.maxsize, Path())
     tried = each_value(space) if search == "optuna" else [*each_value(space), *made.plan]
     settings = [resolve(made.overrides(keys)) for keys in tried]  # bad input is reported before the first run starts

@@ -281,7 +281,7 @@ def test_completion_for_zsh_and_without_its_package(
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 2
     assert capsys.readouterr().err == (
-        "error: completion: needs the package shtab; `pip install 'fedsub[completion]'`\n"
+        "error: completion: needs the package shtab; `pip install -e '.[completion]'` in the checkout\n"
     )
 
 

@@ -14,17 +14,21 @@ from fedsub_app.flower import PROJECT, environment
 
 DOCKER = PROJECT / "docker"
 KEYS = Path("/keys")
-VARIABLES = {"PARTITION": "2", "PARTITIONS": "3", "SUPERLINK": "a.example.org:8443", "FEDSUB_DATA": "/mnt/data"}
+VARIABLES = {"PARTITION": "2", "SUPERLINK": "a.example.org:8443", "FEDSUB_DATA": "/mnt/data"}
 DATABASE = "/state/superlink.db"
 
 
-def services(*names: str) -> dict[str, Any]:
-    """The services of compose files, laid over each other as compose does it: volumes are added, commands replaced."""
+def services(*names: str, partitions: int | None = 3) -> dict[str, Any]:
+    """The services of compose files, laid over each other as compose does it: volumes are added, commands replaced.
+
+    ``partitions``: the variable PARTITIONS; ``None``: it is not set.
+    """
     found: dict[str, Any] = {}
+    variables = VARIABLES | ({"PARTITIONS": str(partitions)} if partitions else {})
     for name in names:
         text = (DOCKER / name).read_text()
         text = re.sub(
-            r"\$\{(\w+)(?::-([^}]*)|:\?)\}", lambda m: VARIABLES.get(m[1], m[2] if m[2] is not None else "?"), text
+            r"\$\{(\w+)(?::-([^}]*)|:\?)\}", lambda m: variables.get(m[1], m[2] if m[2] is not None else "?"), text
         )
         assert "?}" not in text
         assert "$" not in re.sub("#.*", "", text)
@@ -35,14 +39,14 @@ def services(*names: str) -> dict[str, Any]:
     return found
 
 
-def expected(keys: Path | None) -> dict[str, list[str]]:
+def expected(keys: Path | None, partitions: int) -> dict[str, list[str]]:
     found = {
         "superlink": superlink(8000, DATABASE, keys, "0.0.0.0"),
         "superlink-superexec": server_superexec(8000, keys),
     }
     for number in range(2):
         name = commands.node(number)
-        found[name] = supernode("superlink:8000", number, 2, 9094, keys)
+        found[name] = supernode("superlink:8000", number, partitions, 9094, keys)
         found[f"{name}-superexec"] = node_superexec(number, 9094, keys)
     return found
 
@@ -57,9 +61,23 @@ def expected(keys: Path | None) -> dict[str, list[str]]:
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
 def test_the_commands_are_those_of_federation_up(files: list[str], keys: Path | None) -> None:
-    found = services(*files)
-    found.pop("door", None)
-    assert {name: service["command"] for name, service in found.items()} == expected(keys)
+    """With PARTITIONS nodes in all, others on other machines; without it the two that run here."""
+    for partitions in (None, 3):
+        found = services(*files, partitions=partitions)
+        found.pop("door", None)
+        assert {name: service["command"] for name, service in found.items()} == expected(keys, partitions or 2)
+
+
+def test_the_commands_of_deploy_md_go_together() -> None:
+    """All that start containers of one federation name as many partitions as there are keys of nodes."""
+    page = (PROJECT / "docs/deploy.md").read_text().partition("## Docker")[2]
+    count = re.findall(r"fedsub federation keys .*--nodes (\d+)", page)
+    assert len(count) == 1
+    started = [line for line in page.splitlines() if re.match("    .*docker compose .*up", line)]
+    assert len(started) == 2
+    assert all(re.findall(r"PARTITIONS=(\d+)", line) == count for line in started)
+    places = re.findall(r"PARTITION=(\d+)", page)
+    assert [str(number) for number in range(2, int(count[0]))] == places  # compose.yml runs 0 and 1
 
 
 def test_a_node_of_its_own_machine_has_the_commands() -> None:

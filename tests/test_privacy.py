@@ -182,7 +182,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
     with pytest.raises(UserError) as caught:
         check_defences(strategy)
-    said = "dp-noise-multiplier above 0: needs the package dp-accounting; `pip install 'fedsub[dp]'`"
+    said = "dp-noise-multiplier above 0: needs the package dp-accounting; `pip install -e '.[dp]'` in the checkout"
     assert str(caught.value) == said
 
 

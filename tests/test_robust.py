@@ -349,9 +349,15 @@ def test_a_method_that_weighs_all_answers_refuses_all() -> None:
         ),
         (
             {"mean": "krum"},
-            "byzantine-clients = 1: at least 3 clients a round needed with mean = 'krum' and the 2 clients that take "
-            "part in a round",
+            "byzantine-clients = 1: mean = 'krum' needs at least 5 clients a round, 2 take part",
         ),
+        (
+            {"mean": "krum", "byzantine-clients": 0},
+            "byzantine-clients = 0: mean = 'krum' needs at least 3 clients a round, 2 take part",
+        ),
+        ({"mean": "krum", "num-clients": 5}, ""),
+        ({"mean": "median"}, ""),
+        ({"mean": "trimmed"}, ""),
         ({"attack": "scale", "attackers": 3}, "attackers = 3: at most num-clients = 2"),
         ({"attack": "none", "attackers": 3}, ""),
     ],

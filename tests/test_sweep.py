@@ -117,7 +117,7 @@ def test_without_optuna_it_says_what_to_install(
     monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["sweep", "-s", "lr=0.1,0.2", "--search", "optuna", "--trials", "3"]) == 2
     assert capsys.readouterr().err == (
-        "error: --search optuna: needs the package optuna; `pip install 'fedsub[sweep]'`\n"
+        "error: --search optuna: needs the package optuna; `pip install -e '.[sweep]'` in the checkout\n"
     )
 
 

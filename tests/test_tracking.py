@@ -111,7 +111,10 @@ def test_without_the_package_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["run", "-s", f"track={name}", "-s", "model=feature-mlp", "--workers", "1"]) == 2
-    assert capsys.readouterr().err == f"error: track = '{name}': needs its package; `pip install 'fedsub[{name}]'`\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: track = '{name}': needs its package; `pip install -e '.[{name}]'` in the checkout\n"
+    )
     assert not (tmp_path / "runs").exists()
 
 

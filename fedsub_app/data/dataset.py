@@ -42,7 +42,7 @@ class DataSettings(SeedSettings):
     test_per_class: CountOrNone = None
     """Test images of each class and source, chosen at random; 0: all.
 
-    Where a class has fewer, all test images of that source come from its training images that ``train_per_class`` left
+    Where a class has fewer, all test images of that source come from its training images that ``train-per-class`` left
     over (a note says so).
     """
     image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None

@@ -257,7 +257,7 @@ def read_update(
     ------
     BadReply
         Names, shapes, dtypes, values, metrics or ``num-examples`` are not as expected, or the client failed;
-        :class:`Diverged` where they are not finite.
+        :class:`~fedsub_app.federation.protocol.Diverged` where they are not finite.
     """
     config, tensors, away = part.config, {}, {}
     if config.get("error"):

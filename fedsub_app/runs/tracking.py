@@ -163,7 +163,7 @@ def check_tracker(name: Name) -> None:
         It says what to install.
     """
     if name != "none" and importlib.util.find_spec(name) is None:
-        raise UserError(f"track = {name!r}: needs its package; `pip install 'fedsub[{name}]'`")
+        raise UserError(f"track = {name!r}: needs its package; `pip install -e '.[{name}]'` in the checkout")
 
 
 class Tracking:

@@ -52,7 +52,9 @@ class NoisyMean(MaskedMean):
 def require_accountant() -> None:
     """Raise :class:`UserError` where ``dp-accounting`` is not installed."""
     if importlib.util.find_spec("dp_accounting") is None:
-        raise UserError("dp-noise-multiplier above 0: needs the package dp-accounting; `pip install 'fedsub[dp]'`")
+        raise UserError(
+            "dp-noise-multiplier above 0: needs the package dp-accounting; `pip install -e '.[dp]'` in the checkout"
+        )
 
 
 @lru_cache(maxsize=1024)
