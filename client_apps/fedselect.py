@@ -17,7 +17,9 @@ class FedSelectClient(Client):
     """Trains its personal positions, then the global ones, then makes those personal that moved most.
 
     Its state is its model, its masks as bits (``mask/<round in which it grew>/<tensor>``: those that the server may
-    still name, and the one grown last), and with ``movement = "since-growth"`` its model at that time.
+    still name, and the one grown last), and with ``movement = "since-growth"`` its model as training left it in that
+    round (``since/<round>/<tensor>``, of the mask that it trains under and the one grown last): growth whose reply is
+    lost takes its reference point with it.
     """
 
     options: FedSelectSettings
@@ -31,26 +33,31 @@ class FedSelectClient(Client):
         self.load(before)
         self.alternate(masks)
         trained = self.keep_own()
-        self.forget_masks(but=(config["grown"], config["held"]))
+        self.forget_growth(config["grown"], config["held"])
         cut = shared_positions(masks)
         local = (
             set(self.network.tensors) - set(self.network.parameters) if self.options.bn_statistics == "local" else ()
         )
         whole = {name: tensor for name, tensor in trained.items() if name not in cut and name not in local}
-        return whole | gather(trained, cut) | self.grow(masks, before, trained)
+        return whole | gather(trained, cut) | self.grow(config["grown"], masks, before, trained)
 
     def masks(self, grown: int) -> Tensors:
         """Return the mask that grew in this round, for every tensor that can be selected; 0: the empty one."""
         names = selectable(list(self.network.parameters), self.options.layer)
-        bits = unprefixed(f"{MASK}{grown}/", self.state)
-        if grown and not bits:
-            raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
+        bits = self.remembered(MASK, grown)
         return unpack_bits(bits, {name: self.network.tensors[name].shape for name in names})
 
-    def forget_masks(self, but: tuple[int, int]) -> None:
-        """Drop the masks that grew in other rounds: replies that were lost, and masks that have grown since."""
-        kept = tuple(f"{MASK}{grown}/" for grown in but)
-        self.state = {n: t for n, t in self.state.items() if n.startswith(kept) or not n.startswith(MASK)}
+    def remembered(self, kind: str, grown: int) -> Tensors:
+        """Return what the state holds of the growth of this round; nothing for 0."""
+        found = unprefixed(f"{kind}{grown}/", self.state)
+        if grown and not found:
+            raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
+        return found
+
+    def forget_growth(self, grown: int, held: int) -> None:
+        """Drop what other rounds' growth left: of replies that were lost, and of masks that have grown since."""
+        kept = (f"{MASK}{grown}/", f"{MASK}{held}/", f"{SINCE}{grown}/")
+        self.state = {n: t for n, t in self.state.items() if n.startswith(kept) or not n.startswith((MASK, SINCE))}
 
     def alternate(self, masks: Tensors) -> None:
         """GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
@@ -64,14 +71,14 @@ class FedSelectClient(Client):
                 own.run(mine)
             shared.run(theirs)
 
-    def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
-        """Lines 8 to 10: return the masks that changed, and remember them."""
+    def grow(self, grown: int, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
+        """Lines 8 to 10: return the masks that changed since ``grown``, and remember them."""
         options = self.options
         since = options.movement == "since-growth"
         if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
             return {}
         if since:
-            before = self.initial() | unprefixed(SINCE, self.state)
+            before = self.remembered(SINCE, grown) or self.initial()
         new = grow(
             masks,
             {name: trained[name] - before[name] for name in masks},
@@ -82,11 +89,11 @@ class FedSelectClient(Client):
             options.scope == "model",
             self.generator("selection"),
         )
-        if since:
-            self.state |= prefixed(SINCE, {name: trained[name] for name in masks})
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
             self.state |= prefixed(f"{MASK}{self.round}/", pack_bits(new))
+            if since:
+                self.state |= prefixed(f"{SINCE}{self.round}/", {name: trained[name] for name in masks})
         return prefixed(MASK, changed)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:

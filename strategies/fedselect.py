@@ -23,8 +23,8 @@ Paper and published code differ; the default reads the paper, with what only the
   mean (code), correct over total.
 - a client is tested on all test images of its labels (``client-test = "labels"``; code: disjoint shards of them).
 Positions that no client has as global keep their value (the paper's 0/0), so that the global model can be evaluated; no
-client reads them. A client whose reply is lost keeps its personal values, but its growth is discarded and its last
-broadcast is repeated with the new mean.
+client reads them. A client whose reply is lost keeps its personal values, but its growth is discarded, and with it the
+point from which ``since-growth`` counts; its last broadcast is repeated with the new mean.
 """
 
 from collections.abc import Mapping, Sequence

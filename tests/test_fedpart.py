@@ -1,5 +1,6 @@
 """FedPart: its schedule, what travels, a slow reference of Algorithms 1 and 2, and its invariants."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,12 @@ def test_random_order_differs_between_cycles_and_not_between_calls() -> None:
 
 
 def reference(keys: dict[str, Value]) -> Tensors:
-    """FedPart with torch's own Adam and its state dicts, clients one after the other, full participation, float64."""
+    """FedPart with torch's own Adam and its state dicts, clients one after the other, full participation, float64.
+
+    What a client counts: in the mean of the models all alike, or by its samples; in that of the moments all alike
+    ("simply computing the mean values", Section 3.2), or by "the amount of viewed data" (Section 4, "in the
+    'unweighted' case"); with similarities these alone in both, and the mean of z is the plain one (Section 3.3).
+    """
     s = resolve(keys)
     options: Any = s.options
     data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
@@ -116,7 +122,9 @@ def reference(keys: dict[str, Value]) -> Tensors:
             answers.append({name: p.detach().clone() for name, p in trained.items()})
             states.append({name: dict(adam.state[p]) for name, p in trained.items()})
             counts.append(len(y))
-        weights = torch.ones(s.num_clients, dtype=torch.float64)
+        alike, viewed = torch.ones(s.num_clients, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64)
+        weights = viewed if s.weighting == "examples" else alike
+        state_weights = viewed if options.moment_weighting == "examples" else alike
         if options.momentum == "similarity":
             z = torch.stack(
                 [
@@ -125,23 +133,44 @@ def reference(keys: dict[str, Value]) -> Tensors:
                 ]
             )
             mean = z.mean(0)
-            weights = (z @ mean) / (z.norm(dim=1) * mean.norm())
-        weights = weights / weights.sum()
+            weights = state_weights = (z @ mean) / (z.norm(dim=1) * mean.norm())
+            assert bool((weights > 0).all())  # a negative one is where the app leaves the paper
+        weights, state_weights = weights / weights.sum(), state_weights / state_weights.sum()
         for name in names:
             x_g[name] = sum(w * a[name] for w, a in zip(weights, answers, strict=True))  # type: ignore[assignment]
             shared[name] = {
-                k: sum(w * state[name][k] for w, state in zip(weights, states, strict=True))  # type: ignore[misc]
+                k: sum(w * state[name][k] for w, state in zip(state_weights, states, strict=True))  # type: ignore[misc]
                 for k in ("exp_avg", "exp_avg_sq")
             } | {"step": torch.stack([state[name]["step"] for state in states]).max()}
     return x_g
 
 
-@pytest.mark.parametrize("momentum", ["none", "mean", "similarity"])
-def test_it_follows_the_algorithm(run_local: Run, momentum: str) -> None:
-    _, folder = run_with(run_local, fedpart__momentum=momentum)
-    ours, expected = load_file(folder / "model.safetensors"), reference(SETTINGS | {"fedpart.momentum": momentum})
+UNEQUAL = SETTINGS | {"partition": "lists", "class-lists": "0 1 2 3, 0 1 2, 2 3", "lr": 0.001}
+"""Clients of unequal size and unlike data, but not so unlike that a similarity is negative."""
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+@pytest.mark.parametrize(
+    ("momentum", "moment_weighting"),
+    [("none", "uniform"), ("mean", "uniform"), ("mean", "examples"), ("similarity", "uniform")],
+)
+def test_it_follows_the_algorithm(run_local: Run, momentum: str, moment_weighting: str, weighting: str) -> None:
+    keys = UNEQUAL | {"weighting": weighting}
+    keys |= {"fedpart.momentum": momentum, "fedpart.moment-weighting": moment_weighting}
+    _, folder = run_local(**keys)
     start = tensors_of(build_model("fedpews-mlp", (5,), 4, 0))
-    assert away(ours, expected, start) < SAME
+    assert away(load_file(folder / "model.safetensors"), reference(keys), start) < SAME
+
+
+def test_what_a_client_counts_decides() -> None:
+    """What the test above tells apart: the four readings of the two means end at four models."""
+    start = tensors_of(build_model("fedpews-mlp", (5,), 4, 0))
+    means = [
+        reference(UNEQUAL | {"fedpart.momentum": "mean", "weighting": models, "fedpart.moment-weighting": moments})
+        for models in ("uniform", "examples")
+        for moments in ("uniform", "examples")
+    ]
+    assert min(away(one, other, start) for one, other in itertools.combinations(means, 2)) > 5 * SAME
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------

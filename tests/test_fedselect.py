@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, ends_as_if_never_stopped, merge_round
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -120,19 +120,27 @@ def test_what_can_be_selected() -> None:
 def reference(keys: dict[str, Value]) -> list[tuple[list[Tensors], list[Tensors], list[Tensors]]]:
     """Algorithms 1 to 3, line by line, every client holding a whole model; full participation, float64.
 
+    What the paper does not say is as in the published code: only weights grow, BatchNorm's running statistics stay with
+    the client, and, where the keys ask for it, growth is rarer and counts from the last one, and every round but the
+    first (there: 0) trains in evaluation mode.
+
     Returns for every round the clients' models after GradSelect, their masks m^{t+1} and their models theta_k^{t+1}.
     """
     s = resolve(keys)
     o: Any = s.options
     data, parts = load_dataset(s.data), make_partition(s.data, s.partitioning)
-    net = build_model(s.model, (5,), 4, s.seed).double()
+    net = build_model(s.model, tuple(data.train_x.shape[1:]), data.num_classes, s.seed).double()
     theta_i = {n: t.detach().clone() for n, t in tensors_of(net).items()}
+    weights = [n for n, _ in net.named_parameters() if "weight" in n]
+    scopes = [weights] if o.scope == "model" else [[n] for n in weights]
     clients = range(s.num_clients)
     theta = [dict(theta_i) for _ in clients]  # theta_k^0 <- theta_I
     m = [{n: torch.zeros_like(t) for n, t in theta_i.items()} for _ in clients]  # m_k^0 <- 0
+    last = [dict(theta_i) for _ in clients]  # published code: the model after the training of the last growth's round
     history = []
     for t in range(1, s.num_rounds + 1):
         after, grown = [], []  # (u_k^{t+}, v_k^{t+}) as one model, and m_k^{t+1}
+        net.train(t == 1 or o.bn_batch == "always")
         for k in clients:  # GradSelect(u_k^t, v_k^t): u and v are theta_k at m_k = 0 and 1
             x, y = data.train_x[parts.train[k]].double(), data.train_y[parts.train[k]]
             draws = {p: generator(s.seed, t, k, p) for p in ("personal batches", "batches")}
@@ -143,27 +151,37 @@ def reference(keys: dict[str, Value]) -> list[tuple[list[Tensors], list[Tensors]
                         continue
                     for batch in torch.randperm(len(y), generator=draws[purpose]).split(s.batch_size):
                         with torch.no_grad():
-                            for n, p in net.named_parameters():
-                                p.copy_(now[n])
+                            for n, tensor in tensors_of(net).items():
+                                tensor.copy_(now[n])
                         net.zero_grad()
                         F.cross_entropy(net(x[batch]), y[batch]).backward()
+                        now |= {n: b.clone() for n, b in net.named_buffers() if n in now}  # running statistics
                         for n, p in net.named_parameters():
                             assert p.grad is not None
                             part = m[k][n] if purpose == "personal batches" else 1 - m[k][n]
                             now[n] = now[n] - s.lr * part * p.grad
             new = {n: mask.clone() for n, mask in m[k].items()}
-            for n in WEIGHTS:
-                if m[k][n].mean() < o.alpha:  # the largest p of |u_{k,L} - u_{k,0}|
-                    moved = (now[n] - theta[k][n]).abs()
-                    delta = moved[m[k][n] == 0]
-                    count = len(delta) - round((1 - o.share) * len(delta))
-                    new[n][(m[k][n] == 0) & (moved >= delta.sort().values[len(delta) - count])] = 1
+            if (t - 1) % o.grow_every == 0 and (t > 1 or o.grow_every == 1):  # t % lth_epoch_iters == 0 and t != 0
+                since = theta[k] if o.movement == "round" else last[k]
+                moved = {n: (now[n] - since[n]).abs() for n in weights}  # |u_{k,L} - u_{k,0}|
+                for names in scopes:
+                    personal = torch.cat([m[k][n].flatten() for n in names])
+                    fraction = personal.mean()
+                    if fraction < o.alpha or (o.alpha_test == "at-most" and fraction == o.alpha):
+                        delta = torch.cat([moved[n].flatten() for n in names])[personal == 0]
+                        edge = delta.sort().values[round((1 - o.share) * len(delta))]
+                        for n in names:  # the largest p of them, or those that are 1 already
+                            new[n][(m[k][n] == 0) & (moved[n] >= edge)] = 1
+                last[k] = dict(now)
             after.append(now)
             grown.append(new)
         nxt = []
         for k in clients:
             nxt.append({})
             for n in theta_i:
+                if n not in dict(net.named_parameters()):
+                    nxt[k][n] = after[k][n]
+                    continue
                 omega = sum(1 - m[j][n] for j in clients)
                 mean = sum((1 - m[j][n]) * after[j][n] for j in clients) / omega.clamp(min=1)  # type: ignore[union-attr]
                 # theta_k^{t+1} (*) not m_k^t <- theta_g^t (*) not m_k^t;  theta_k^{t+1} (*) m_k^t <- v_k^{t+}
@@ -173,32 +191,123 @@ def reference(keys: dict[str, Value]) -> list[tuple[list[Tensors], list[Tensors]
     return history
 
 
-def test_it_follows_the_algorithm(run_local: Run) -> None:
-    keys = KEYS | {"num-rounds": 3, "keep-checkpoints": 0}
-    _, folder = run_with(run_local, num_rounds=3, keep_checkpoints=0)
-    start = {n: t.detach() for n, t in tensors_of(build_model("fedpews-mlp", (5,), 4, 0)).items()}
+AUTHORS: dict[str, Value] = {
+    "fedselect.grow-every": 2, "fedselect.movement": "since-growth", "fedselect.alpha-test": "at-most",
+    "fedselect.alpha": 0.25, "num-rounds": 5,
+}  # fmt: skip
+"""Growth in the third and fifth round; the second one is only for ``at-most``, as the first one ends at 25 %."""
+LENET: dict[str, Value] = {
+    "dataset": "digits", "image-size": 32, "train-per-class": 30, "model": "lenet5-bn", "batch-size": 50,
+    "local-epochs": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fedselect.scope": "model"},
+        AUTHORS,
+        AUTHORS | {"fedselect.scope": "model"},
+        LENET,
+        LENET | {"fedselect.bn-batch": "first-round"},
+    ],
+    ids=["paper", "model-wide", "authors", "authors, model-wide", "BatchNorm", "BatchNorm, first round"],
+)
+def test_it_follows_the_algorithm(run_local: Run, changes: dict[str, Value]) -> None:
+    keys = KEYS | {"num-rounds": 3, "keep-checkpoints": 0} | changes
+    _, folder = run_local(**keys)
+    start = initial(keys)
     for number, (models, masks, _) in enumerate(reference(keys), 1):
         for i in range(3):
             state = client_state(folder, i, number)
-            new = own_masks(state, number)
-            for n in WEIGHTS:  # rounding decides only between positions that moved alike
-                assert int((new[n] != masks[i][n].bool()).sum()) <= 2 + 0.01 * int(new[n].sum())
+            assert unlike(own_masks(state, number, start), masks[i]) < 0.01
             assert away(unprefixed("own/", state), models[i], start) < SAME
     fractions = [line["personal-fraction"] for line in read_rounds(folder)]
     assert fractions == sorted(fractions)
     assert fractions[-1] == pytest.approx(0.4375, abs=0.01)
 
 
+def test_since_the_last_growth_is_another_movement(run_local: Run) -> None:
+    """Two growths, by |theta(3) - theta_I| and |theta(5) - theta(3)|, of the models that training left.
+
+    Not by another movement: since the start of the round (the paper's), and in the second growth since theta_I.
+    """
+    keys = KEYS | AUTHORS | {"keep-checkpoints": 0}
+    _, folder = run_local(**keys)
+    start, history = initial(keys), reference(keys)
+    for k in range(3):
+        theta = {0: start} | {t: after[k] for t, (after, _, _) in enumerate(history, 1)}
+        begin = {t + 1: nxt[k] for t, (_, _, nxt) in enumerate(history, 1)}
+        for number, since, others in ((3, theta[0], [begin[3]]), (5, theta[3], [begin[5], theta[0]])):
+            before, ours = (own_masks(client_state(folder, k, t), t, start) for t in (number - 1, number))
+            apart = [
+                unlike(ours, {n: largest(theta[number][n] - old[n], before[n]) for n in ours})
+                for old in (since, *others)
+            ]
+            assert apart[0] < 0.01
+            assert min(apart[1:]) > 0.05
+
+
+def largest(moved: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``mask`` with a quarter of its zeros turned on, those with the largest |moved|."""
+    off = (~mask).flatten().nonzero().flatten()
+    order = moved.flatten()[off].abs().argsort(descending=True)
+    new = mask.flatten().clone()
+    new[off[order[: len(off) - round(0.75 * len(off))]]] = True
+    return new.view(mask.shape)
+
+
+def unlike(ours: Tensors, expected: Tensors) -> float:
+    """Positions in which two masks differ, as a fraction of the ones; the largest over all tensors.
+
+    Two of a tensor are free: rounding decides between positions that moved alike.
+    """
+    differ = {n: int((mask != expected[n].bool()).sum()) for n, mask in ours.items()}
+    return max(max(differ[n] - 2, 0) / max(int(mask.sum()), 1) for n, mask in ours.items())
+
+
+def test_batch_statistics_in_the_first_round_only(run_local: Run) -> None:
+    """``bn-batch = "first-round"``: what round 1 left as running statistics stays, the client's own, bit for bit."""
+    frozen = {}
+    for bn_batch in ("always", "first-round"):
+        _, folder = run_local(
+            bn_batch, **KEYS | LENET | {"num-rounds": 3, "keep-checkpoints": 0, "fedselect.bn-batch": bn_batch}
+        )
+        states = [[client_state(folder, k, number) for number in (1, 2, 3)] for k in range(3)]
+        names = [n for n in states[0][0] if "running_" in n]
+        assert len(names) == 4
+        frozen[bn_batch] = [torch.equal(one[n], later[n]) for one, *rest in states for later in rest for n in names]
+        assert not any(torch.equal(states[0][0][n], states[1][0][n]) for n in names)
+    assert all(frozen["first-round"])
+    assert not any(frozen["always"])
+
+
 def client_state(folder: Path, client_id: int, number: int) -> Tensors:
     return load_file(folder / f"clients/client-{client_id:06d}/round-{number:06d}.safetensors")
 
 
-def own_masks(state: Tensors, number: int) -> Tensors:
-    """The newest mask in a client's state of that round."""
-    newest = max(int(name.split("/")[1]) for name in state if name.startswith("mask/"))
-    assert newest <= number
-    shapes = {n: t.shape for n, t in tensors_of(build_model("fedpews-mlp", (5,), 4, 0)).items() if n in WEIGHTS}
-    return unpack_bits({n: state[f"mask/{newest}/{n}"] for n in WEIGHTS}, shapes)
+def initial(keys: dict[str, Value]) -> Tensors:
+    """theta_I of these keys."""
+    s = resolve(keys)
+    data = load_dataset(s.data)
+    model = build_model(s.model, tuple(data.train_x.shape[1:]), data.num_classes, s.seed)
+    return {n: t.detach() for n, t in tensors_of(model).items()}
+
+
+def rounds_of(kind: str, state: Tensors) -> set[int]:
+    """The rounds of whose growth a client's state holds masks ("mask") or reference points ("since")."""
+    return {int(name.split("/")[1]) for name in state if name.startswith(f"{kind}/")}
+
+
+def own_masks(state: Tensors, number: int, start: Tensors) -> Tensors:
+    """The newest mask in a client's state of that round; all zeros where there is none. ``start``: theta_I."""
+    rounds = rounds_of("mask", state)
+    assert max(rounds, default=0) <= number
+    shapes = {n: t.shape for n, t in start.items() if "weight" in n}
+    if not rounds:
+        return {n: torch.zeros(shape, dtype=torch.bool) for n, shape in shapes.items()}
+    return unpack_bits({n: state[f"mask/{max(rounds)}/{n}"] for n in shapes}, shapes)
 
 
 def test_a_newly_personal_position_starts_from_the_mean() -> None:
@@ -337,23 +446,58 @@ def test_a_mask_that_shrinks_is_refused() -> None:
         made.contribution(update)
 
 
-def test_a_lost_reply_takes_its_growth_back(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def lose(monkeypatch: pytest.MonkeyPatch, client_id: int, number: int) -> None:
+    """The server refuses this client's reply of this round."""
     contribution = FedSelect.contribution
 
-    def lose(self: FedSelect, update: Update) -> Contribution:
-        if update.client == 1 and self.round == 2:
+    def refuse(self: FedSelect, update: Update) -> Contribution:
+        if (update.client, self.round) == (client_id, number):
             raise BadReply("lost on the way")
         return contribution(self, update)
 
-    monkeypatch.setattr(FedSelect, "contribution", lose)
+    monkeypatch.setattr(FedSelect, "contribution", refuse)
+
+
+def test_a_lost_reply_takes_its_growth_back(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose(monkeypatch, client_id=1, number=2)
     _, folder = run_with(run_local)
     lines = read_rounds(folder)
     assert [len(line["dropped"]) for line in lines] == [0, 1, 0, 0]
     assert lines[-1]["personal-fraction"] == pytest.approx(0.4375, abs=0.01)
     # It had grown in round 2 from round 1's mask; in round 3 it starts again from that mask.
     lost, after = (client_state(folder, 1, number) for number in (2, 3))
-    assert {name.split("/")[1] for name in lost if name.startswith("mask/")} == {"1", "2"}
-    assert {name.split("/")[1] for name in after if name.startswith("mask/")} == {"1", "3"}
+    assert (rounds_of("mask", lost), rounds_of("mask", after)) == ({1, 2}, {1, 3})
+
+
+def test_a_lost_reply_takes_its_reference_point_back(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 1's growth of round 4 is lost: round 7's movement is since its last valid growth, so since theta_I."""
+    lose(monkeypatch, client_id=1, number=4)
+    keys = KEYS | {"num-rounds": 8, "keep-checkpoints": 0}
+    keys |= {"fedselect.grow-every": 3, "fedselect.movement": "since-growth"}
+    _, folder = run_local(**keys)
+    start = initial(keys)
+    states = {number: client_state(folder, 1, number) for number in range(1, 9)}
+    ours = own_masks(states[7], 7, start)
+    theta = {number: unprefixed("own/", states[number]) for number in (4, 7)}
+    none = {n: torch.zeros_like(mask) for n, mask in ours.items()}
+    right, wrong = (
+        {n: largest(theta[7][n] - since[n], none[n]) for n in ours} for since in (start, theta[4])
+    )  # bit for bit: nothing is rounded
+    assert all(torch.equal(ours[n], mask) for n, mask in right.items())
+    assert unlike(ours, wrong) > 0.1
+    # What it keeps: the point of the mask that it trains under, and in a round of growth that one's.
+    assert [rounds_of("since", states[number]) for number in range(3, 9)] == [set(), {4}, set(), set(), {7}, {7}]
+    kept = [rounds_of("since", client_state(folder, 0, number)) for number in range(3, 9)]
+    assert kept == [set(), {4}, {4}, {4}, {4, 7}, {7}]
+
+
+def test_since_the_last_growth_ends_as_if_never_stopped(
+    run_local: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed after round 2, of which client 1's growth was lost: its point of round 1 and the others' of round 2."""
+    lose(monkeypatch, client_id=1, number=2)
+    keys = KEYS | {"fedselect.movement": "since-growth", "fedselect.alpha": 0.8, "keep-checkpoints": 0}
+    ends_as_if_never_stopped(run_local, tmp_path, keys)
 
 
 def test_a_lost_broadcast_is_repeated() -> None:
@@ -372,8 +516,9 @@ def test_a_lost_broadcast_is_repeated() -> None:
 
 
 def test_a_client_that_lost_its_state_says_so() -> None:
-    with pytest.raises(UserError, match="client 0 has lost its state"):
-        client({}).masks(1)
+    for kind in ("mask/", "since/"):
+        with pytest.raises(UserError, match="client 0 has lost its state"):
+            client({}).remembered(kind, 1)
 
 
 def test_masks_survive_the_checkpoint() -> None:
@@ -402,10 +547,10 @@ def test_wrong_settings_are_named(keys: dict[str, Value], said: str) -> None:
 
 
 def test_the_authors_reading_runs(run_local: Run) -> None:
-    """Growth in rounds 3, 6, ... counted from 0, since the last growth, statistics of round 0."""
+    """Growth in rounds 3, 6, ... counted from 0. What it grows by, and BatchNorm: the tests of the algorithm."""
     changes: dict[str, Value] = {
         "fedselect.grow-every": 3, "fedselect.movement": "since-growth", "fedselect.alpha-test": "at-most",
-        "fedselect.bn-batch": "first-round", "num-rounds": 8,
+        "num-rounds": 8,
     }  # fmt: skip
     _, folder = run_with(run_local, **{k.replace(".", "__").replace("-", "_"): v for k, v in changes.items()})
     fractions = [round(line["personal-fraction"], 2) for line in read_rounds(folder)]
