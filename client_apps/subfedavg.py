@@ -98,7 +98,7 @@ class SubFedAvgClient(Client):
         self.metrics["mask-distance"] = mask_distance(early, late)
         if self.metrics["mask-distance"] <= options.distance or pruned >= options.target:
             return {}
-        share = last_share(pruned, options.target, options.share, options.pruning == "hybrid")
+        share = last_share(pruned, options.target, options.share, options.pruning == "hybrid", options.share_of)
         return prune_weights(last, old, share, options.share_of)
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:

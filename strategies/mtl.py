@@ -1,9 +1,12 @@
 """Federated multi-task learning with a mean regulariser, server side: FedAvg's mean of the clients' own models.
 
-Evgeniou, Pontil: Regularized multi-task learning, KDD 2004; as a federated baseline of Sub-FedAvg and LG-FedAvg (Liang
-et al., https://arxiv.org/abs/2001.01523), whose published code it follows as it was meant: client k minimises
+Evgeniou, Pontil: Regularized multi-task learning, KDD 2004; as the federated baseline in the published code of
+LG-FedAvg (Liang et al., https://arxiv.org/abs/2001.01523), which it follows as it was meant: client k minimises
 ``loss + c (||W||² + tr(W Omega W^T))``, W the clients' models as columns, Omega = (I - 11^T / m)²; the second term is
 the sum of ``||w_k - mean||²``. Published code has ones in the place of I, and columns of other clients.
+
+Sub-FedAvg cites its baseline "MTL" as Smith et al., Federated multi-task learning, 2017, gives neither its form nor its
+c, and published no code of it. That this form is what it ran is inferred.
 
 Ditto also pulls personal models to a mean, but that of models which nobody uses; here it is that of the personal ones.
 Deviations: the mean is over the clients of the last round, the first one the common start, and stands still while a

@@ -15,7 +15,8 @@ Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the de
 - "average on the intersection": the mean over those who keep a position, the old value where nobody does (code;
   ``average = "intersection"``: only positions that all clients of the round keep).
 - r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network": ``share-of = "layer"``);
-  an event that would pass the target prunes less (code). Both masks are cut from the one before the round.
+  an event that would pass the target prunes less (code; of all weights, where the paper has no such rule, what is
+  missing). Both masks are cut from the one before the round.
 - channels: threshold in each layer (code; paper among all: ``channel-scope = "model"``), one more than the share, and
   no layer below half of its channels, so at most one event each; independent of the target (code and Section 3.5;
   Algorithm 2 stops at the target). Weights first, then channels.

@@ -75,9 +75,10 @@ class Prunable:
         return gone / sum(self.sizes.values())
 
     def published_bytes(self, masks: Mapping[str, Tensor]) -> float:
-        """Return what Table 1 would count for a client in a round: see :func:`published_bytes`.
+        """Return Table 1's formula (:func:`published_bytes`) for a client in a round, with its masks as they are.
 
         Hybrid: the linear layers' weights, and of the convolutions those that are left; biases go down only.
+        Structured, which it does not have: of both those that are left.
         """
         norms = {name.rpartition(".")[0] for name in self.scales.values()}
         parameters = sum(size for name, size in self.sizes.items() if name.rpartition(".")[0] not in norms)
@@ -86,8 +87,8 @@ class Prunable:
             return published_bytes(1, 1, parameters, self.pruned(masks))
         sent = sum(self.sizes[name] for name in self.weights)
         gone = sum(int((~positions[name]).sum()) for name in self.weights)
-        left = [n for n in positions if len(self.shapes[n]) > 1 and n not in self.weights]
-        dense = sum(int(positions[name].sum()) for name in left)
+        whole = {n: size for n, size in self.sizes.items() if len(self.shapes[n]) > 1 and n not in self.weights}
+        dense = sum(int(positions[n].sum()) if n in positions else size for n, size in whole.items())
         return published_bytes(1, 1, parameters, gone / max(1, sent), sent, dense)
 
 
@@ -178,13 +179,18 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
     return sum(parts) / max(1, len(parts))
 
 
-def last_share(pruned: float, target: float, share: float, hybrid: bool) -> float:
-    """Return the share of an event: ``share``, but less where ``target`` is nearer than that (as published).
+def last_share(
+    pruned: float, target: float, share: float, hybrid: bool, of: Literal["remaining", "layer"] = "remaining"
+) -> float:
+    """Return the share of an event: ``share``, but less where ``target`` is nearer than that.
 
-    ``(target - pruned) / (1 - pruned)``; unstructured at most 0.05, hybrid 0.05 less where it is above 0.16.
+    Of the weights that remain (as published): ``(target - pruned) / (1 - pruned)``; unstructured at most 0.05, hybrid
+    0.05 less where it is above 0.16. Of all weights (the paper says nothing of it): ``target - pruned``.
     """
     if target - pruned >= share:
         return share
+    if of == "layer":
+        return target - pruned
     rest = (target - pruned) / (1 - pruned)
     return (rest - 0.05 if rest > 0.16 else rest) if hybrid else min(0.05, rest)
 
@@ -195,7 +201,7 @@ def published_bytes(
     """Return the bytes that Table 1 counts: down the whole network, up 32 bit a kept and 1 bit a pruned number.
 
     ``Cost = R x B x |W| x 2``, decoded from the numbers that it prints: all clients of a round together, no mask bits,
-    the target's pruning from the first round on.
+    the target's pruning from the first round on. Of hybrid pruning it gives few of them to the digit.
 
     Parameters
     ----------
