@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.flower import CONNECTION, environment
+from fedsub_app.deployment.flower import CONNECTION, environment
 from fedsub_app.runs.rounds import read_rounds
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -21,10 +21,10 @@ from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
+from fedsub_app.deployment.flower import CONNECTION
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.wire import HEADER
 from fedsub_app.federation.workers import local_grid
-from fedsub_app.flower import CONNECTION
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution, masked_mean
@@ -135,7 +135,7 @@ def run_local(
 ) -> tuple[list[Json], Any]:
     """Run an experiment on the local engine, here; returns its rounds' lines and the grid."""
     from fedsub_app.client_app import app
-    from fedsub_app.server_app import run_experiment
+    from fedsub_app.runs.loop import run_experiment
 
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
         overrides = {**settings, "run-dir": f"{folder}/run"}

@@ -38,7 +38,7 @@ API = {
     ],
     "Runs": [
         *("fedsub_app.runs.directory", "fedsub_app.runs.rounds", "fedsub_app.runs.checkpoint"),
-        "fedsub_app.runs.cost_to_accuracy",
+        "fedsub_app.reports.cost_to_accuracy",
     ],
 }
 # Which page of results/ a method's figures are on; the baselines stand beside the paper that compares with them.

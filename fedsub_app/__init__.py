@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # torch takes seconds
     from fedsub_app.common.section import Value
     from fedsub_app.methods import Method
-    from fedsub_app.runs.records import Record
+    from fedsub_app.reports.records import Record
 
 
 def run(settings: "Mapping[str, Value]", workers: int = 1) -> "Record":
@@ -25,19 +25,10 @@ def run(settings: "Mapping[str, Value]", workers: int = 1) -> "Record":
     RunFailed
         The run could not go on; its ``folder`` may hold a checkpoint to resume from.
     """
-    from fedsub_app.common.device import pick_device
-    from fedsub_app.federation.workers import local_grid
-    from fedsub_app.runs.directory import settings_of
-    from fedsub_app.runs.records import read_run
-    from fedsub_app.server_app import run_and_report
+    from fedsub_app.engines import run_local
+    from fedsub_app.reports.records import read_run
 
-    resolved = settings_of(settings)
-    on_gpu = pick_device(resolved.device).type == "cuda"
-    grid = local_grid("fedsub_app.client_app", settings, min(workers, resolved.num_clients), fork=not on_gpu)
-    try:
-        return read_run(Path(run_and_report(grid, resolved)["run-dir"]))
-    finally:
-        grid.close()
+    return read_run(Path(run_local(settings, workers)["run-dir"]))
 
 
 def register(name: str, method: "Method") -> None:

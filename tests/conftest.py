@@ -17,7 +17,7 @@ from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
-from fedsub_app.server_app import run_experiment
+from fedsub_app.runs.loop import run_experiment
 
 
 def pytest_configure(config: pytest.Config) -> None:

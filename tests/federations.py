@@ -15,7 +15,7 @@ from helpers import PATIENCE
 
 from fedsub_app.common.tensors import Json
 from fedsub_app.deployment.federation import Federation, read
-from fedsub_app.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT
 
 NAME = "test"
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
-from fedsub_app.flower import PROJECT
 from fedsub_app.subnets.norms import NormGuard
 from strategies.base import SubnetStrategy
 from strategies.merging import Merging, Valid
@@ -43,10 +43,10 @@ PATIENCE = 300  # seconds after which a process that should have ended is killed
 _processes = get_context("forkserver")
 _processes.set_forkserver_preload(
     [
-        "fedsub_app.cli",
+        "fedsub_app.cli.main",
         "fedsub_app.client_app",
         "fedsub_app.federation.local_grid",
-        "fedsub_app.server_app",
+        "fedsub_app.engines",
         "flwr_datasets.partitioner",
         "matplotlib.pyplot",
         "sklearn.datasets",
@@ -138,7 +138,7 @@ def _main(
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, stream)
         os.close(descriptor)
-    from fedsub_app.cli import main
+    from fedsub_app.cli.main import main
 
     if die:
         moment, server_round = die
@@ -246,9 +246,9 @@ def _summary_half_written(number: int) -> None:
 
 
 def _settings_written(number: int) -> None:
-    from fedsub_app import server_app
+    from fedsub_app.runs import loop
 
-    _wrap(server_app, "open_run", after=lambda *_: True)
+    _wrap(loop, "open_run", after=lambda *_: True)
 
 
 def _file(number: int) -> str:

@@ -10,15 +10,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from safetensors.torch import load_file
 from torch import nn
 
-from fedsub_app import cli
+from fedsub_app.analysis.activations import unit_activations
+from fedsub_app.cli import main as cli
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import own_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
-from fedsub_app.runs.analysis import unit_activations
+from fedsub_app.reports.pictures import figure, labelled, legend_beside
 from fedsub_app.runs.masks import overlap
-from fedsub_app.runs.pictures import figure, labelled, legend_beside
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import unpack_bits
 from strategies.base import SubnetStrategy

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from client_apps.base import Client
-from fedsub_app import cli
+from fedsub_app.analysis.approximation import approximation, cosine, pooled
+from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.approximation import approximation, cosine, pooled
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.training.workplace import workplace

@@ -17,7 +17,7 @@ from flwr.app import Context, Message, MessageType
 from helpers import fedsub, rounds, tree
 from safetensors.torch import load_file
 
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
@@ -25,7 +25,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.directory import RunFailed, settings_of
-from fedsub_app.server_app import run_experiment
+from fedsub_app.runs.loop import run_experiment
 
 RunLocal = Callable[..., tuple[Json, Path]]
 

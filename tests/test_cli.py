@@ -14,17 +14,19 @@ from flwr.common.config import parse_config_args
 from helpers import rounds, tree
 
 import fedsub_app
-from fedsub_app import cli, flower, reproduce
-from fedsub_app.batch import run_job
+from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve, without_file
-from fedsub_app.flower import PROJECT
-from fedsub_app.runs.job import Job
+from fedsub_app.deployment import flower
+from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.search_space import read_space
-from fedsub_app.sweep import Sweep, metric_of
-from fedsub_app.tables import read_table
+from fedsub_app.studies import reproduce
+from fedsub_app.studies.batch import run_job
+from fedsub_app.studies.job import Job
+from fedsub_app.studies.search_space import read_space
+from fedsub_app.studies.sweep import Sweep, metric_of
+from fedsub_app.studies.tables import read_table
 
 Run = Callable[..., tuple[Json, Path]]
 OWN = """extends = "quickstart/digits"

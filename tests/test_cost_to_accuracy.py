@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsub_app import cli, config
+from fedsub_app import config
+from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.models import build_model
-from fedsub_app.runs.cost_to_accuracy import (
+from fedsub_app.reports.cost_to_accuracy import (
     Reached,
     averages,
     best,
@@ -24,9 +25,9 @@ from fedsub_app.runs.cost_to_accuracy import (
     round_reached,
 )
 from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.server_app import run_experiment
-from fedsub_app.tables import read_table
+from fedsub_app.studies.tables import read_table
 from fedsub_app.training.costs import forward_flops, training_flops
 
 Run = Callable[..., tuple[Json, Path]]

@@ -19,17 +19,17 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.reports.compare import compare
 from fedsub_app.runs.directory import RunFailed, settings_of
-from fedsub_app.runs.report import compare
+from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.server_app import run_experiment
 from fedsub_app.settings import digest
 
 Run = Callable[..., tuple[Json, Path]]

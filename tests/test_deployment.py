@@ -114,7 +114,7 @@ def test_what_ended_is_started_again_and_nothing_is_left(tmp_path: Path) -> None
 )
 def test_a_wrong_federation_is_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capfd) -> None:
     """And nothing is started."""
-    from fedsub_app.cli import main
+    from fedsub_app.cli.main import main
 
     (tmp_path / "config.toml").write_text('[superlink.theirs]\naddress = "a.example.org:8000"\n')
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
@@ -137,7 +137,7 @@ def test_each_node_has_a_port_of_its_own(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_process_id_that_others_have_now_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
     """``down`` after a reboot: the number is in use, by another program."""
-    from fedsub_app.cli import main
+    from fedsub_app.cli.main import main
 
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     processes = {"superlink": {"command": ["flower-superlink", "--insecure"], "pid": os.getpgid(0)}}

@@ -10,7 +10,7 @@ import yaml
 
 from fedsub_app.deployment import commands
 from fedsub_app.deployment.commands import node_superexec, server_superexec, superlink, supernode
-from fedsub_app.flower import PROJECT, environment
+from fedsub_app.deployment.flower import PROJECT, environment
 
 DOCKER = PROJECT / "docker"
 KEYS = Path("/keys")

@@ -22,7 +22,7 @@ from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, ru
 
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import experiments, resolve
-from fedsub_app.flower import PROJECT, environment
+from fedsub_app.deployment.flower import PROJECT, environment
 from fedsub_app.runs.rounds import read_rounds
 
 KEYS = {

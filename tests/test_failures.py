@@ -16,7 +16,7 @@ from helpers import result, rounds
 
 import fedsub_app.client_app
 import fedsub_app.common.failures
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation import workers
 from fedsub_app.federation.local_grid import LocalGrid
@@ -139,7 +139,7 @@ def test_clients_trained_together_run_out_of_memory_together(run_local: Run, mon
 
 
 def test_the_servers_own_memory(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedsub_app.server_app.evaluate", lambda *_: torch.empty(PETABYTE // 4))
+    monkeypatch.setattr("fedsub_app.runs.loop.evaluate", lambda *_: torch.empty(PETABYTE // 4))
     with pytest.raises(RunFailed, match=r"^out of memory: .* goes on$"):
         run_local()
 

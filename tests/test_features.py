@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import nn
 from torchvision import models
 
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve

@@ -8,8 +8,8 @@ import pytest
 import torch
 from flwr.cli.flower_config import parse_superlink_connection
 
-from fedsub_app import flower
 from fedsub_app.common.section import flatten
+from fedsub_app.deployment import flower
 
 OLD = """[superlink]
 default = "mine"

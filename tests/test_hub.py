@@ -13,7 +13,7 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
 from flwr.supercore.fab_format_version import normalize_and_validate_fab_format
 
-from fedsub_app.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT
 
 publish = importlib.import_module("flwr.cli.app_cmd.publish")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedsub_app.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fedsub_app.cli.new_method import new_method
 from fedsub_app.common.errors import UserError
-from fedsub_app.flower import PROJECT
-from fedsub_app.new_method import new_method
+from fedsub_app.deployment.flower import PROJECT
 
 
 @pytest.fixture(scope="module")

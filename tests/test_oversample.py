@@ -20,7 +20,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import draw, sample
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, unpack
-from fedsub_app.runs.report import round_line
+from fedsub_app.runs.console import round_line
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import NormGuard
 from strategies.merging import FirstValid, Valid

@@ -15,7 +15,7 @@ from test_methods import made, play
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.runs.report import round_line, summary_table
+from fedsub_app.runs.console import round_line, summary_table
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm

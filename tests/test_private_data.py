@@ -11,6 +11,8 @@ import pytest
 from flwr.app import Message
 from helpers import rounds
 
+from fedsub_app.analysis.activations import analyse
+from fedsub_app.analysis.approximation import approximation
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -18,9 +20,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.plan import plan
-from fedsub_app.runs.analysis import analyse
-from fedsub_app.runs.approximation import approximation
+from fedsub_app.runs.plan import plan
 
 RunLocal = Callable[..., tuple[Json, Path]]
 KEYS: dict[str, Value] = {"num_clients": 2, "private_examples": 60, "num_rounds": 2, "evaluate": "global,global-local"}

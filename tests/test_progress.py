@@ -18,9 +18,9 @@ from PIL import Image
 from fedsub_app.common import progress
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import DataSettings, load_dataset
-from fedsub_app.runs.job import Job
-from fedsub_app.runs.progress import BatchProgress
-from fedsub_app.server_app import log, log_to_stdout
+from fedsub_app.engines import log, log_to_stdout
+from fedsub_app.studies.job import Job
+from fedsub_app.studies.progress import BatchProgress
 
 RunLocal = Callable[..., tuple[Json, Path]]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -17,19 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import experiments, own_keys, parse_pairs, resolve
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.reports.compare import comparisons
+from fedsub_app.reports.html import write_html
+from fedsub_app.reports.pictures import DASHES, colour, dashes, spread_out
+from fedsub_app.reports.records import Group, Record, curve, grouped, read_run
 from fedsub_app.runs.directory import settings_of
-from fedsub_app.runs.html import write_html
-from fedsub_app.runs.pictures import DASHES, colour, dashes, spread_out
-from fedsub_app.runs.records import Group, Record, curve, grouped, read_run
-from fedsub_app.runs.report import comparisons
+from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.server_app import run_experiment
 
 KEYS: dict[str, Value] = {
     "model": "feature-mlp",
@@ -85,7 +85,7 @@ def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
         record = read_run(runs["a0"])
         return replace(record, about=record.about | {"settings": record.settings | {"lr": lr}})
 
-    from fedsub_app.runs import records
+    from fedsub_app.reports import records
 
     with pytest.MonkeyPatch.context() as patch:
         made = {Path("/x"): with_lr(0.1), Path("/y"): with_lr(0.2)}

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from fedsub_app import batch, cli, config, reproduce
+from fedsub_app import config
+from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.report import compare, human_bytes
+from fedsub_app.common.text import human_bytes
+from fedsub_app.reports.compare import compare
 from fedsub_app.settings import digest
-from fedsub_app.tables import Paper, read_table
+from fedsub_app.studies import batch, reproduce
+from fedsub_app.studies.tables import Paper, read_table
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]

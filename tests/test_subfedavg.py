@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from client_apps.mtl import MTLClient
 from client_apps.subfedavg import SubFedAvgClient
-from fedsub_app import cli
+from fedsub_app.analysis.overlap import correlation
+from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
@@ -30,7 +31,6 @@ from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
 from fedsub_app.runs.checkpoint import read_checkpoint
 from fedsub_app.runs.directory import RunFailed
 from fedsub_app.runs.masks import overlap, overlap_by_chance
-from fedsub_app.runs.overlap import correlation
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits

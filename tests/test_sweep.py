@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from helpers import _main, _processes
 
-from fedsub_app import batch, cli, config, sweep
+from fedsub_app import config
+from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_json
 from fedsub_app.common.section import Value
-from fedsub_app.search_space import Range, Space, read_space
-from fedsub_app.sweep import Sweep, Trial
+from fedsub_app.studies import batch, sweep
+from fedsub_app.studies.search_space import Range, Space, read_space
+from fedsub_app.studies.sweep import Sweep, Trial
 
 KEYS = ["evaluate=personal", "validation-fraction=0.2", "num-rounds=4", "method=fedselect"]
 VALIDATED = [word for key in KEYS for word in ("-s", key)]

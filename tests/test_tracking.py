@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs import tracking
 from fedsub_app.runs.directory import Run, settings_of
+from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.runs.tracking import Tracking, numbers_of
-from fedsub_app.server_app import run_experiment
 
 RunLocal = Callable[..., tuple[Json, Path]]
 Read = Callable[[Path], tuple[str, Mapping[str, str], Mapping[str, list[tuple[int, float]]]]]

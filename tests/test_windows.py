@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedsub_app import cli
+from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_atomic
+from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation import workers
-from fedsub_app.flower import PROJECT
 
 KEYS = ["-s", "model=feature-mlp", "-s", "method=fedavg", "-s", "num-rounds=1"]
 

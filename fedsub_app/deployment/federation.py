@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedsub_app import flower
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import read_json, write_json
-from fedsub_app.deployment import commands
+from fedsub_app.deployment import commands, flower
 from fedsub_app.deployment.keys import make_keys
 from fedsub_app.deployment.processes import Process, answers, free_port, running, start, stop
 

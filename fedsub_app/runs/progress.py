@@ -4,12 +4,8 @@ What else is said stands above that line. It changes when something has happened
 would be copied into the workers that are forked.
 """
 
-import contextlib
 import logging
-import sys
-import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console, Group
@@ -18,11 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedsub_app.common.errors import UserError
-from fedsub_app.common.progress import SAY_SECONDS, human_seconds
+from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.job import Job
-from fedsub_app.runs.report import LOST
+from fedsub_app.runs.console import LOST
 from fedsub_app.runs.rounds import ACCURACIES
 
 BAR = 20  # columns
@@ -91,10 +85,10 @@ class LiveHandler(logging.Handler):
             self._accuracies |= {key: line[key] for key in ACCURACIES if key in line}
             self._dropped += len(line.get("dropped", ()))
             rounds, left, pace = (getattr(record, key) for key in ("rounds", "left", "pace"))
-            measured = _measured(self._accuracies | {"train-loss": line.get("train-loss")})
+            numbers = measured(self._accuracies | {"train-loss": line.get("train-loss")})
             speed = f"{1 / pace:.1f} rounds/s" if pace < 1 else f"{pace:.1f} s a round"
             stage = [line["stage"]] if "stage" in line else []
-            words = [f"round {line['round']}/{rounds}", *stage, *measured, speed, f"left {human_seconds(left)}"]
+            words = [f"round {line['round']}/{rounds}", *stage, *numbers, speed, f"left {human_seconds(left)}"]
             self._line.show(line["round"], rounds, "  ".join([*words, f"dropped {self._dropped}"]))
         except Exception:  # as every handler of logging: what is shown must not end what is run
             self.handleError(record)
@@ -105,83 +99,9 @@ class LiveHandler(logging.Handler):
         super().close()
 
 
-def _measured(numbers: Json) -> list[str]:
+def measured(numbers: Json) -> list[str]:
+    """Return the accuracies and the training loss of a round's line as words."""
     words = [f"{key.removesuffix('-accuracy')} {numbers[key]:.2f} %" for key in ACCURACIES if key in numbers]
     if (loss := numbers.get("train-loss")) is not None:
         words.append(f"loss {loss:.4f}")
     return words
-
-
-class BatchProgress:
-    """How far several runs are. ``total``: how many there will be at most."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._running: dict[str, Job] = {}
-        self._rounds: dict[str, tuple[float, float, float]] = {}  # of a job: at its begin, now, at its end
-        self._ended = 0
-        self._start = self._said = time.monotonic()
-        self._line = LiveLine(sys.stdout) if sys.stdout.isatty() else None
-
-    def __enter__(self) -> "BatchProgress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._line:
-            self._line.end()
-
-    def begin(self, job: Job) -> None:
-        """Count a run that begins or goes on."""
-        done = _last(_lines(job), "round") or 0
-        self._running[job.name] = job
-        self._rounds[job.name] = (done, done, job.settings.num_rounds)
-
-    def end(self, job: Job, failed: bool) -> None:
-        """Say that a run has ended."""
-        del self._running[job.name]
-        before, _, rounds = self._rounds[job.name]
-        self._rounds[job.name] = (before, rounds, rounds)
-        self._ended += 1
-        text = f"{'FAILED' if failed else 'done'}  {job.name}"
-        if self._line:
-            self._line.say(text)
-        else:
-            print(text, flush=True)
-
-    def look(self) -> None:
-        """Say how far the running ones are."""
-        now = time.monotonic()
-        if not self._running or (not self._line and now - self._said <= SAY_SECONDS):
-            return
-        self._said = now
-        below = []
-        for job in self._running.values():
-            lines = _lines(job)
-            before, _, rounds = self._rounds[job.name]
-            done = _last(lines, "round") or 0
-            self._rounds[job.name] = (before, done, rounds)
-            numbers = {key: _last(lines, key) for key in (*ACCURACIES, "train-loss")}
-            found = _measured({key: value for key, value in numbers.items() if value is not None})
-            dropped = sum(len(line.get("dropped", ())) for line in lines)
-            below.append("  ".join([f"  {job.name}  round {done:.0f}/{rounds:.0f}", *found, f"dropped {dropped}"]))
-        before, done, known = (sum(counts) for counts in zip(*self._rounds.values(), strict=True))
-        total = known + (self._total - len(self._rounds)) * known / len(self._rounds)
-        # A resumed run first goes back to its last checkpoint.
-        rate = (done - before) / (now - self._start)
-        left = human_seconds((total - done) / rate) if rate > 0 else "unknown"
-        to_go = f"{done:.0f} of {total:.0f} rounds, {self._total - self._ended} runs to go, left {left}"
-        if self._line:
-            self._line.show(done, total, f"{to_go}, {rate:.1f} rounds/s", below)
-        else:
-            print(to_go, flush=True)
-
-
-def _lines(job: Job) -> list[Json]:
-    """Return a run's lines; none where one is damaged, which the run itself will say."""
-    with contextlib.suppress(UserError):
-        return job.lines()
-    return []
-
-
-def _last(lines: Sequence[Json], key: str) -> float | None:
-    return next((line[key] for line in reversed(lines) if line.get(key) is not None), None)

@@ -20,7 +20,7 @@ from federations import NAME, Deployed, back, deployed, ended, pairs, so_far, wa
 from helpers import fedsub, rounds
 from test_private_data import Private, images
 
-from fedsub_app.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT
 
 SERVER, DOOR = "10.77.0.1", 8443
 TOOLS = ("ip", "nginx", "ssh-keygen")

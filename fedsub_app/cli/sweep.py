@@ -1,4 +1,4 @@
-"""``fedsub sweep``: its arguments. What it does is :mod:`fedsub_app.sweep`'s, loaded when it is called."""
+"""``fedsub sweep``: its arguments. What it does is :mod:`fedsub_app.studies.sweep`'s, loaded when it is called."""
 
 import argparse
 from pathlib import Path
@@ -43,7 +43,7 @@ def register(commands: Any) -> None:
 def _sweep(options: argparse.Namespace) -> int:
     trials = between("--trials", options.trials, 100_000)
     seeds, workers = between("--seeds", options.seeds, 1000), between("--workers", options.workers, 1000)
-    from fedsub_app.sweep import sweep
+    from fedsub_app.studies.sweep import sweep
 
     return sweep(
         options.experiment,

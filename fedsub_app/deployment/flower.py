@@ -34,7 +34,7 @@ CPUS, GPUS, ALL_CPUS = (
 )
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
 CONFIG = "config.toml"
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:

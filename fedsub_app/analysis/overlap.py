@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.runs.checkpoint import read_checkpoint
 from fedsub_app.runs.masks import overlap, overlap_by_chance
-from fedsub_app.runs.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 

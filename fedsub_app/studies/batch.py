@@ -28,9 +28,9 @@ from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.runs.directory import RunFailed, settings_of
-from fedsub_app.runs.job import Job
-from fedsub_app.runs.progress import BatchProgress
 from fedsub_app.settings import Settings
+from fedsub_app.studies.job import Job
+from fedsub_app.studies.progress import BatchProgress
 
 LOOK_SECONDS = 2.0
 KILLED = "not run: a process was killed (out of memory?); the same command goes on"
@@ -119,9 +119,7 @@ def _end_with_parent() -> None:
 
 def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     """Run or continue one run in this process; returns why it failed, or nothing."""
-    from fedsub_app.client_app import app
-    from fedsub_app.federation.local_grid import LocalGrid
-    from fedsub_app.server_app import run_and_report
+    from fedsub_app.engines import run_local
 
     log = logging.getLogger("fedsub")
     keys = dict(overrides)
@@ -137,7 +135,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
                 keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
         if not keys.get("resume") and folder.exists():
             _clear(folder, log)
-        run_and_report(LocalGrid(app, keys), settings_of(keys))
+        run_local(keys)
         shutil.rmtree(folder / "clients", ignore_errors=True)
     except (UserError, RunFailed) as error:
         return str(error)

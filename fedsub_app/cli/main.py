@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fedsub_app import cli_sweep
+from fedsub_app.cli import sweep as cli_sweep
 from fedsub_app.common.errors import UserError, between
 from fedsub_app.deployment.command import add_federation
 
@@ -174,7 +174,7 @@ class _Version(argparse.Action):
 
 
 def _run(options: argparse.Namespace) -> int:
-    from fedsub_app import flower
+    from fedsub_app.deployment import flower
 
     if options.workers is not None and options.engine != "local":  # before a SuperLink is started
         raise UserError(
@@ -183,8 +183,8 @@ def _run(options: argparse.Namespace) -> int:
     waking = flower.wake(options.engine) if options.engine != "local" and not options.dry_run else None
     overrides = _overrides(options)
     if options.dry_run:
-        from fedsub_app.plan import plan
         from fedsub_app.runs.directory import settings_of
+        from fedsub_app.runs.plan import plan
 
         print(plan(settings_of(overrides)))
         return 0
@@ -215,36 +215,26 @@ def _give(overrides: dict[str, str | int | float | bool], values: dict[str, str 
 
 def _run_local(overrides: dict[str, str | int | float | bool], workers: int | None) -> int:
     gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
-    from fedsub_app.common.device import pick_device, visible_gpus
-    from fedsub_app.common.machine import cores
-    from fedsub_app.federation.workers import SEVERAL, local_grid
-    from fedsub_app.runs.directory import RunFailed, settings_of
-    from fedsub_app.server_app import log_to_stdout, run_and_report
+    from fedsub_app.engines import log_to_stdout, run_local
+    from fedsub_app.runs.directory import RunFailed
 
-    log_to_stdout()
-    settings = settings_of(overrides)
-    on_gpu = pick_device(settings.device).type == "cuda"
-    able = (len(visible_gpus()) if on_gpu else cores()) if SEVERAL else 1
-    wanted = between("--workers", workers, 1000) or able
-    workers = min(wanted, settings.num_clients)
-    grid = local_grid("fedsub_app.client_app", overrides, workers, fork=not on_gpu)
     gc.freeze()
     gc.enable()
+    log_to_stdout()
     try:
-        run_and_report(grid, settings)
+        run_local(overrides, between("--workers", workers, 1000))
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
     finally:
         for handler in logging.getLogger("fedsub").handlers:
             handler.close()  # which takes a live line away, before anything is said on stderr
-        grid.close()
     return 0
 
 
 def _reproduce(options: argparse.Namespace) -> int:
     from fedsub_app.config import parse_pairs
-    from fedsub_app.reproduce import reproduce
+    from fedsub_app.studies.reproduce import reproduce
 
     overrides = parse_pairs(options.set)
     seeds, workers = between("--seeds", options.seeds, 1000), between("--workers", options.workers, 1000)
@@ -252,11 +242,11 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from fedsub_app.reports.compare import comparisons
+    from fedsub_app.reports.html import write_html
+    from fedsub_app.reports.pictures import draw_curves
+    from fedsub_app.reports.records import grouped
     from fedsub_app.runs.directory import reports_folder
-    from fedsub_app.runs.html import write_html
-    from fedsub_app.runs.pictures import draw_curves
-    from fedsub_app.runs.records import grouped
-    from fedsub_app.runs.report import comparisons
 
     folders, page = options.folders, options.html
     if page and page != Path() and page.suffix not in (".html", ".htm"):
@@ -280,7 +270,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from fedsub_app.runs.records import export
+    from fedsub_app.reports.records import export
 
     text = export(options.folders, options.clients)
     if options.out:
@@ -297,11 +287,11 @@ def _analyse(options: argparse.Namespace) -> int:
     if options.starts and not rounds:
         raise UserError(f"--starts {options.starts}: only with --approximation ROUNDS")
     if rounds:
-        from fedsub_app.runs.approximation import approximation
+        from fedsub_app.analysis.approximation import approximation
 
         paths = approximation(options.folder, rounds, options.starts)
     else:
-        from fedsub_app.runs.analysis import analyse
+        from fedsub_app.analysis.activations import analyse
 
         paths = analyse(options.folder, samples or 1)
     for path in paths:
@@ -378,7 +368,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _setup(options: argparse.Namespace) -> int:
-    from fedsub_app import flower
+    from fedsub_app.deployment import flower
 
     if options.cluster is not None and options.cluster < 1:
         raise UserError(f"--cluster {options.cluster}: must be at least 1")
@@ -388,7 +378,7 @@ def _setup(options: argparse.Namespace) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    from fedsub_app import flower
+    from fedsub_app.deployment import flower
 
     for name, value in flower.environment().items():
         print(f'export {name}="${{{name}:-{value}}}"')
@@ -396,7 +386,7 @@ def _env(options: argparse.Namespace) -> int:
 
 
 def _new_method(options: argparse.Namespace) -> int:
-    from fedsub_app.new_method import new_method
+    from fedsub_app.cli.new_method import new_method
 
     for path in new_method(options.name):
         print(path)
@@ -405,11 +395,7 @@ def _new_method(options: argparse.Namespace) -> int:
 
 
 def _completion(options: argparse.Namespace) -> int:
-    from fedsub_app.completion import completion
+    from fedsub_app.cli.completion import completion
 
     print(completion(_parser(), options.shell), end="")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

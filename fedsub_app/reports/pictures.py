@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
-from fedsub_app.runs.records import COSTS, Curve, Group, curves, grouped
+from fedsub_app.reports.records import COSTS, Curve, Group, curves, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.config import TABLE
-from fedsub_app.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.methods import check_name
 
 STRATEGY = '''"""@NAME@, server side: FedAvg's.

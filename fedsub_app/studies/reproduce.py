@@ -1,6 +1,6 @@
 """A paper's table with one command: its experiments over seeds, on the local engine, several at a time.
 
-A table is a file of settings and methods (:mod:`fedsub_app.tables`), its runs a batch (:mod:`fedsub_app.batch`).
+A table is a file of settings and methods (``tables.py``), its runs a batch (``batch.py``).
 """
 
 import csv
@@ -11,20 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedsub_app.batch import commits, gpus_of, machine, run_all
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.common.text import markdown
 from fedsub_app.config import is_file, own_keys
-from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
-from fedsub_app.runs.cost_to_accuracy import cells as reached_cells
+from fedsub_app.reports.compare import summary_text
+from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
+from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
+from fedsub_app.reports.html import write_html
+from fedsub_app.reports.records import Group, read_run, written
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.html import write_html
-from fedsub_app.runs.job import Job
-from fedsub_app.runs.records import Group, read_run, written
-from fedsub_app.runs.report import markdown, summary_text
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.tables import Row, Table, read_table
+from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
+from fedsub_app.studies.job import Job
+from fedsub_app.studies.tables import Row, Table, read_table
 
 OWN = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 

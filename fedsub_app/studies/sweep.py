@@ -19,20 +19,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedsub_app.batch import commits, gpus_of, machine, run_all
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.files import read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
+from fedsub_app.common.text import markdown
 from fedsub_app.config import defaults, own_keys, resolve
+from fedsub_app.reports.html import write_html
+from fedsub_app.reports.pictures import draw_sweep, svg
+from fedsub_app.reports.records import Group, csv_text, deviation, read_run
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.html import write_html
-from fedsub_app.runs.job import Job
-from fedsub_app.runs.pictures import draw_sweep, svg
-from fedsub_app.runs.records import Group, csv_text, deviation, read_run
-from fedsub_app.runs.report import markdown
-from fedsub_app.search_space import Range, Space, draw, each_value, propose, read_space
 from fedsub_app.settings import Settings
+from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
+from fedsub_app.studies.job import Job
+from fedsub_app.studies.search_space import Range, Space, draw, each_value, propose, read_space
 
 COSTS = {
     "MB": (("formula-bytes-down", "formula-bytes-up"), 1e6),

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from fedsub_app.common.text import human_bytes, markdown
 from fedsub_app.config import defaults
 from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Spec, formula_bytes
-from fedsub_app.runs.report import human_bytes, markdown, stages_of
-from fedsub_app.server_app import prepare
+from fedsub_app.runs.console import stages_of
+from fedsub_app.runs.loop import prepare
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MOST

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedsub_app.analysis.activations import COVERED_BY
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.runs.analysis import COVERED_BY
-from fedsub_app.runs.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
-from fedsub_app.runs.masks import Masks, last_masks
-from fedsub_app.runs.pictures import (
+from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
+from fedsub_app.reports.pictures import (
     AXES,
     MOST_LABELS,
     colour,
@@ -21,7 +20,7 @@ from fedsub_app.runs.pictures import (
     svg_of_curves,
     svg_of_lines,
 )
-from fedsub_app.runs.records import (
+from fedsub_app.reports.records import (
     NOT_COMPARED,
     Curve,
     Group,
@@ -34,6 +33,7 @@ from fedsub_app.runs.records import (
     summary_of,
     table_of_rounds,
 )
+from fedsub_app.runs.masks import Masks, last_masks
 from fedsub_app.runs.rounds import ACCURACIES
 
 MEANING = {

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.analysis.overlap import draw_overlap
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.models import load_tensors
 from fedsub_app.models.units import UnitGroup
+from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.masks import strategy_of
-from fedsub_app.runs.overlap import draw_overlap
-from fedsub_app.runs.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy

@@ -1,0 +1,1 @@
+"""What a run's checkpoints and client states tell of its sub-networks."""

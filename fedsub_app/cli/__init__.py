@@ -1,0 +1,1 @@
+"""The ``fedsub`` command, a module for each group of its commands."""

@@ -1,0 +1,81 @@
+"""The engines' common door: what a run is started with, and what is drawn and said when it has ended."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from flwr.serverapp import Grid
+
+from fedsub_app.common.device import pick_device, visible_gpus
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.machine import cores
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation import workers as processes
+from fedsub_app.reports import pictures
+from fedsub_app.runs.console import summary_table
+from fedsub_app.runs.directory import RunFailed, settings_of
+from fedsub_app.runs.loop import run_experiment
+from fedsub_app.settings import Settings
+
+log = logging.getLogger("fedsub")
+
+
+def run_local(overrides: Mapping[str, Value], workers: int | None = 1) -> Json:
+    """Run on the local engine; returns the summary.
+
+    Parameters
+    ----------
+    overrides : single keys, as in TOML.
+    workers : processes, at most one a client; 1: all in this one; None: one a core, or one a GPU where GPUs train.
+
+    Raises
+    ------
+    UserError
+        Bad input, before round 1.
+    RunFailed
+        The run could not go on; its ``folder`` may hold a checkpoint to resume from.
+    """
+    settings = settings_of(overrides)
+    on_gpu = pick_device(settings.device).type == "cuda"
+    if workers is None:
+        workers = (len(visible_gpus()) if on_gpu else cores()) if processes.SEVERAL else 1
+    grid = processes.local_grid("fedsub_app.client_app", overrides, min(workers, settings.num_clients), fork=not on_gpu)
+    try:
+        return run_and_report(grid, settings)
+    finally:
+        grid.close()
+
+
+def run_and_report(grid: Grid, settings: Settings) -> Json:
+    """Run all rounds as :func:`run_experiment` does, draw what came out, also of a run that failed, log the summary."""
+    try:
+        summary = run_experiment(grid, settings)
+    except RunFailed as failure:
+        _draw(failure.folder)
+        raise
+    _draw(Path(summary["run-dir"]))
+    log.info("%s", summary_table(summary))
+    return summary
+
+
+def _draw(folder: Path) -> None:
+    """Draw a run's pictures; where that cannot be, the run is none the worse for it."""
+    try:
+        pictures.draw_run(folder)
+    except (OSError, UserError) as error:
+        log.warning("no pictures: %s", one_line(error))
+
+
+def log_to_stdout() -> None:
+    """Log to the current stdout, which Flower replaces to stream it: plain lines, or a live one on a terminal."""
+    handler: logging.Handler = logging.StreamHandler(sys.stdout)
+    if sys.stdout.isatty():
+        from fedsub_app.runs.progress import LiveHandler  # on demand: it loads rich
+
+        handler = LiveHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False

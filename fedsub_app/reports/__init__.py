@@ -1,0 +1,1 @@
+"""What is read off finished runs: records, comparisons, pictures, pages."""

@@ -1,0 +1,235 @@
+"""The loop over rounds, the same for every engine: settings → data, model, strategy, rounds, run directory."""
+
+import logging
+import time
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fedsub_app.common.device import pick_device
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.failures import machine_failure
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.data import Dataset, Partition, load_dataset, make_partition, partition_summary
+from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.wire import to_arrays, to_tensors
+from fedsub_app.methods import METHODS
+from fedsub_app.models import Network, build_model, load_tensors
+from fedsub_app.runs import console
+from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command
+from fedsub_app.runs.rounds import ended_by
+from fedsub_app.runs.tracking import Tracking, check_tracker
+from fedsub_app.settings import Settings
+from fedsub_app.training.costs import training_flops
+from fedsub_app.training.local import evaluate
+from fedsub_app.training.stacked import unstackable
+from strategies.base import SubnetStrategy
+from strategies.merging import Facts, check_defences
+
+log = logging.getLogger("fedsub")
+QUICK_SAMPLES = 32
+
+
+class GlobalTest:
+    """Accuracy and loss of the global model on the global test set, on the server."""
+
+    def __init__(self, settings: Settings) -> None:
+        dataset = load_dataset(settings.data)
+        device = pick_device(settings.device, settings.gpu_exact)
+        in_shape = tuple(dataset.train_x.shape[1:])
+        self.model = build_model(
+            settings.model, in_shape, dataset.num_classes, settings.seed, settings.hidden_width
+        ).to(device)
+        self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
+
+    def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
+        """Return ``global-accuracy`` in percent and ``global-loss``."""
+        load_tensors(self.model, to_tensors(arrays))
+        accuracy, loss = evaluate(self.model, self.x, self.y)
+        return {"global-accuracy": accuracy, "global-loss": loss}
+
+    @torch.no_grad()
+    def quick_loss(self, tensors: Tensors) -> float:
+        """Return the loss on a few test samples: a model that has diverged is not merged, evaluated or not.
+
+        BatchNorm uses the samples' own statistics: with some methods the running ones stay with the clients, and those
+        of the global model are nobody's.
+        """
+        load_tensors(self.model, tensors)
+        x, y = self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES]
+        self.model.train(len(x) > 1)  # one sample has no statistics
+        with torch.no_grad():
+            return float(cross_entropy(self.model(x), y))
+
+
+def prepare(settings: Settings) -> tuple[Dataset, Partition | None, SubnetStrategy]:
+    """Return the data, what each client has of them, and the method's server side, whose ``model`` is the network.
+
+    Where the clients' data are their nodes' own there is no partition.
+
+    Raises
+    ------
+    UserError
+        Bad input; nothing is written.
+    """
+    dataset = load_dataset(settings.data)
+    if settings.augment != "none" and len(dataset.train_x.shape) != 4:
+        raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
+    partition = None if settings.private_examples else make_partition(settings.data, settings.partitioning)
+    model = build_model(
+        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
+    )
+    strategy = METHODS[settings.method].strategy(settings, model)
+    check_defences(strategy)
+    check_tracker(settings.track)
+    if settings.stack_clients:
+        _check_stacked(settings, model)
+    return dataset, partition, strategy
+
+
+def run_experiment(grid: Grid, settings: Settings) -> Json:
+    """Run all rounds on ``grid``; returns the summary.
+
+    Raises
+    ------
+    UserError
+        Bad input, before round 1.
+    RunFailed
+        All rounds, or ``max-abandoned`` in a row, had too few valid replies; files cannot be written; or, here
+        or on a simulated node, the memory is used up or the GPU lost.
+    """
+    torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
+    device = pick_device(settings.device, settings.gpu_exact)
+    dataset, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
+    run = open_run(settings, device)
+    try:
+        told = settings.flat() | {"experiment": "", "resume": False}
+        header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
+        if not partition:  # what a node's own data must be like
+            header |= {"shape": list(dataset.train_x.shape[1:]), "classes": dataset.num_classes}
+        global_test = GlobalTest(settings)
+        sample_flops = training_flops(strategy.model, tuple(dataset.train_x.shape[1:]), 1)
+        private = [settings.private_examples] * settings.num_clients
+        examples = [len(indices) for indices in partition.train] if partition else private
+        held_out = (*partition.validation, *partition.test) if partition else ()
+        most = max(map(len, held_out), default=settings.private_examples)
+        facts = Facts(examples, sample_flops, global_test.quick_loss, most)
+        strategy.connect(Federation(settings, header, told, device.type), facts)
+        if partition:
+            run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
+        notes = dataset.notes
+        if settings.compile_steps and device.type == "cpu":
+            notes += ("compile-steps = true: no GPU here: steps are compiled, not captured as graphs",)
+        for note in notes:
+            log.info("note: %s", note)
+        log.info("%s", console.opening(run.folder, dataset, strategy))
+        strategy.summary()
+        return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
+    except Exception as error:
+        if said := machine_failure(error):
+            stacked = " or stack-clients = false" if settings.stack_clients else ""
+            less = f"; fewer --workers or message-clients take less, in a new run a smaller batch-size{stacked}"
+            how = less if "out of memory" in said else ""
+            raise RunFailed(f"{said}{how}; `{resume_command(run.folder)}` goes on", run.folder) from error
+        raise
+    finally:
+        run.close()
+
+
+def _check_stacked(settings: Settings, model: nn.Module) -> None:
+    """Raise :class:`UserError` where a run's clients cannot be trained together."""
+    able = [name for name, method in METHODS.items() if method.client.stackable()]
+    if settings.method not in able:
+        raise UserError(
+            f"stack-clients = true: clients of {settings.method} train in a way of their own; allowed with "
+            + ", ".join(able)
+        )
+    if reason := unstackable(settings, Network(model)):
+        raise UserError(f"stack-clients = true: not with {reason}")
+
+
+def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
+    """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
+    settings = run.settings
+    found = run.restore()
+    last, model, state, abandoned = found.round, found.model, found.state, found.abandoned
+    # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
+    arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
+    if last:
+        strategy.load_state(state)
+        strategy.state_rounds = dict(found.state_rounds)
+        log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
+    elif global_test:
+        run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
+    strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
+    tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
+    tracking.follow(run.lines)
+    began = time.perf_counter()
+    over = ended_by(run.lines, settings)
+    if over:
+        log.info("the run is over: %s = %s", over, settings.flat()[over])
+    number = last
+    for number in () if over else range(last + 1, settings.num_rounds + 1):
+        start = time.perf_counter()
+        config = ConfigRecord({"checkpoints": run.checkpoint_rounds})
+        phase = strategy.configure_train(number, arrays, config, grid)
+        merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
+        arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
+        status = "ok" if merged is not None else "abandoned"
+        stage = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
+        measured: Json = {"round": number, "status": status, **stage, "seconds": time.perf_counter() - start}
+        line = measured | strategy.phase.report | measured  # in this order, and the server has the last word
+        over = ended_by([*run.lines, line], settings)
+        config["last"] = over is not None
+        line |= _evaluate(grid, strategy, number, arrays, config, global_test)
+        over = over or ended_by([*run.lines, line], settings)
+        run.log_round(line)
+        tracking.follow(run.lines)
+        if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
+            run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned, strategy.state_rounds)
+        pace = (time.perf_counter() - began) / (number - last)
+        left = pace * (settings.num_rounds - number)
+        told = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
+        log.info("%s", console.round_line(line, settings, left), extra=told)
+        if over:
+            log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
+        if over or abandoned >= settings.max_abandoned:
+            break
+    if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
+        run.finish("failed", to_tensors(arrays))
+        tracking.end(completed=False)
+        which = f"{abandoned} rounds in a row" if abandoned >= settings.max_abandoned else f"all {number} rounds"
+        last_line = run.lines[-1]
+        reasons = [last_line.get("abandoned", ""), *(drop["reason"] for drop in last_line.get("dropped", ())[:1])]
+        raise RunFailed(
+            f"{which} were abandoned (max-abandoned = {settings.max_abandoned}); "
+            f"last reason: {'; '.join(reasons)}; checkpoint in {run.folder}",
+            run.folder,
+        )
+    summary = run.finish("completed", to_tensors(arrays))
+    tracking.end(completed=True)
+    return summary
+
+
+def _evaluate(
+    grid: Grid,
+    strategy: SubnetStrategy,
+    number: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    global_test: GlobalTest | None,
+) -> Json:
+    """Measure what is due after a round; returns it for the round's line."""
+    if not strategy.evaluation_due(number, config):
+        return {}
+    start = time.perf_counter()
+    found: Json = dict(global_test(arrays)) if global_test else {}
+    if (phase := strategy.configure_evaluate(number, arrays, config, grid)).clients:
+        strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
+        found = phase.report | found
+    return found | {"evaluate-seconds": time.perf_counter() - start}

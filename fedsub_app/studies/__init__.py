@@ -1,0 +1,1 @@
+"""Many runs: a batch of jobs, a paper's tables, sweeps."""
