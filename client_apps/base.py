@@ -10,13 +10,21 @@ from typing import Self
 
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
+from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.stacked import fit_together
 from fedsub_app.training.worker import Worker
 
 
 class Client(Worker):
-    """FedAvg, and the base of all methods' clients."""
+    """FedAvg, and the base of all methods' clients.
+
+    Attributes
+    ----------
+    irreplaceable : the reason why a client cannot start anew where its state is gone, the end of a message; "": it can.
+    """
+
+    irreplaceable = ""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train what the server sent and return what it gets back: the whole model."""
@@ -29,6 +37,11 @@ class Client(Worker):
         return sent
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
+
+    def lost_state(self) -> None:
+        """Say that the state of the last merged reply is gone: :class:`StateGone` where the client needs it."""
+        if self.irreplaceable:
+            raise StateGone(f"client {self.id} has lost its state: {self.irreplaceable}")
 
     def run_training(self, sent: Tensors, config: Json) -> Update:
         """Train and return the update with its costs."""
@@ -54,7 +67,8 @@ class Client(Worker):
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
         self.metrics["compute-seconds"] = seconds
-        return Update(self.id, answer, self.metrics, len(self.place.partition.train[self.id]))
+        examples = len(self.place.partition.train[self.id])
+        return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
         """Return the accuracies named in ``wanted`` on the client's own test and, if any, validation samples.

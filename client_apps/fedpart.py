@@ -3,7 +3,6 @@
 import torch
 
 from client_apps.base import Client
-from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
 from fedsub_app.models import layer_groups
@@ -15,6 +14,7 @@ class FedPartClient(Client):
     """Keeps a model of its own, brings the groups that it is sent up to date and trains one of them."""
 
     options: FedPartSettings
+    irreplaceable = "it may be sent only a part of the model"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train the round's group, or the full network; returns it, with its moments where they are shared."""
@@ -24,8 +24,6 @@ class FedPartClient(Client):
         if self.options.stale == "faithful":
             # A random network of its own, as published.
             model = self.place.initial(derive(self.settings.seed, self.id, "own network")) | model
-        if len(model) < len(every):
-            raise UserError(f"client {self.id} has no model of an earlier round and was sent only a part of one")
         self.load(model)
         training = Training(self, names)
         optimizer = training.optimizer

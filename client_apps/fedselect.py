@@ -3,61 +3,47 @@
 import torch
 
 from client_apps.base import Client
-from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from fedsub_app.training.local import Training
 from strategies.fedselect import MASK, FedSelectSettings, shared_positions
 
-SINCE = "since/"
+HELD, SINCE = "held/", "since/"
 
 
 class FedSelectClient(Client):
     """Trains its personal positions, then the global ones, then makes those personal that moved most.
 
-    Its state is its model, its masks as bits (``mask/<round in which it grew>/<tensor>``: those that the server may
-    still name, and the one grown last), and with ``movement = "since-growth"`` its model as training left it in that
-    round (``since/<round>/<tensor>``, of the mask that it trains under and the one grown last): growth whose reply is
-    lost takes its reference point with it.
+    Its state is its model, the mask under which it trained (``held/<tensor>``) and the one that it has grown since
+    (``mask/<tensor>``), as bits, and with ``movement = "since-growth"`` its model as training left it when it last grew
+    (``since/<tensor>``).
     """
 
     options: FedSelectSettings
+    irreplaceable = "its personal parameters are nowhere else"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """One round of Algorithm 1: take the mean where nothing is held, GradSelect under the new mask."""
-        masks, held = self.masks(config["grown"]), self.masks(config["held"])
+        masks, held = self.masks(MASK), self.masks(HELD)
         own = self.own or self.initial()
         received = {name: own[name].masked_scatter(at, sent[name]) for name, at in shared_positions(held).items()}
         before = own | sent | received
         self.load(before)
         self.alternate(masks)
         trained = self.keep_own()
-        self.forget_growth(config["grown"], config["held"])
+        self.state |= prefixed(HELD, pack_bits(masks))
         cut = shared_positions(masks)
         local = (
             set(self.network.tensors) - set(self.network.parameters) if self.options.bn_statistics == "local" else ()
         )
         whole = {name: tensor for name, tensor in trained.items() if name not in cut and name not in local}
-        return whole | gather(trained, cut) | self.grow(config["grown"], masks, before, trained)
+        return whole | gather(trained, cut) | self.grow(masks, before, trained)
 
-    def masks(self, grown: int) -> Tensors:
-        """Return the mask that grew in this round, for every tensor that can be selected; 0: the empty one."""
+    def masks(self, kind: str) -> Tensors:
+        """Return a mask of the state, for every tensor that can be selected; at first the empty one."""
         names = selectable(list(self.network.parameters), self.options.layer)
-        bits = self.remembered(MASK, grown)
-        return unpack_bits(bits, {name: self.network.tensors[name].shape for name in names})
-
-    def remembered(self, kind: str, grown: int) -> Tensors:
-        """Return what the state holds of the growth of this round; nothing for 0."""
-        found = unprefixed(f"{kind}{grown}/", self.state)
-        if grown and not found:
-            raise UserError(f"client {self.id} has lost its state: its personal parameters are nowhere else")
-        return found
-
-    def forget_growth(self, grown: int, held: int) -> None:
-        """Drop what other rounds' growth left: of replies that were lost, and of masks that have grown since."""
-        kept = (f"{MASK}{grown}/", f"{MASK}{held}/", f"{SINCE}{grown}/")
-        self.state = {n: t for n, t in self.state.items() if n.startswith(kept) or not n.startswith((MASK, SINCE))}
+        return unpack_bits(unprefixed(kind, self.state), {name: self.network.tensors[name].shape for name in names})
 
     def alternate(self, masks: Tensors) -> None:
         """GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
@@ -71,14 +57,14 @@ class FedSelectClient(Client):
                 own.run(mine)
             shared.run(theirs)
 
-    def grow(self, grown: int, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
-        """Lines 8 to 10: return the masks that changed since ``grown``, and remember them."""
+    def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
+        """Lines 8 to 10: return the masks that have changed, and remember them."""
         options = self.options
         since = options.movement == "since-growth"
         if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
             return {}
         if since:
-            before = self.remembered(SINCE, grown) or self.initial()
+            before = unprefixed(SINCE, self.state) or self.initial()
         new = grow(
             masks,
             {name: trained[name] - before[name] for name in masks},
@@ -91,9 +77,9 @@ class FedSelectClient(Client):
         )
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
-            self.state |= prefixed(f"{MASK}{self.round}/", pack_bits(new))
+            self.state |= prefixed(MASK, pack_bits(new))
             if since:
-                self.state |= prefixed(f"{SINCE}{self.round}/", {name: trained[name] for name in masks})
+                self.state |= prefixed(SINCE, {name: trained[name] for name in masks})
         return prefixed(MASK, changed)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:

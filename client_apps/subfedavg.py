@@ -26,11 +26,12 @@ from strategies.subfedavg import MASK, SubFedAvgSettings
 class SubFedAvgClient(Client):
     """Trains its sub-network, then prunes it where its gates are open.
 
-    Its state is its model before this round's pruning, in the shapes of the whole network, and its masks as bits
-    (``mask/<round in which they shrank>/<name>``): those that the server named, and those of this round.
+    Its state is its model before the last round's pruning, in the shapes of the whole network, and its masks after it,
+    ``mask/<name>``, as bits.
     """
 
     options: SubFedAvgSettings
+    irreplaceable = "its masks are not there"
 
     @cached_property
     def plan(self) -> Prunable:
@@ -41,7 +42,7 @@ class SubFedAvgClient(Client):
         """One round: train what is kept, prune, return the values at the positions that are still kept."""
         if len(self.y) == 1 and self.place.network.normalisations:
             raise UserError(f"client {self.id} has one training sample: BatchNorm needs at least 2")
-        plan, masks = self.plan, self.masks(config["pruned"])
+        plan, masks = self.plan, self.masks
         self.load(plan.cut(self.received(sent, masks), masks))
         if self.settings.objective == "moon" and self.own:  # as narrow as the network is now
             self.previous = plan.cut(self.own, masks)
@@ -51,19 +52,17 @@ class SubFedAvgClient(Client):
         last = plan.widen(self.trained(), masks)
         first = plan.widen(early[0], masks) if early else last
         new = self.prune(masks, first, last)
-        self.remember(last, masks, new, config["pruned"])
+        self.state = prefixed(OWN, last) | prefixed(MASK, pack_bits(new))
         positions = plan.positions(new)
         changed = {name: mask for name, mask in new.items() if not mask.equal(masks[name])}
         others = {name: tensor for name, tensor in last.items() if name not in positions}
         return others | gather(last, positions) | prefixed(MASK, changed)
 
-    def masks(self, pruned: int) -> Tensors:
-        """Return the masks that shrank in this round; 0: those of the whole network."""
-        everything = self.plan.everything()
-        bits = unprefixed(f"{MASK}{pruned}/", self.state)
-        if pruned and not bits:
-            raise UserError(f"client {self.id} has lost its state: its masks are not there")
-        return unpack_bits(bits, {name: mask.shape for name, mask in everything.items()}) if pruned else everything
+    @property
+    def masks(self) -> Tensors:
+        """The client's masks, at first those of the whole network."""
+        everything, bits = self.plan.everything(), unprefixed(MASK, self.state)
+        return unpack_bits(bits, {name: mask.shape for name, mask in everything.items()}) if bits else everything
 
     def received(self, sent: Tensors, masks: Tensors) -> Tensors:
         """Return what was sent in the shapes of the whole network; statistics that were not sent are its own."""
@@ -129,14 +128,6 @@ class SubFedAvgClient(Client):
         self.load(self.plan.cut(model, masks))
         return self.accuracy(self.options.gate_data) > self.options.accuracy
 
-    def remember(self, model: Tensors, masks: Tensors, new: Tensors, pruned: int) -> None:
-        """Keep the model, the masks that the server named and, where they shrank, the new ones."""
-        known = {n: t for n, t in self.state.items() if n.startswith(f"{MASK}{pruned}/")}
-        self.state = known | prefixed(OWN, model)
-        if new is not masks:
-            self.state |= prefixed(f"{MASK}{self.round}/", pack_bits(new))
-
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's model as its last training left it, pruned; at first the initial one."""
-        newest = max((int(name.split("/")[1]) for name in self.state if name.startswith(MASK)), default=0)
-        return self.plan.cut(self.own, self.masks(newest)) if self.own else self.initial()
+        return self.plan.cut(self.own, self.masks) if self.own else self.initial()

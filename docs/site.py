@@ -25,7 +25,7 @@ COPIED = {
     "docs/notebook.ipynb": "notebook.md",
 }
 API = {
-    "Methods on the server": ["strategies.base", "strategies.merging"],
+    "Methods on the server": ["strategies.base", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.worker", "fedsub_app.training.local"],
     "Masks, means, schedules": [
         *("fedsub_app.subnets.averaging", "fedsub_app.subnets.robust", "fedsub_app.subnets.privacy"),

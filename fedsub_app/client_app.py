@@ -27,7 +27,7 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, unpack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
-from fedsub_app.training.client_state import ClientState
+from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.stacked import MOST
 from fedsub_app.training.workplace import Workplace, workplace
 
@@ -185,16 +185,18 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
     try:
         if type(client) is not int or not 0 <= client < count:
             raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
-        store = ClientState(folder, client)
-        before = header["round"] + (header["phase"] == MessageType.EVALUATE)
-        kept, state = store.load(before)
+        store, merged = ClientState(folder, client), config.get("state", 0)
+        state = store.load(merged)
+        before = merged if state else 0
         worker = METHODS[place.settings.method].client(place, client, header["round"], state)
         if header["phase"] == MessageType.EVALUATE:
-            return replace(worker.run_evaluation(sent, config, header["evaluate"]), state=(kept, kept))
+            return replace(worker.run_evaluation(sent, config, header["evaluate"]), state=(before, before))
+        if merged and not state:
+            worker.lost_state()
         update = worker.run_training(sent, config)
         if worker.state:
-            store.save(header["round"], worker.state, header["checkpoints"])
-        return replace(update, state=(kept, header["round"] if worker.state else kept))
+            store.save(header["round"], worker.state, merged, header["checkpoints"])
+        return replace(update, state=(before, update.state[1] or before))
     except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
         return _failed(client, error)
 
@@ -210,7 +212,7 @@ def _failed(client: int, error: BaseException) -> Update:
     """
     if simulated() and (said := machine_failure(error)):
         raise MachineFailed(f"client {client}: {said}") from error
-    return Update(client, error=printable(f"{type(error).__name__}: {error}"))
+    return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
 
 
 def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:

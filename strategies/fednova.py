@@ -23,11 +23,12 @@ from typing import Literal
 
 from torch import nn
 
-from fedsub_app.common.tensors import Tensors, chosen
+from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import Range, Update
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution, masked_mean
-from strategies.base import SubnetStrategy
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import DEFENCES
 
 MOST_STEPS = 10**6
 
@@ -78,15 +79,15 @@ class FedNova(SubnetStrategy):
 
     def metrics(self, client: int) -> Mapping[str, Range]:
         """A client must say how many steps it made."""
-        most = min(MOST_STEPS, self.settings.local_steps or self.most_samples(client))
+        most = min(MOST_STEPS, self.settings.local_steps or self.max_samples(client))
         return {**super().metrics(client), "steps": Range(0, most, integer=True, needed=True)}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """What is averaged is the change a step."""
-        said = super().norms(update, contribution)
-        return {**said, "update a step": said["update"] / self.way(update)}
+        norms = super().norms(update, super().contribution(update))
+        return {**norms, "update a step": norms["update"] / self.distance_of_steps(update)}
 
-    def way(self, update: Update) -> float:
+    def distance_of_steps(self, update: Update) -> float:
         """Return a_i; of a client without a step, whose change is 0, that of one."""
         settings, steps = self.settings, max(1, int(update.metrics["steps"]))
         if settings.optimizer == "adam":
@@ -95,28 +96,29 @@ class FedNova(SubnetStrategy):
         count = normaliser if self.options.normalisation == "paper" else authors_normaliser
         return count(steps, settings.momentum, pull)
 
-    needs_all = True
+    def contribution(self, update: Update) -> Contribution:
+        """Its parameters, weighed by p_i / a_i."""
+        weight = self.weight(update) / self.distance_of_steps(update)
+        return Contribution(chosen(update.tensors, self.parameters), None, weight)
 
-    def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
-        """Mean with the weights p_i / a_i, and a step to it that makes up for their sum.
+    def refuses(self) -> Mapping[str, str]:
+        """All: the server's step follows from the steps of all clients."""
+        return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
+
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Make a step to the mean that makes up for the sum of its weights.
 
         ``w + tau_eff * sum_i p_i (w_i - w) / a_i = w + s * (mean - w)`` with ``s = tau_eff * sum_i p_i / a_i``. All a
         are divided by the largest one, so that s is exactly 1 where they are equal.
         """
-        ways = [self.way(update) for update in updates]
-        most, total = max(ways), sum(c.weight for c in contributions)
-        shares = [c.weight / total for c in contributions]
-        effective = sum(c.weight * (a / most) for c, a in zip(contributions, ways, strict=True)) / total
+        weights, distances = [self.weight(u) for u in updates], [self.distance_of_steps(u) for u in updates]
+        largest, total = max(distances), sum(weights)
+        effective = sum(p * (a / largest) for p, a in zip(weights, distances, strict=True)) / total
         if self.options.normalisation == "authors" and self.settings.objective == "prox" and self.settings.prox_mu:
-            effective = sum(p * update.metrics["steps"] for p, update in zip(shares, updates, strict=True)) / most
-        scaled = [c.weight * (most / a) for c, a in zip(contributions, ways, strict=True)]
-        weighed = [
-            Contribution(chosen(c.tensors, self.parameters), c.masks, weight)
-            for c, weight in zip(contributions, scaled, strict=True)
-        ]
-        rest = [name for name in self.current if name not in self.parameters]
-        others = [c._replace(tensors=chosen(c.tensors, rest)) for c in contributions]
-        step = self.settings.server_lr * effective * (sum(scaled) / total)
-        merged = masked_mean(chosen(self.current, self.parameters), weighed, step)
-        averaged = masked_mean(chosen(self.current, rest), others, self.settings.server_lr)
-        return {name: merged[name] if name in merged else averaged[name] for name in self.current}
+            steps = [update.metrics["steps"] for update in updates]
+            effective = sum(p / total * tau for p, tau in zip(weights, steps, strict=True)) / largest
+        shares = sum(p * (largest / a) for p, a in zip(weights, distances, strict=True)) / total
+        model = mean.result(self.settings.server_lr * effective * shares)
+        statistics = {name: tensor for name, tensor in self.current.items() if name not in self.parameters}
+        each = [Contribution(update.tensors, None, p) for update, p in zip(updates, weights, strict=True)]
+        return Merged(model | masked_mean(statistics, each, self.settings.server_lr))

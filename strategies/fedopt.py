@@ -19,7 +19,7 @@ The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Devi
 - A round that is abandoned changes neither m nor v. A tensor position that no client sends has D = 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -27,11 +27,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedsub_app.common.section import Positive
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import MaskedMean
-from strategies.base import SubnetStrategy
+from strategies.base import Merged, SubnetStrategy
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -65,6 +64,7 @@ class FedAdagrad(SubnetStrategy):
     """
 
     options: FedAdagradSettings
+    remembers = ("first", "second")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -72,41 +72,24 @@ class FedAdagrad(SubnetStrategy):
         parameters = [name for name, _ in model.named_parameters()]
         self.first = {name: torch.zeros_like(self.current[name]) for name in parameters}
         self.second = {name: torch.full_like(self.current[name], start) for name in parameters}
-        self._next = (self.first, self.second)
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         """Return the next v from the last one and D²."""
         return v + square
 
-    def merge(self, mean_of_round: MaskedMean, updates: Sequence[Update]) -> Tensors:
-        """Return the optimizer's next model."""
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Make the optimizer's step."""
         options, rate = self.options, self.settings.server_lr
-        mean = mean_of_round.result()
+        model = mean.result()
         first, second = {}, {}
         for name, m in self.first.items():
-            change = mean[name] - self.current[name]
+            change = model[name] - self.current[name]
             first[name] = torch.lerp(change, m, options.beta1)
             second[name] = self.second_moment(self.second[name], change.square())
-            mean[name] = self.current[name] + options.lr * first[name] / (second[name].sqrt() + options.tau)
-        # `accepted` makes them the state, if the model is finite.
-        self._next = (first, second)
-        return mean if rate == 1 else {n: torch.lerp(self.current[n], tensor, rate) for n, tensor in mean.items()}
-
-    def accepted(self, updates: Sequence[Update]) -> Json:
-        """Keep the moments of the merge."""
-        if updates:
-            self.first, self.second = self._next
-        return {}
-
-    def state(self) -> Tensors:
-        """The moments."""
-        return prefixed("first/", self.first) | prefixed("second/", self.second)
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore them, in the model's order."""
-        first, second = unprefixed("first/", state), unprefixed("second/", state)
-        self.first = {name: first[name].clone() for name in self.first}
-        self.second = {name: second[name].clone() for name in self.second}
+            model[name] = self.current[name] + options.lr * first[name] / (second[name].sqrt() + options.tau)
+        if rate != 1:
+            model = {name: torch.lerp(self.current[name], tensor, rate) for name, tensor in model.items()}
+        return Merged(model, {"first": first, "second": second})
 
 
 class FedAdam(FedAdagrad):

@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from fedsub_app.common.section import Epochs, NonNegative, Positive
-from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
+from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
-from strategies.base import SubnetStrategy
-from strategies.merging import DEFENCES
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import DEFENCES
+from strategies.memory import Memory
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))
 
@@ -47,6 +48,7 @@ class FedPAC(SubnetStrategy):
     """
 
     options: FedPACSettings
+    remembers = ("heads", "centroids", "known")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -89,16 +91,14 @@ class FedPAC(SubnetStrategy):
         """Also the head, of which every client gets its own combination."""
         return super().remembered(update, contribution) | chosen(update.tensors, self.head)
 
-    def accepted(self, updates: Sequence[Update]) -> Json:
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Merge the centroids by counts; combine a head for each client that answered."""
-        if not updates:
-            return {}
         counts = torch.stack([update.tensors[COUNTS] for update in updates])
         means = torch.stack([update.tensors[MEANS] for update in updates])
         total = counts.sum(0)
         merged = (counts[:, :, None] * means).sum(0) / total.clamp(min=1e-12)[:, None]
-        self.known = self.known | (total > 0)
-        self.centroids = torch.where((total > 0)[:, None], merged, self.centroids)
+        centroids = torch.where((total > 0)[:, None], merged, self.centroids)
+        heads = {name: each.clone() for name, each in self.heads.items()}
         h = torch.stack([update.tensors[H] for update in updates])
         variances = torch.cat([update.tensors[V] for update in updates])
         used = {}
@@ -107,14 +107,6 @@ class FedPAC(SubnetStrategy):
             used[update.client] = [round(weight, 3) for weight in weights.tolist()]
             for name in self.head:
                 stacked = torch.stack([other.tensors[name] for other in updates])
-                self.heads[name][update.client] = torch.tensordot(weights, stacked, dims=1)
-        return {"combination": used}
-
-    def state(self) -> Tensors:
-        """Heads and centroids."""
-        return prefixed("head/", self.heads) | {CENTROIDS: self.centroids, KNOWN: self.known}
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore them."""
-        self.heads = {name: heads.clone() for name, heads in unprefixed("head/", state).items()}
-        self.centroids, self.known = state[CENTROIDS].clone(), state[KNOWN].clone()
+                heads[name][update.client] = torch.tensordot(weights, stacked, dims=1)
+        state: dict[str, Memory] = {"heads": heads, "centroids": centroids, "known": self.known | (total > 0)}
+        return Merged(super().merge(mean, updates).model, state, {"combination": used})

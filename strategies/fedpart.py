@@ -31,18 +31,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedsub_app.common.section import Count, CountOrZero
-from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution, masked_mean
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
-from strategies.base import SubnetStrategy
-from strategies.merging import DEFENCES
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import DEFENCES
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"
-OWN, NONE = -1, -2
+OWN = -1
 
 
 class FedPartSettings(MethodSettings):
@@ -59,7 +59,7 @@ class FedPartSettings(MethodSettings):
     moment_weighting: Literal["uniform", "examples"] = "uniform"
     """What a client counts with momentum = "mean"."""
     stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
-    """Sent to who missed rounds: the full model if it has none, the last group alone, or all outdated groups."""
+    """Sent to a client that missed rounds: the full model if it has none, the last group, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
         """Moments are Adam's."""
@@ -73,19 +73,20 @@ class FedPart(SubnetStrategy):
     Attributes
     ----------
     changed : round in which each group last changed, int64 [groups].
-    has : which change of each group a client has, int64 [N, groups]; OWN: one that it trained itself, NONE: no model.
+    has : which change of each group a client has, int64 [N, groups]; OWN: one that it trained itself.
     moments : merged moments and step counts (``steps/<name>``) of the tensors trained so far.
     """
 
     options: FedPartSettings
+    remembers = ("changed", "has", "moments")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        self.needs_all = self.options.momentum == "similarity"
+        self.holds_all = self.options.momentum == "similarity"
         self.groups = layer_groups(model)
         self.parameters = {name for name, _ in model.named_parameters()}
         self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
-        self.has = torch.full((settings.num_clients, len(self.groups)), NONE)
+        self.has = torch.zeros(settings.num_clients, len(self.groups), dtype=torch.int64)
         self.moments: Tensors = {}
 
     def group(self, server_round: int) -> int | None:
@@ -123,10 +124,10 @@ class FedPart(SubnetStrategy):
     def _due(self, client: int) -> torch.Tensor:
         """Return which groups a client is sent, bool [groups]."""
         everything = torch.ones(len(self.groups), dtype=torch.bool)
+        if self.options.stale != "faithful" and not self.state_rounds[client]:
+            return everything
         if self.options.stale == "sync-all":
             return self.has[client] < self.changed
-        if self.options.stale == "full-first" and bool((self.has[client] == NONE).any()):
-            return everything
         last = self.group(self.round - 1) if self.round > 1 else None
         if last is None or self.group(self.round) is None:
             return everything
@@ -143,7 +144,7 @@ class FedPart(SubnetStrategy):
             specs |= {f"{FIRST}{name}": Spec(specs[name].shape) for name in trained}
             specs |= {f"{SECOND}{name}": Spec(specs[name].shape, low=0) for name in trained}
             before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
-            most = before + (self.settings.local_steps or self.most_samples(client))
+            most = before + (self.settings.local_steps or self.max_samples(client))
             specs[STEPS] = Spec((len(trained),), torch.int64, low=1, high=most)
         return specs
 
@@ -161,11 +162,32 @@ class FedPart(SubnetStrategy):
             else dict.fromkeys(DEFENCES, "its server also averages Adam's moments")
         )
 
-    def merge_all(self, updates: Sequence[Update], contributions: Sequence[Contribution]) -> Tensors:
-        """Mean of the trained group, weighted by the similarity of the clients' moments (Algorithm 2)."""
-        weights = _positive(self.similarities(updates))
-        weighted = [c._replace(weight=w) for c, w in zip(contributions, weights, strict=True)]
-        return super().merge_all(updates, weighted)
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Merge the trained group and its moments; note what the clients have now.
+
+        By similarity (Algorithm 2) both are weighted by that of the clients' moments.
+        """
+        group, momentum = self.group(self.round), self.options.momentum
+        report: Json = {}
+        trained = slice(None) if group is None else group
+        changed, has = self.changed.clone(), self.has.clone()
+        for client in (update.client for update in updates):
+            has[client] = torch.where(self._due(client), self.changed, self.has[client])
+            has[client, trained] = OWN
+        changed[trained] = self.round
+        weights = [1.0] * len(updates)
+        if momentum == "similarity":
+            similarities = self.similarities(updates)
+            weights = _positive(similarities)
+            report["similarity"] = [round(value, 6) for value in similarities]
+            report |= {} if max(similarities) > 0 else {"similarity-fallback": True}
+            model = _mean(self.current, self.names(group), updates, weights, self.settings.server_lr)
+        else:
+            model = super().merge(mean, updates).model
+        if momentum == "mean" and self.options.moment_weighting == "examples":
+            weights = [float(update.num_examples) for update in updates]
+        moments = self.moments if momentum == "none" else self.moments | self._merged_moments(updates, weights)
+        return Merged(model, {"changed": changed, "has": has, "moments": moments}, report)
 
     def similarities(self, updates: Sequence[Update]) -> list[float]:
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""
@@ -174,50 +196,21 @@ class FedPart(SubnetStrategy):
         found: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
         return found
 
-    def accepted(self, updates: Sequence[Update]) -> Json:
-        """Note what the clients have now, who did not answer has no model; merge the moments."""
-        group = self.group(self.round)
-        trained = slice(None) if group is None else group
-        has = {u.client: torch.where(self._due(u.client), self.changed, self.has[u.client]) for u in updates}
-        self.has[self.phase.asked] = NONE
-        for client, groups in has.items():
-            self.has[client] = groups
-            self.has[client, trained] = OWN
-        if not updates:
-            return {}
-        self.changed[trained] = self.round
-        if self.options.momentum == "similarity":
-            found = self.similarities(updates)
-            self._merge_moments(updates, _positive(found))
-            said = {"similarity": [round(value, 6) for value in found]}
-            return said if max(found) > 0 else said | {"similarity-fallback": True}
-        if self.options.momentum == "mean":
-            alike = self.options.moment_weighting == "uniform"
-            self._merge_moments(updates, [1.0 if alike else float(update.num_examples) for update in updates])
-        return {}
-
-    def _merge_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> None:
+    def _merged_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> Tensors:
         names = self.trained_parameters()
         kinds = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in names]
         zeros = {name: torch.zeros_like(updates[0].tensors[name]) for name in kinds}
-        moments = [
-            Contribution(chosen(update.tensors, kinds), None, weight)
-            for update, weight in zip(updates, weights, strict=True)
-        ]
-        self.moments |= masked_mean(zeros, moments)
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
-        self.moments |= {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
+        counts = {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
+        return _mean(zeros, kinds, updates, weights) | counts
 
-    # --- what stays -----------------------------------------------------------------------------------------------
 
-    def state(self) -> Tensors:
-        """What changed when, what the clients have, the merged moments."""
-        return {"changed": self.changed, "has": self.has} | prefixed("moments/", self.moments)
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore it."""
-        self.changed, self.has = state["changed"].clone(), state["has"].clone()
-        self.moments = {name: tensor.clone() for name, tensor in unprefixed("moments/", state).items()}
+def _mean(
+    old: Tensors, names: Sequence[str], updates: Sequence[Update], weights: Sequence[float], server_lr: float = 1.0
+) -> Tensors:
+    """Return the weighted mean of the updates' tensors of these names; ``old`` elsewhere."""
+    each = zip(updates, weights, strict=True)
+    return masked_mean(old, [Contribution(chosen(u.tensors, names), None, w) for u, w in each], server_lr)
 
 
 def _positive(similarities: Sequence[float]) -> list[float]:

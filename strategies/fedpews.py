@@ -32,13 +32,13 @@ from torch import nn
 
 from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
-from strategies.base import SubnetStrategy
-from strategies.merging import WITHOUT_MASKS
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import WITHOUT_MASKS
 
 Shares = Annotated[
     tuple[Positive, ...], Listed("must be positive numbers that add up to 1, one a client, or ''", read=float)
@@ -88,9 +88,16 @@ class FedPeWSSettings(MethodSettings):
 
 
 class FedPeWS(SubnetStrategy):
-    """Personalised warm-up, then FedAvg."""
+    """Personalised warm-up, then FedAvg.
+
+    Attributes
+    ----------
+    theta : every client's last mask, or its probabilities, float [N, h].
+    fixed : every client's fixed mask, bool [N, h].
+    """
 
     options: FedPeWSSettings
+    remembers = ("theta",)
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -164,24 +171,17 @@ class FedPeWS(SubnetStrategy):
         """In the warm-up clients cover different positions, by masks that they have learned from their data."""
         return WITHOUT_MASKS if self.options.warmup_rounds else {}
 
-    def accepted(self, updates: Sequence[Update]) -> Json:
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Keep the clients' probabilities; report how many hidden units nobody, one client, two clients … cover."""
-        if not self.warming_up or not updates:
-            return {}
-        masks = [self.mask_of(update) for update in updates]
+        merged = super().merge(mean, updates)
+        if not self.warming_up:
+            return merged
+        masks, theta = [self.mask_of(update) for update in updates], self.theta.clone()
         if self.options.masks == "learned":
             for update, mask in zip(updates, masks, strict=True):
-                self.theta[update.client] = update.tensors.get("theta", mask.float())
-        times = torch.stack(masks).sum(0)
-        return {"units-covered-by": torch.bincount(times, minlength=len(updates) + 1).tolist()}
-
-    def state(self) -> Tensors:
-        """Every client's last mask probabilities, [N, h]."""
-        return {"theta": self.theta}
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore them."""
-        self.theta = state["theta"].clone()
+                theta[update.client] = update.tensors.get("theta", mask.float())
+        times = torch.bincount(torch.stack(masks).sum(0), minlength=len(updates) + 1)
+        return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
 
     def unit_masks(self) -> torch.Tensor | None:
         """The fixed masks, or the units that each client takes with a probability above one half."""

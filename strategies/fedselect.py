@@ -23,8 +23,8 @@ Paper and published code differ; the default reads the paper, with what only the
   mean (code), correct over total.
 - a client is tested on all test images of its labels (``client-test = "labels"``; code: disjoint shards of them).
 Positions that no client has as global keep their value (the paper's 0/0), so that the global model can be evaluated; no
-client reads them. A client whose reply is lost keeps its personal values, but its growth is discarded, and with it the
-point from which ``since-growth`` counts; its last broadcast is repeated with the new mean.
+client reads them. A client that has lost its state is dropped in that round, and begins anew without personal positions
+in the next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, Fraction, TextOrNone
-from fedsub_app.common.tensors import Json, Tensors, unprefixed
+from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution
-from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.selection import selectable
-from strategies.base import SubnetStrategy
-from strategies.merging import WITHOUT_MASKS
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import WITHOUT_MASKS
 
 MASK = "mask/"
 
@@ -83,13 +83,12 @@ class FedSelect(SubnetStrategy):
     Attributes
     ----------
     masks : client -> tensor name -> bool, 1: personal; names that can be selected only. m^t of the paper.
-    held : the same, of the mask under which the client trained in its last accepted round: positions whose personal
+    held : the same, of the mask under which the client trained in its last merged round: positions whose personal
         values it has. m^(t-1).
-    grown : rounds in which each client's ``masks`` and ``held`` grew, int64 [N, 2]; 0: never. They name the masks in
-        messages. Growth whose reply was lost is discarded.
     """
 
     options: FedSelectSettings
+    remembers = ("masks", "held")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -98,17 +97,15 @@ class FedSelect(SubnetStrategy):
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
         statistics = {name for name, _ in model.named_buffers()} if self.options.bn_statistics == "local" else set()
         self.global_names = [name for name in self.current if name not in statistics]
-        empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
-        self.masks = [dict(empty) for _ in range(settings.num_clients)]
-        self.held = list(self.masks)
-        self.grown = torch.zeros(settings.num_clients, 2, dtype=torch.int64)
+        self.empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
+        self.masks = [self.empty] * settings.num_clients
+        self.held = [self.empty] * settings.num_clients
 
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client does not hold, whole tensors where these are all."""
         cut = shared_positions(self.held[client])
         whole = {name: self.current[name] for name in self.global_names if name not in cut}
-        grown, held = self.grown[client].tolist()
-        return Task(client, whole | gather(self.current, cut), {"grown": grown, "held": held})
+        return Task(client, whole | gather(self.current, cut))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The values at its global positions and, where it grew, its mask."""
@@ -133,40 +130,24 @@ class FedSelect(SubnetStrategy):
         """Clients send different positions, by masks that they have learned from their data."""
         return WITHOUT_MASKS
 
-    def accepted(self, updates: Sequence[Update]) -> Json:
-        """What the clients trained as personal they hold now; then their masks grow."""
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """The clients now hold what they trained as personal; then their masks grow."""
+        masks, held = list(self.masks), list(self.held)
         for update in updates:
-            client, masks = update.client, self.masks[update.client]
-            self.held[client], self.grown[client, 1] = masks, self.grown[client, 0]
-            new = masks | unprefixed(MASK, update.tensors)
-            if any(not torch.equal(mask, new[name]) for name, mask in masks.items()):
-                self.masks[client], self.grown[client, 0] = new, self.round
-        personal = sum(int(mask.sum()) for masks in self.masks for mask in masks.values())
-        return {"personal-fraction": personal / sum(m.numel() for masks in self.masks for m in masks.values())}
+            held[update.client] = self.masks[update.client]
+            masks[update.client] = self.masks[update.client] | unprefixed(MASK, update.tensors)
+        personal = sum(int(mask.sum()) for of in masks for mask in of.values())
+        report = {"personal-fraction": personal / sum(mask.numel() for of in masks for mask in of.values())}
+        return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, report)
+
+    def forget(self, client: int) -> None:
+        """Nothing is personal to the client any more."""
+        super().forget(client)
+        self.masks[client] = self.held[client] = self.empty
 
     def personal_download(self, client: int) -> Tensors:
         """Send nothing: a client's model is as its last training left it."""
         return {}
-
-    def state(self) -> Tensors:
-        """Every client's masks, as bits, and when they grew."""
-        kinds = {"mask": self.masks, "held": self.held}
-        bits = {
-            f"{kind}/{client}/{name}": packed
-            for kind, of_clients in kinds.items()
-            for client, masks in enumerate(of_clients)
-            for name, packed in pack_bits(masks).items()
-        }
-        return bits | {"grown": self.grown}
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore them."""
-        self.grown = state["grown"].clone()
-        shapes = {name: mask.shape for name, mask in self.masks[0].items()}
-        for kind, of_clients in (("mask", self.masks), ("held", self.held)):
-            for client in range(len(of_clients)):
-                bits = {name: state[f"{kind}/{client}/{name}"] for name in shapes}
-                of_clients[client] = unpack_bits(bits, shapes)
 
     def position_masks(self) -> list[Tensors] | None:
         """Every client's mask."""

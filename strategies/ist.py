@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import CountOrNone
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Tensors, chosen
+from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import narrow_shapes
@@ -47,8 +47,8 @@ from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.masks import deal
 from fedsub_app.subnets.norms import square
 from fedsub_app.subnets.slices import insert, take
-from strategies.base import SubnetStrategy
-from strategies.merging import DEFENCES
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import DEFENCES
 
 
 class ISTSettings(MethodSettings):
@@ -132,16 +132,16 @@ class IST(SubnetStrategy):
         alone = dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
         return alone | {"oversample": "the units of a client that is not waited for would not be trained"}
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Average what all have, and write each client's slices where they were taken.
 
         Not as masked contributions: they would take as many whole models as there are clients.
         """
-        merged = super().merge(mean, updates)
+        merged = super().merge(mean, updates).model
         names = self.dealt - self.kept
         for update in updates:
             units = self.units_of(update.client)
             old = take(chosen(self.current, names), self.units, units)
             moved = masked_mean(old, [Contribution(chosen(update.tensors, names))], self.settings.server_lr)
             insert(merged, moved, self.units, units)
-        return merged
+        return Merged(merged)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task
 from strategies.base import SubnetStrategy
-from strategies.merging import DEFENCES
+from strategies.defences import DEFENCES
 
 
 class Local(SubnetStrategy):

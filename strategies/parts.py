@@ -15,15 +15,14 @@ All average clients without weights by default (``weighting``), as FedSelect's c
 part that it stands in, statistics included.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import CountOrZero, Epochs
-from fedsub_app.common.tensors import Json, Tensors, chosen
-from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.common.tensors import Tensors, chosen
+from fedsub_app.federation.protocol import Spec, Task
 from fedsub_app.models import part_names
 from fedsub_app.settings import MethodSettings, Settings
 from strategies.base import SubnetStrategy
@@ -101,13 +100,9 @@ class SharedPart(SubnetStrategy):
 
 
 class LGFedAvg(SharedPart):
-    """Shares everything in the first ``warm_rounds``; who has not trained since then is sent the whole model."""
+    """Shares everything in the first ``warm_rounds``; a client without a body of its own is sent the whole model."""
 
     options: LGFedAvgSettings
-
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.warmed = torch.full((settings.num_clients,), self.options.warm_rounds == 0)
 
     @property
     def warming_up(self) -> bool:
@@ -119,7 +114,7 @@ class LGFedAvg(SharedPart):
         return "warm-up" if server_round <= self.options.warm_rounds else ""
 
     def task(self, client: int) -> Task:
-        """Send the whole model to who has none of after the warm-up."""
+        """Send the shared part, or the whole model to a client that has no body of its own from after the warm-up."""
         return Task(client, self.personal_download(client), {"answer": "all" if self.warming_up else "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
@@ -127,19 +122,7 @@ class LGFedAvg(SharedPart):
         return self.specs if self.warming_up else super().expected(client)
 
     def personal_download(self, client: int) -> Tensors:
-        """Send the whole model to who has none of after the warm-up."""
-        return super().personal_download(client) if self.warmed[client] else self.current
-
-    def accepted(self, updates: Sequence[Update]) -> Json:
-        """Whose update was merged after the warm-up has a body of its own."""
-        for update in updates:
-            self.warmed[update.client] = not self.warming_up
-        return {}
-
-    def state(self) -> Tensors:
-        """Who has the warm model."""
-        return {"warmed": self.warmed}
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore it."""
-        self.warmed = state["warmed"].clone()
+        """Send the shared part, or the whole model to a client that has no body of its own from after the warm-up."""
+        warm_rounds = self.options.warm_rounds
+        has_body = not warm_rounds or bool(self.state_rounds[client] > warm_rounds)
+        return super().personal_download(client) if has_body else self.current

@@ -9,8 +9,6 @@ Where the paper says nothing, or this leaves it:
 - Option II reads a mean gradient off K plain SGD steps, and c is the mean of the c_i of all N clients, each counted
   once: momentum, Adam and ``weighting = "examples"`` are refused. Weight decay and ``objective`` are part of a client's
   loss, and so of its variate. lr is the round's; a variate is a gradient, so lr decay leaves it as it is.
-- A new c_i counts once the server has merged its change. A task names the round of the client's last merged reply, and
-  the client goes on from the c_i of that round: where a reply was lost, it is as if the client had not taken part.
 - A client that has lost a c_i that c contains is dropped, by name, in all its rounds: starting again from 0 would leave
   the lost part in c for ever, and c would not be the mean of the c_i.
 - Without a step (``local-epochs = 0``) the variates stay.
@@ -22,13 +20,13 @@ import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import norm
-from strategies.base import SubnetStrategy
-from strategies.merging import DEFENCES
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import DEFENCES
 
 VARIATE = "variate/"  # before the names of c down, of c_i's change up
 
@@ -39,8 +37,9 @@ class Scaffold(SubnetStrategy):
     Attributes
     ----------
     variate : c, for every trainable parameter a float32 tensor of its shape.
-    merged : round of each client's last merged reply, int64 [N]; 0: none.
     """
+
+    remembers = ("variate",)
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -52,12 +51,10 @@ class Scaffold(SubnetStrategy):
             if value != allowed:
                 raise UserError(f"{key} = {value!r}: must be {allowed!r} with method = 'scaffold'")
         self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name, _ in model.named_parameters()}
-        self.merged = torch.zeros(settings.num_clients, dtype=torch.int64)
 
     def task(self, client: int) -> Task:
-        """Send x and c, and which of the client's variates c contains."""
-        tensors = self.current | prefixed(VARIATE, self.variate)
-        return Task(client, tensors, {"merged": int(self.merged[client])})
+        """Send x and c."""
+        return Task(client, self.current | prefixed(VARIATE, self.variate))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """y_i and the change of c_i."""
@@ -71,19 +68,11 @@ class Scaffold(SubnetStrategy):
         """All: c is moved by what the clients say of their variates."""
         return dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
-    def accepted(self, updates: Sequence[Update]) -> Json:
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
-        for name, c in self.variate.items():
-            changes = sum(update.tensors[f"{VARIATE}{name}"] for update in updates)
-            self.variate[name] = c + changes / len(self.merged)
-        self.merged[[update.client for update in updates]] = self.round
-        return {}
+        changes = {n: sum(update.tensors[f"{VARIATE}{n}"] for update in updates) for n in self.variate}
+        variate = {name: c + changes[name] / self.settings.num_clients for name, c in self.variate.items()}
+        return Merged(super().merge(mean, updates).model, {"variate": variate})
 
-    def state(self) -> Tensors:
-        """Return c, and whose changes it contains."""
-        return {"merged": self.merged} | prefixed(VARIATE, self.variate)
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore it."""
-        self.merged = state["merged"].clone()
-        self.variate = unprefixed(VARIATE, state)
+    def forget(self, client: int) -> None:
+        """Leave the client out for good: c contains its lost c_i."""

@@ -27,8 +27,9 @@ Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the de
   ``bn-statistics = "average"`` sends them). Unstructured pruning is of a network without BatchNorm (code).
 - a client is evaluated on its model as its last training left it, at first the initial one (code).
 Initial weights are PyTorch's (code: Xavier with normal biases; He, gamma 0.5). A target of 0 prunes nothing, channels
-neither, and is FedAvg. Structured pruning alone and networks that the paper does not have are ours. A client whose
-reply is lost trains on from the mask that the server knows; what would leave a layer with nothing is undone.
+neither, and is FedAvg. Structured pruning alone and networks that the paper does not have are ours. Pruning that would
+leave a layer with nothing is undone. A client that has lost its state is dropped in that round and begins anew with the
+whole network.
 """
 
 import logging
@@ -45,10 +46,10 @@ from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
-from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
+from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.pruning import Pruning, prunable
-from strategies.base import SubnetStrategy
-from strategies.merging import WITHOUT_MASKS
+from strategies.base import Merged, SubnetStrategy
+from strategies.defences import WITHOUT_MASKS
 
 MASK = "mask/"
 log = logging.getLogger("fedsub")
@@ -92,12 +93,11 @@ class SubFedAvg(SubnetStrategy):
     ----------
     plan : what of the network can be pruned.
     masks : client -> masks of :mod:`fedsub_app.subnets.pruning`, 1: kept.
-    pruned : rounds in which each client's masks shrank last, int64 [N]; 0: never. They name the masks in messages.
-        Pruning whose reply was lost is discarded.
-    fractions : of all parameters, gone from each client's network.
+    fractions : of all parameters, gone from each client's network, float64 [N].
     """
 
     options: SubFedAvgSettings
+    remembers = ("masks", "fractions")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -118,15 +118,14 @@ class SubFedAvg(SubnetStrategy):
         self.sent_names = [name for name in self.current if not local or name in self.plan.sizes]
         self.cuttable = list(self.plan.positions(self.plan.everything()))
         self.masks = [self.plan.everything()] * settings.num_clients
-        self.pruned = torch.zeros(settings.num_clients, dtype=torch.int64)
-        self.fractions = [0.0] * settings.num_clients
+        self.fractions = torch.zeros(settings.num_clients, dtype=torch.float64)
 
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client keeps, whole tensors where these are all."""
         cut = {n: kept for n, kept in self.plan.positions(self.masks[client]).items() if not kept.all()}
         whole = {name: self.current[name] for name in self.sent_names if name not in cut}
         values = gather(self.current, {name: kept for name, kept in cut.items() if name in self.sent_names})
-        return Task(client, whole | values, {"pruned": int(self.pruned[client])})
+        return Task(client, whole | values)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """The values at the positions that it keeps after pruning, and its masks where they shrank."""
@@ -135,9 +134,9 @@ class SubFedAvg(SubnetStrategy):
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
 
-    def most_samples(self, client: int) -> int:
+    def max_samples(self, client: int) -> int:
         """Also those of the gate."""
-        return super().most_samples(client) + (self.facts.held_out if self.facts else 0)
+        return super().max_samples(client) + (self.facts.held_out if self.facts else 0)
 
     def metrics(self, client: int) -> Mapping[str, Range]:
         """Also how far the masks of the first and last epoch are apart."""
@@ -162,41 +161,30 @@ class SubFedAvg(SubnetStrategy):
         """Clients send different positions, by masks that they have pruned after their data."""
         return WITHOUT_MASKS
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Tensors:
-        """Return the mean over the keepers, or over all where all keep."""
-        if self.options.average != "intersection":
-            return super().merge(mean, updates)
-        everybody = {name: mean.everybody(name) for name in self.cuttable}
-        merged = super().merge(mean, updates)
-        return merged | {name: torch.where(all_, merged[name], self.current[name]) for name, all_ in everybody.items()}
-
-    def accepted(self, updates: Sequence[Update]) -> Json:
-        """Masks shrink where the reply that says so was merged."""
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Take the mean over the keepers, or over all where all keep; the clients' masks shrink."""
+        everybody = {}
+        if self.options.average == "intersection":
+            everybody = {name: mean.everybody(name) for name in self.cuttable}
+        model = super().merge(mean, updates).model
+        model |= {name: torch.where(all_, model[name], self.current[name]) for name, all_ in everybody.items()}
+        masks, fractions = list(self.masks), self.fractions.clone()
         for update in updates:
-            new = unprefixed(MASK, update.tensors)
-            if new:
-                self.masks[update.client] = self.masks[update.client] | new
-                self.pruned[update.client] = self.round
-                self.fractions[update.client] = self.plan.pruned(self.masks[update.client])
-        said: Json = {"pruned-fraction": sum(self.fractions) / len(self.fractions)}
-        said["published-bytes"] = sum(self.plan.published_bytes(self.masks[update.client]) for update in updates)
-        return said | ({"gate": "on test data"} if self.options.gate_data == "test" else {})
+            masks[update.client] = masks[update.client] | unprefixed(MASK, update.tensors)
+            fractions[update.client] = self.plan.pruned(masks[update.client])
+        report: Json = {"pruned-fraction": sum(fractions.tolist()) / len(fractions)}
+        report["published-bytes"] = sum(self.plan.published_bytes(masks[update.client]) for update in updates)
+        report |= {"gate": "on test data"} if self.options.gate_data == "test" else {}
+        return Merged(model, {"masks": masks, "fractions": fractions}, report)
+
+    def forget(self, client: int) -> None:
+        """The client keeps the whole network again."""
+        super().forget(client)
+        self.masks[client], self.fractions[client] = self.plan.everything(), 0.0
 
     def personal_download(self, client: int) -> Tensors:
         """Send nothing: a client's model is as its last training left it."""
         return {}
-
-    def state(self) -> Tensors:
-        """Every client's masks, as bits, and when they shrank."""
-        bits = {f"{c}/{name}": b for c, masks in enumerate(self.masks) for name, b in pack_bits(masks).items()}
-        return bits | {"pruned": self.pruned}
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore them."""
-        self.pruned = state["pruned"].clone()
-        shapes = {name: mask.shape for name, mask in self.plan.everything().items()}
-        self.masks = [unpack_bits(unprefixed(f"{c}/", state), shapes) for c in range(self.settings.num_clients)]
-        self.fractions = [self.plan.pruned(masks) for masks in self.masks]
 
     def unit_masks(self) -> torch.Tensor | None:
         """Every client's channels; None where only single weights are pruned."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
@@ -317,7 +318,7 @@ def read(strategy: SubnetStrategy, update: Update) -> Update:
     """An update as the server reads it off the wire."""
     expected = strategy.expected(update.client)
     _, (part,) = unpack_reply(pack({}, [update_part(update)]), {update.client: expected})
-    return read_update(part, expected, strategy.metrics(update.client), strategy.most_examples(update.client))
+    return read_update(part, expected, strategy.metrics(update.client), strategy.max_examples(update.client))
 
 
 def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence[int] = ()) -> Json:
@@ -331,10 +332,11 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
     for update in updates:
         contribution = strategy.contribution(update)
         merging.add(Valid(update, contribution, strategy.norms(update, contribution)))
-    merged = merging.result() if updates else None
-    said = strategy.accepted(merging.updates)
-    strategy.current = merged or strategy.current
-    return said
+    if not updates:
+        return {}
+    merged = merging.result()
+    strategy.commit(merged, merging.updates)
+    return merged.report
 
 
 def too_large(said: Sequence[Mapping[str, float]], most: float, model: float) -> dict[int, str]:
@@ -366,6 +368,22 @@ def away(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapp
         )
         for name, tensor in expected.items()
     )
+
+
+def forgetful(folder: Path, client: int, after: int) -> type[LocalGrid]:
+    """A grid whose node loses the state of a client once, when it is that of round ``after``; ``folder``: the run's."""
+    state = folder / f"clients/client-{client:06d}"
+
+    class Forgetful(LocalGrid):
+        lost = False
+
+        def push_messages(self, messages: Any) -> Any:
+            if not self.lost and (state / _file(after)).exists():
+                shutil.rmtree(state)
+                self.lost = True
+            return super().push_messages(messages)
+
+    return Forgetful
 
 
 def free_port() -> int:

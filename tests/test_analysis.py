@@ -75,7 +75,7 @@ def strategy_of(**changes: Value) -> SubnetStrategy:
 def test_learned_units_are_the_probable_ones() -> None:
     strategy = strategy_of()
     hidden = sum(group.size for group in strategy.units)
-    strategy.load_state({"theta": torch.tensor([0.25, 0.75]).view(2, 1).expand(2, hidden)})
+    strategy.theta = torch.tensor([0.25, 0.75]).view(2, 1).expand(2, hidden)
     found = strategy.unit_masks()
     assert found is not None
     assert found.tolist() == [[False] * hidden, [True] * hidden]

@@ -118,20 +118,21 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: P
 
 @settings(deadline=None, max_examples=40)
 @given(
-    trained=st.sets(st.integers(1, 30), min_size=1),
+    trained=st.dictionaries(st.integers(1, 30), st.booleans(), min_size=1),
     every=st.integers(1, 9),
     keep=st.integers(1, 4),
 )
-def test_a_client_keeps_the_states_that_a_resume_can_ask_for_and_few_others(
-    trained: set[int], every: int, keep: int
+def test_a_client_keeps_the_states_that_a_task_can_name_and_few_others(
+    trained: dict[int, bool], every: int, keep: int
 ) -> None:
+    """``trained``: the rounds in which the client trains, and whether its reply was merged."""
     with TemporaryDirectory() as folder:
         state = ClientState(Path(folder), 0)
+        newest = [max((n for n, merged in trained.items() if merged and n <= last), default=0) for last in range(31)]
         for number in range(1, 31):
-            there = list(range(every, number, every))[-keep:]  # the server's, when this round begins
+            kept = list(range(every, number, every))[-keep:]  # the server's checkpoints, when this round begins
             if number in trained:
-                state.save(number, {"w": torch.tensor(float(number))}, there)
-            for last in (*there, number):
-                newest = max((n for n in trained if n <= last), default=0)
-                assert state.load(last + 1)[0] == newest
+                state.save(number, {"w": torch.tensor(float(number))}, newest[number - 1], kept)
+            for last in (*kept, number):
+                assert state.load(newest[last]) == ({"w": torch.tensor(float(newest[last]))} if newest[last] else {})
             assert len(list(state.folder.glob("*"))) <= keep + 2

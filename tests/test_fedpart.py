@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round, read
+from helpers import SAME, away, forgetful, merge_round, read
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ from fedsub_app.models import build_model, layer_groups, tensors_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.schedules import scheduled_group
 from fedsub_app.training.costs import training_flops
-from strategies.fedpart import NONE, OWN, FedPart
+from strategies.fedpart import OWN, FedPart
 
 Run = Callable[..., tuple[Json, Path]]
 SETTINGS: dict[str, Value] = {
@@ -277,35 +277,30 @@ def test_who_was_away_gets_what_stale_promises() -> None:
     assert everyone[4] == {0: {1}, 1: {0, 1}, 2: everything}
 
 
-def test_who_did_not_answer_is_sent_the_full_model() -> None:
-    made = strategy()
-    play(made, [[0, 1], [0, 1], [0, 1]])
-    made.round = 4
-    merge_round(made, [answer(made, 0)], asked=[0, 1])  # client 1's reply is lost
-    assert made.has[0, 1] == OWN
-    assert bool((made.has[1] == NONE).all())
-    made.round = 5
-    assert len(made.task(1).tensors) == len(made.current)
+@pytest.mark.parametrize("stale", ["full-first", "sync-all"])
+def test_a_lost_reply_is_as_if_the_client_had_not_been_asked(stale: str) -> None:
+    """Its model is that of its last merged reply, of round 3."""
+    lost, never = strategy(fedpart__stale=stale), strategy(fedpart__stale=stale)
+    for made in (lost, never):
+        play(made, [[0, 1], [0, 1], [0, 1]])
+        made.round = 4
+    merge_round(lost, [answer(lost, 0)], asked=[0, 1])
+    merge_round(never, [answer(never, 0)])
+    assert lost.has[0, 1] == OWN
+    for made in (lost, never):
+        made.round = 5
+    assert lost.task(1).tensors.keys() == never.task(1).tensors.keys()
+    assert len(lost.task(1).tensors) < len(lost.current)
 
 
-def test_after_an_abandoned_round_everybody_is_sent_the_full_model() -> None:
-    """Their own group has moved on, the global one has not."""
-    made = strategy(fedpart__stale="sync-all")
-    play(made, [[0, 1], [0, 1], [0, 1]])
-    made.round = 4
-    merge_round(made, [], asked=[0, 1])
-    made.round = 5
-    for client in (0, 1):
-        assert len(made.task(client).tensors) == len(made.current)
-
-
-def test_a_client_without_its_model_says_so(run_local: Run) -> None:
-    from client_apps.fedpart import FedPartClient
-    from fedsub_app.training.workplace import workplace
-
-    place = workplace(resolve(SETTINGS))
-    with pytest.raises(UserError, match="client 2 has no model of an earlier round"):
-        FedPartClient(place, 2, 5, {}).train({"fc1.weight": place.network.tensors["fc1.weight"]}, {"group": 1})
+def test_a_client_that_lost_its_model_is_sent_the_full_one_next_time(run_local: Run, tmp_path: Path) -> None:
+    """Its state is gone before round 3: dropped then, it is sent the full model in round 4."""
+    keys = SETTINGS | {"num-rounds": 5, "fedpart.full-rounds": 1}
+    grid = forgetful(tmp_path / "run", client=1, after=2)
+    _, folder = run_local(grid=grid, **{key.replace(".", "__").replace("-", "_"): value for key, value in keys.items()})
+    dropped = [line["dropped"] for line in read_rounds(folder)[1:]]
+    reason = "client failed: StateGone: client 1 has lost its state: it may be sent only a part of the model"
+    assert dropped == [[], [], [{"client": 1, "reason": reason}], [], []]
 
 
 def test_equal_states_are_the_plain_mean() -> None:

@@ -1,12 +1,13 @@
 """FedSelect: growth by hand, the algorithm written out a second time, what travels, and its invariants."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, ends_as_if_never_stopped, merge_round
+from helpers import SAME, away, ends_as_if_never_stopped, forgetful, merge_round
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
+from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.local import Training
 from fedsub_app.training.workplace import workplace
 from strategies.fedselect import FedSelect
@@ -221,7 +223,7 @@ def test_it_follows_the_algorithm(run_local: Run, changes: dict[str, Value]) -> 
     for number, (models, masks, _) in enumerate(reference(keys), 1):
         for i in range(3):
             state = client_state(folder, i, number)
-            assert unlike(own_masks(state, number, start), masks[i]) < 0.01
+            assert unlike(own_masks(state, start), masks[i]) < 0.01
             assert away(unprefixed("own/", state), models[i], start) < SAME
     fractions = [line["personal-fraction"] for line in read_rounds(folder)]
     assert fractions == sorted(fractions)
@@ -240,7 +242,7 @@ def test_since_the_last_growth_is_another_movement(run_local: Run) -> None:
         theta = {0: start} | {t: after[k] for t, (after, _, _) in enumerate(history, 1)}
         begin = {t + 1: nxt[k] for t, (_, _, nxt) in enumerate(history, 1)}
         for number, since, others in ((3, theta[0], [begin[3]]), (5, theta[3], [begin[5], theta[0]])):
-            before, ours = (own_masks(client_state(folder, k, t), t, start) for t in (number - 1, number))
+            before, ours = (own_masks(client_state(folder, k, t), start) for t in (number - 1, number))
             apart = [
                 unlike(ours, {n: largest(theta[number][n] - old[n], before[n]) for n in ours})
                 for old in (since, *others)
@@ -295,19 +297,14 @@ def initial(keys: dict[str, Value]) -> Tensors:
     return {n: t.detach() for n, t in tensors_of(model).items()}
 
 
-def rounds_of(kind: str, state: Tensors) -> set[int]:
-    """The rounds of whose growth a client's state holds masks ("mask") or reference points ("since")."""
-    return {int(name.split("/")[1]) for name in state if name.startswith(f"{kind}/")}
+def has(kind: str, state: Tensors) -> bool:
+    """Whether a client's state holds a mask ("mask") or a reference point ("since")."""
+    return bool(unprefixed(f"{kind}/", state))
 
 
-def own_masks(state: Tensors, number: int, start: Tensors) -> Tensors:
-    """The newest mask in a client's state of that round; all zeros where there is none. ``start``: theta_I."""
-    rounds = rounds_of("mask", state)
-    assert max(rounds, default=0) <= number
-    shapes = {n: t.shape for n, t in start.items() if "weight" in n}
-    if not rounds:
-        return {n: torch.zeros(shape, dtype=torch.bool) for n, shape in shapes.items()}
-    return unpack_bits({n: state[f"mask/{max(rounds)}/{n}"] for n in shapes}, shapes)
+def own_masks(state: Tensors, start: Tensors) -> Tensors:
+    """The mask in a client's state; all zeros where there is none. ``start``: theta_I."""
+    return unpack_bits(unprefixed("mask/", state), {n: t.shape for n, t in start.items() if "weight" in n})
 
 
 def test_a_newly_personal_position_starts_from_the_mean() -> None:
@@ -367,13 +364,13 @@ def test_what_is_personal_is_nobody_elses_business() -> None:
     one = client({}, local_epochs=0)
     state: Tensors = {f"own/{n}": torch.randn_like(t) for n, t in one.network.tensors.items()}
     masks = {n: torch.rand_like(one.network.tensors[n]) < 0.5 for n in WEIGHTS}
-    state |= {f"mask/1/{n}": bits for n, bits in pack_bits(masks).items()}
+    state |= {f"{kind}/{n}": bits for n, bits in pack_bits(masks).items() for kind in ("mask", "held")}
     for seed in (1, 2):
         torch.manual_seed(seed)
         sent = {n: torch.randn_like(t).detach() for n, t in one.network.tensors.items() if n not in WEIGHTS}
         sent |= {n: torch.randn(int((~masks[n]).sum())) for n in WEIGHTS}
         worker = client(dict(state), local_epochs=0)
-        answer = worker.train(sent, {"grown": 1, "held": 1})
+        answer = worker.train(sent, {})
         for n in WEIGHTS:
             mask = masks[n]
             assert torch.equal(worker.own[n][mask], state[f"own/{n}"][mask])
@@ -425,10 +422,10 @@ def test_positions_are_merged_over_those_who_share_them() -> None:
     made = strategy()
     mask = torch.zeros(32, 5, dtype=torch.bool)
     mask[0] = True
-    made.masks[0]["fc1.weight"] = mask
+    made.masks[0] = made.empty | {"fc1.weight": mask}
     mask = torch.zeros(32, 5, dtype=torch.bool)
     mask[0, 0] = True
-    made.masks[1]["fc1.weight"] = made.masks[2]["fc1.weight"] = mask
+    made.masks[1] = made.masks[2] = made.empty | {"fc1.weight": mask}
     old = made.current["fc1.weight"].clone()
     merge_round(made, [answer_of(made, c, v) for c, v in ((0, 1.0), (1, 2.0), (2, 4.0))])
     merged = made.current["fc1.weight"]
@@ -439,7 +436,7 @@ def test_positions_are_merged_over_those_who_share_them() -> None:
 
 def test_a_mask_that_shrinks_is_refused() -> None:
     made = strategy()
-    made.masks[0]["fc1.weight"] = torch.ones(32, 5, dtype=torch.bool)
+    made.masks[0] = made.empty | {"fc1.weight": torch.ones(32, 5, dtype=torch.bool)}
     update = answer_of(made, 0, 1.0)
     update.tensors["mask/fc1.weight"] = torch.zeros(32, 5, dtype=torch.bool)
     with pytest.raises(BadReply, match=r"'mask/fc1.weight': a personal position became global again"):
@@ -464,9 +461,10 @@ def test_a_lost_reply_takes_its_growth_back(run_local: Run, monkeypatch: pytest.
     lines = read_rounds(folder)
     assert [len(line["dropped"]) for line in lines] == [0, 1, 0, 0]
     assert lines[-1]["personal-fraction"] == pytest.approx(0.4375, abs=0.01)
-    # It had grown in round 2 from round 1's mask; in round 3 it starts again from that mask.
-    lost, after = (client_state(folder, 1, number) for number in (2, 3))
-    assert (rounds_of("mask", lost), rounds_of("mask", after)) == ({1, 2}, {1, 3})
+    # In round 3 it goes on from its state of round 1; that of round 2, with the growth that was lost, is gone.
+    files = {path.name for path in (folder / "clients/client-000001").iterdir()}
+    assert "round-000003.safetensors" in files
+    assert "round-000002.safetensors" not in files
 
 
 def test_a_lost_reply_takes_its_reference_point_back(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,25 +474,23 @@ def test_a_lost_reply_takes_its_reference_point_back(run_local: Run, monkeypatch
     keys |= {"fedselect.grow-every": 3, "fedselect.movement": "since-growth"}
     _, folder = run_local(**keys)
     start = initial(keys)
-    states = {number: client_state(folder, 1, number) for number in range(1, 9)}
-    ours = own_masks(states[7], 7, start)
-    theta = {number: unprefixed("own/", states[number]) for number in (4, 7)}
+    states = {number: client_state(folder, 1, number) for number in (3, 5, 6, 7, 8)}
+    ours = own_masks(states[7], start)
+    theta = {number: unprefixed("own/", states[number]) for number in (3, 7)}
     none = {n: torch.zeros_like(mask) for n, mask in ours.items()}
     right, wrong = (
-        {n: largest(theta[7][n] - since[n], none[n]) for n in ours} for since in (start, theta[4])
+        {n: largest(theta[7][n] - since[n], none[n]) for n in ours} for since in (start, theta[3])
     )  # bit for bit: nothing is rounded
     assert all(torch.equal(ours[n], mask) for n, mask in right.items())
     assert unlike(ours, wrong) > 0.1
-    # What it keeps: the point of the mask that it trains under, and in a round of growth that one's.
-    assert [rounds_of("since", states[number]) for number in range(3, 9)] == [set(), {4}, set(), set(), {7}, {7}]
-    kept = [rounds_of("since", client_state(folder, 0, number)) for number in range(3, 9)]
-    assert kept == [set(), {4}, {4}, {4}, {4, 7}, {7}]
+    assert [has("since", state) for state in states.values()] == [False, False, False, True, True]
+    assert [has("since", client_state(folder, 0, number)) for number in range(3, 9)] == [False, *[True] * 5]
 
 
 def test_since_the_last_growth_ends_as_if_never_stopped(
     run_local: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed after round 2, of which client 1's growth was lost: its point of round 1 and the others' of round 2."""
+    """Resumed after round 2, of which client 1's reply was lost: its state of round 1 and the others' of round 2."""
     lose(monkeypatch, client_id=1, number=2)
     keys = KEYS | {"fedselect.movement": "since-growth", "fedselect.alpha": 0.8, "keep-checkpoints": 0}
     ends_as_if_never_stopped(run_local, tmp_path, keys)
@@ -511,25 +507,32 @@ def test_a_lost_broadcast_is_repeated() -> None:
     made.current = {name: tensor + 1 for name, tensor in made.current.items()}
     made.round = 3
     second = made.task(0)
-    assert first.config == second.config == {"grown": 1, "held": 0}
+    assert first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(second.tensors[n], made.current[n]) for n in WEIGHTS)
 
 
 def test_a_client_that_lost_its_state_says_so() -> None:
-    for kind in ("mask/", "since/"):
-        with pytest.raises(UserError, match="client 0 has lost its state"):
-            client({}).remembered(kind, 1)
+    with pytest.raises(StateGone, match="client 0 has lost its state: its personal parameters are nowhere else"):
+        client({}).lost_state()
+
+
+def test_a_client_that_lost_its_state_begins_anew(run_local: Run, tmp_path: Path) -> None:
+    """Its state is gone before round 3: dropped then, it grows from the empty mask in round 4."""
+    grid = forgetful(tmp_path / "run", client=1, after=2)
+    _, folder = run_with(partial(run_local, grid=grid), num_rounds=4, keep_checkpoints=0)
+    lines = read_rounds(folder)
+    assert [[drop["client"] for drop in line["dropped"]] for line in lines] == [[], [], [1], []]
+    masks = [own_masks(client_state(folder, k, 4), initial(KEYS)) for k in range(3)]
+    share = [sum(int(m.sum()) for m in of.values()) / sum(m.numel() for m in of.values()) for of in masks]
+    assert share[1] == pytest.approx(0.25, abs=0.01)
+    assert share[0] == share[2] == pytest.approx(0.4375, abs=0.01)
 
 
 def test_masks_survive_the_checkpoint() -> None:
     made, again = strategy(), strategy()
-    for masks in made.masks:
-        for name, mask in masks.items():
-            masks[name] = torch.rand(mask.shape) < 0.5
+    made.masks = [{name: torch.rand(mask.shape) < 0.5 for name, mask in masks.items()} for masks in made.masks]
     made.held = [{name: mask & (torch.rand(mask.shape) < 0.5) for name, mask in masks.items()} for masks in made.masks]
-    made.grown += 3
     again.load_state(made.state())
-    assert torch.equal(made.grown, again.grown)
     for left, right in zip(made.masks + made.held, again.masks + again.held, strict=True):
         assert all(torch.equal(mask, right[name]) for name, mask in left.items())
 

@@ -1,12 +1,12 @@
 """What holds of every method: it asks without changing, any objective fits, and evaluating it changes nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import METHOD_KEYS, merge_round
+from helpers import METHOD_KEYS, merge_round, result
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +16,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
+from fedsub_app.federation.nodes import Answer, Federation
+from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
@@ -24,6 +26,7 @@ from fedsub_app.training.local import Training, evaluate, evaluation_batch, eval
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
+from strategies.ist import IST
 
 Run = Callable[..., tuple[Json, Path]]
 # Large enough that FedPeWS leaves units out of the computation, small enough for a second a run.
@@ -114,6 +117,39 @@ def test_what_is_evaluated_changes_nothing(method: str, run_local: Run) -> None:
         for line, alone in zip([line for line in lines if line["round"]], read_rounds(one)[-3:], strict=True):
             assert alone[f"{wanted}-accuracy"] == line[f"{wanted}-accuracy"]
             assert alone["train-loss"] == line["train-loss"]
+
+
+@pytest.mark.parametrize("method", [name for name in METHOD_KEYS if METHODS[name].strategy is not IST])
+def test_a_lost_reply_is_as_if_the_client_had_not_been_asked(
+    method: str, run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reply is lost in each round. Model, server and clients go on as where these clients were not sampled.
+
+    IST is left out: it deals its units to the clients that are sampled.
+    """
+    lost = {(1, 0), (2, 1), (3, 2)}
+    answers, sample = Federation.answers, Federation.sample
+
+    def losing(self: Federation, phase: Phase, *more: Any) -> Iterator[Answer]:
+        for answer in answers(self, phase, *more):
+            if phase.kind != "train" or (phase.round, answer[0]) not in lost:
+                yield answer
+
+    def without(self: Federation, server_round: int) -> list[int]:
+        return [client for client in sample(self, server_round) if (server_round, client) not in lost]
+
+    keys = METHOD_KEYS[method] | {"num_clients": 3, "num_rounds": 4, "evaluate": "global,personal", "method": method}
+    keys |= {"partition": "dirichlet", "train_per_class": 40}
+    results = []
+    for name, instead in (("answers", losing), ("sample", without)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Federation, name, instead)
+            _, folder = run_local(name, **keys)
+        found = result(folder)
+        measured = [{k: v for k, v in line.items() if "accuracy" in k or "loss" in k} for line in found["rounds"]]
+        results.append((found["model"], found["last checkpoint"], measured))
+        assert read_rounds(folder)[-1]["clients"] == [0, 1, 2]
+    assert results[0] == results[1]
 
 
 # --- LG-FedAvg's warm-up (B3) -----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """SCAFFOLD: three numbers by hand, a slow reference of Algorithm 1, what travels, lost replies and states."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import SAME, away, forgetful, merge_round
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 from client_apps.scaffold import ScaffoldClient
-from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, build_model, tensors_of
 from fedsub_app.runs.rounds import read_rounds
@@ -49,9 +46,8 @@ def settings(**changes: Value) -> Any:
     return resolve({key.replace("_", "-"): value for key, value in (SETTINGS | changes).items()})
 
 
-def client_state(folder: Path, client: int) -> Tensors:
-    """The last one."""
-    return load_file(max((folder / f"clients/client-{client:06d}").glob("round-*")))
+def client_state(folder: Path, client: int, number: int) -> Tensors:
+    return load_file(folder / f"clients/client-{client:06d}/round-{number:06d}.safetensors")
 
 
 def server_state(folder: Path) -> Tensors:
@@ -98,7 +94,7 @@ def test_three_numbers_by_hand() -> None:
         merge_round(made, updates)
 
     def check(x: Tensors, c: Tensors, *own: Tensors) -> None:
-        found = [unprefixed(f"{VARIATE}{made.merged[k]}/", state) for k, state in enumerate(states)]
+        found = [unprefixed(VARIATE, state) for state in states]
         for tensors, expected in zip((made.current, made.variate, *found), (x, c, *own), strict=True):
             assert {name: t.tolist() for name, t in tensors.items()} == {n: t.tolist() for n, t in expected.items()}
 
@@ -151,9 +147,9 @@ def check_run(folder: Path, s: Any, rounds: Sequence[Sequence[int]]) -> None:
     assert away(load_file(folder / "model.safetensors"), x, start) < SAME
     server = server_state(folder)
     assert away(unprefixed(VARIATE, server), c, zeros) < SAME
-    for k, merged in enumerate(server["merged"].tolist()):
+    for k, merged in enumerate(server["state_rounds"].tolist()):
         if merged:
-            assert away(unprefixed(f"{VARIATE}{merged}/", client_state(folder, k)), c_i[k], zeros) < SAME
+            assert away(unprefixed(VARIATE, client_state(folder, k, merged)), c_i[k], zeros) < SAME
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -181,7 +177,7 @@ def test_an_abandoned_round_counts_for_nobody() -> None:
     made = Scaffold(settings(), build_model("fedpews-mlp", (5,), 4, 0))
     before = {name: tensor.clone() for name, tensor in made.state().items()}
     made.round = 1
-    merge_round(made, [], asked=[0, 1])
+    merge_round(made, [])
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state().items())
 
 
@@ -209,7 +205,7 @@ def test_the_servers_variate_is_the_mean_of_all_clients(run_local: Run, particip
     server = server_state(folder)
     assert bool(server["variate/fc1.weight"].any())
     for name, c in unprefixed(VARIATE, server).items():
-        own = [client_state(folder, k)[f"{VARIATE}{t}/{name}"] for k, t in enumerate(server["merged"].tolist()) if t]
+        own = [client_state(folder, k, t)[f"{VARIATE}{name}"] for k, t in enumerate(server["state_rounds"]) if t]
         torch.testing.assert_close(c, torch.stack(own).sum(0) / 4, rtol=1e-4, atol=1e-6)
 
 
@@ -229,28 +225,10 @@ def test_without_a_step_nothing_changes(run_local: Run) -> None:
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
-class Forgetful(LocalGrid):
-    """A node that loses client 1's state after round 2."""
-
-    folder: Path
-
-    def push_messages(self, messages: Any) -> Any:
-        for state in self.folder.glob("clients/client-000001"):
-            if (state / "round-000002.safetensors").exists():
-                shutil.rmtree(state)
-        return super().push_messages(messages)
-
-
 def test_a_client_that_lost_its_state_is_dropped(run_local: Run, tmp_path: Path) -> None:
     """From then on; the others go on with a c that is the mean of all c_i."""
-
-    def grid(_: Any, overrides: Any) -> LocalGrid:
-        made = Forgetful(app, overrides)
-        made.folder = tmp_path / "run"
-        return made
-
-    _, folder = run_local(grid=grid, **SETTINGS)
-    said = {"client": 1, "reason": "client failed: UserError: client 1 has lost its state: its variate is nowhere else"}
+    _, folder = run_local(grid=forgetful(tmp_path / "run", client=1, after=2), **SETTINGS)
+    said = {"client": 1, "reason": "client failed: StateGone: client 1 has lost its state: its variate is nowhere else"}
     assert [line["dropped"] for line in read_rounds(folder)[1:]] == [[], [], [said], [said], [said]]
 
 

@@ -42,6 +42,7 @@ from fedsub_app.subnets.pruning import (
     prune_weights,
     published_bytes,
 )
+from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.costs import forward_flops, training_flops
 from fedsub_app.training.local import Training
 from fedsub_app.training.workplace import workplace
@@ -409,9 +410,8 @@ def follows(folder: Path, written: Written, keys: dict[str, Any]) -> None:
     plan, start = prunable(network, keys["subfedavg.pruning"]), {n: t.detach() for n, t in tensors_of(network).items()}
     for k, expected in enumerate(written.kept):
         state = client_state(folder, k, len(written.fractions))
-        newest = max((int(name.split("/")[1]) for name in state if name.startswith("mask/")), default=0)
-        ours = unpack_bits(unprefixed(f"mask/{newest}/", state), {n: m.shape for n, m in plan.everything().items()})
-        kept = plan.positions(ours) if newest else {}
+        bits = unprefixed("mask/", state)
+        kept = plan.positions(unpack_bits(bits, {n: m.shape for n, m in plan.everything().items()}))
         for n, mask in kept.items():  # rounding decides only between weights of one size
             assert int((mask != expected[n].bool()).sum()) <= 1 + 0.002 * mask.numel(), n
         own = unprefixed("own/", state)
@@ -475,7 +475,7 @@ def test_it_follows_algorithm_2(changes: dict[str, Value], first: str, run_local
     follows(folder, algorithm_2(keys), keys)
     applied, whole = [], prunable(build_model("mnist-cnn-bn", IN_SHAPE, 10, 0), "hybrid").everything()
     for k in range(3):
-        state = unprefixed("mask/1/", client_state(folder, k, 1))
+        state = unprefixed("mask/", client_state(folder, k, 1))
         masks = unpack_bits(state, {n: m.shape for n, m in whole.items()}) if state else {}
         cut = {n for n, mask in masks.items() if not mask.all()}
         channels, fc = "conv1" in cut or "conv2" in cut, "fc1.weight" in cut
@@ -561,9 +561,8 @@ def added_to(update: Update, strategy: SubFedAvg, name: str) -> Tensor:
 def test_a_client_whose_channels_are_gone_trains_and_sends_a_smaller_network() -> None:
     strategy, client = made(subfedavg__target=0.0001)  # channels only: weights are beyond the target at once
     strategy.masks[0] = strategy.masks[0] | {"conv1": bits(*[1, 0] * 5), "conv2": bits(*[1] * 10 + [0] * 10)}
-    strategy.pruned[0] = 1
     first = strategy.task(0)
-    state = {f"mask/1/{name}": packed for name, packed in pack_bits(strategy.masks[0]).items()}
+    state = {f"mask/{name}": packed for name, packed in pack_bits(strategy.masks[0]).items()}
     worker = client(0, 2, state)
     sizes = {name: tensor.numel() for name, tensor in first.tensors.items()}
     whole = build_model("mnist-cnn-bn", IN_SHAPE, 10, 0)
@@ -652,7 +651,6 @@ def test_networks_of_different_widths_are_averaged_over_the_keepers() -> None:
     # columns: channel 0 of clients 0, 1, 2; channel 1 of clients 0 and 2
     assert mean["fc1.weight"].tolist() == [[0.0, 1.0], [2.5, 5.5], [5.0, 5.5]]
     assert mean["fc1.bias"].tolist() == [5.0] * 3
-    assert strategy.pruned.tolist() == [1, 1, 1]
     assert said["pruned-fraction"] == pytest.approx((1 + 8 + 3) / 17 / 3)
 
 
@@ -822,10 +820,9 @@ def test_a_lost_reply_takes_its_pruning_back(objective: str, run_local: Run, mon
     _, folder = run_with(run_local, num_rounds=3, objective=objective, subfedavg__target=0.9)
     lines = [line for line in read_rounds(folder) if line["round"]]
     assert [len(line["dropped"]) for line in lines] == [1, 0, 0]
-    rounds = [
-        {name.split("/")[1] for name in client_state(folder, 1, n) if name.startswith("mask/")} for n in (1, 2, 3)
-    ]
-    assert rounds == [{"1"}, {"2"}, {"2", "3"}]  # in round 2 it starts again from the whole network
+    files = sorted(path.name for path in (folder / "clients/client-000001").iterdir())
+    # In round 2 it starts again from the whole network; its state of round 1 is gone.
+    assert files == ["round-000002.safetensors", "round-000003.safetensors"]
     assert lines[0]["pruned-fraction"] < lines[1]["pruned-fraction"]
 
 
@@ -838,15 +835,15 @@ def test_an_abandoned_round_takes_all_pruning_back() -> None:
     merge_round(strategy, [], asked=[0])
     strategy.round = 2
     again = strategy.task(0)
-    assert again.config == {"pruned": 0}
-    second = client(0, 2, dict(worker.state)).run_training(dict(again.tensors), again.config)
+    assert all(t.shape == strategy.current[n].shape for n, t in again.tensors.items())
+    second = client(0, 2, {}).run_training(dict(again.tensors), again.config)
     strategy.contribution(second)
 
 
 def test_a_client_that_lost_its_state_says_so() -> None:
     _, client = made()
-    with pytest.raises(UserError, match="client 0 has lost its state"):
-        client(0, 2, {}).masks(1)
+    with pytest.raises(StateGone, match="client 0 has lost its state: its masks are not there"):
+        client(0, 2, {}).lost_state()
 
 
 def test_masks_survive_the_checkpoint() -> None:
@@ -857,8 +854,8 @@ def test_masks_survive_the_checkpoint() -> None:
         updates.append(client(k, 1, {}).run_training(dict(task.tensors), task.config))
     merge_round(strategy, updates)
     again.load_state(strategy.state())
-    assert strategy.pruned.tolist() == again.pruned.tolist() == [1, 1, 0]
-    assert strategy.fractions == again.fractions
+    assert strategy.state_rounds.tolist() == again.state_rounds.tolist() == [1, 1, 0]
+    assert torch.equal(strategy.fractions, again.fractions)
     for left, right in zip(strategy.masks, again.masks, strict=True):
         assert all(torch.equal(mask, right[name]) for name, mask in left.items())
     units, positions = again.unit_masks(), again.position_masks()

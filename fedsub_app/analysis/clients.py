@@ -41,8 +41,9 @@ def client_of(folder: Path, client: int) -> Client:
     strategy = method.strategy(settings, place.network.module)
     strategy.round, strategy.current = last.round, {name: last.model[name] for name in strategy.current}
     strategy.load_state(last.state)
-    kept, state = ClientState(folder / "clients", client).load(before=last.round + 1)
-    if kept < last.state_rounds.get(client, 0):
+    merged = int(strategy.state_rounds[client])
+    state = ClientState(folder / "clients", client).load(merged)
+    if merged and not state:
         raise UserError(f"{folder}: the state of client {client} is not there; batches of runs do not keep it")
     restored = method.client(place, client, last.round, state)
     restored.load(restored.personal(strategy.personal_download(client), {}))

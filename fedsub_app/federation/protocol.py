@@ -40,6 +40,10 @@ class Diverged(BadReply):
     """A client's numbers are not finite, or its loss is beyond all bounds."""
 
 
+class StateLost(BadReply):
+    """A client cannot train: the state of its last merged reply is gone."""
+
+
 @dataclass(frozen=True)
 class Task:
     """What one client is sent in one phase: named tensors and a JSON-able ``config``."""
@@ -56,6 +60,7 @@ class Update:
     ``squares``: tensor name -> squared distance to :attr:`Spec.start`, for those that have one; measured by who reads
     the update, not sent.
     ``state``: the rounds of the durable state that it had before its task and has after it, 0 for none.
+    ``lost``: it failed because the state that its task named is gone.
     """
 
     client: int
@@ -65,6 +70,7 @@ class Update:
     error: str = ""
     squares: dict[str, float] = field(default_factory=dict)
     state: tuple[int, int] = (0, 0)
+    lost: bool = False
 
 
 @dataclass(frozen=True)

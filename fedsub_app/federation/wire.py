@@ -24,7 +24,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json, Tensors, brought
-from fedsub_app.federation.protocol import DTYPES, MAX_EXAMPLES, NAMES, BadReply, Range, Spec, Update, finite
+from fedsub_app.federation.protocol import (
+    DTYPES,
+    MAX_EXAMPLES,
+    NAMES,
+    BadReply,
+    Range,
+    Spec,
+    StateLost,
+    Update,
+    finite,
+)
 from fedsub_app.subnets.norms import squares
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
@@ -240,7 +250,7 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
         "error": update.error,
         "state": update.state,
     }
-    return config, update.tensors
+    return config | ({"lost": True} if update.lost else {}), update.tensors
 
 
 def read_update(
@@ -257,11 +267,12 @@ def read_update(
     ------
     BadReply
         Names, shapes, dtypes, values, metrics or ``num-examples`` are not as expected, or the client failed;
-        :class:`~fedsub_app.federation.protocol.Diverged` where they are not finite.
+        :class:`~fedsub_app.federation.protocol.Diverged` where they are not finite,
+        :class:`~fedsub_app.federation.protocol.StateLost` where the client has lost its state.
     """
     config, tensors, away = part.config, {}, {}
     if config.get("error"):
-        raise BadReply(f"client failed: {config['error']}")
+        raise (StateLost if config.get("lost") is True else BadReply)(f"client failed: {config['error']}")
     missing = [name for name in expected.keys() - part.rows.keys() if not expected[name].optional]
     if missing:
         missing = [name for name in expected if name in missing]

@@ -1,7 +1,5 @@
 """The file that a finished round leaves behind."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +19,6 @@ class Checkpoint:
     state : what :meth:`strategies.base.SubnetStrategy.state` returned after it.
     abandoned : how many rounds in a row, up to this one, were abandoned.
     digest : that of the settings it belongs to.
-    state_rounds : the round of the state that each client keeps, where it keeps one.
     """
 
     round: int = 0
@@ -29,12 +26,10 @@ class Checkpoint:
     state: Tensors = field(default_factory=dict)
     abandoned: int = 0
     digest: str = ""
-    state_rounds: Mapping[int, int] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the file, atomically."""
         header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
-        header["state-rounds"] = json.dumps(dict(self.state_rounds))
         write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
 
 
@@ -49,8 +44,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         tensors, header = read_tensors(path)
         model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
-        rounds = {int(client): number for client, number in json.loads(header["state-rounds"]).items()}
-        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"], rounds)
+        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"])
     except (KeyError, ValueError) as error:
         raise UserError(
             f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"

@@ -196,10 +196,9 @@ class Run:
         model: Mapping[str, torch.Tensor],
         state: Tensors,
         abandoned: int,
-        state_rounds: Mapping[int, int] | None = None,
     ) -> None:
         """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
-        finished = Checkpoint(server_round, dict(model), state, abandoned, self.digest, state_rounds or {})
+        finished = Checkpoint(server_round, dict(model), state, abandoned, self.digest)
         with self._writing("checkpoints") as folder:
             finished.write(round_file(folder, server_round))
             keep, found = self.settings.keep_checkpoints, checkpoints(self.folder)

@@ -27,7 +27,8 @@ from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
-from strategies.merging import Facts, check_defences
+from strategies.defences import check_defences
+from strategies.rounds import Facts, evaluation_due
 
 log = logging.getLogger("fedsub")
 QUICK_SAMPLES = 32
@@ -162,7 +163,6 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
         strategy.load_state(state)
-        strategy.state_rounds = dict(found.state_rounds)
         log.info("resumed after round %d of %d in %s", last, settings.num_rounds, run.folder)
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
@@ -191,7 +191,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         run.log_round(line)
         tracking.follow(run.lines)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
-            run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned, strategy.state_rounds)
+            run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         pace = (time.perf_counter() - began) / (number - last)
         left = pace * (settings.num_rounds - number)
         told = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
@@ -225,7 +225,7 @@ def _evaluate(
     global_test: GlobalTest | None,
 ) -> Json:
     """Measure what is due after a round; returns it for the round's line."""
-    if not strategy.evaluation_due(number, config):
+    if not evaluation_due(strategy, number, config):
         return {}
     start = time.perf_counter()
     found: Json = dict(global_test(arrays)) if global_test else {}

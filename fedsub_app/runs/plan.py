@@ -16,7 +16,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MOST
 from strategies.base import SubnetStrategy
-from strategies.merging import Facts
+from strategies.rounds import Facts
 
 MOST_CLIENTS = 20  # with more the partition is summed up
 
@@ -101,7 +101,7 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     """Say what tensors take: of the server, and of a process that trains. Python, torch and activations come on top."""
     settings, model = strategy.settings, _size(strategy)
     data = sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
-    held = settings.sample_size if strategy.needs_all or settings.mean != "average" else 1
+    held = settings.sample_size if strategy.holds_all or settings.mean != "average" else 1
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
     server = data + (3 + held) * model + 2 * messages  # current, mean and weights; two messages at a node
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]

@@ -1,9 +1,10 @@
 """A client's durable state (mask scores, personal weights, optimizer moments): safetensors files, one a round.
 
 Flower's ``context.state`` lives in memory, is lost after a restart or an exception, and travels with every message in
-simulation. Files have none of these faults. A client's state of round t is written beside the older one and read back
-only in a later round, so a run that is resumed at an earlier round finds the state that belongs to it, and a state
-written by a round that was never checkpointed is ignored and overwritten.
+simulation. Files have none of these faults.
+
+A task names the round of the client's last merged reply, and the client goes on from the state of exactly that round.
+The state of a reply that was lost, or of a round that was never checkpointed, is deleted by the client's next task.
 """
 
 from collections.abc import Iterable
@@ -14,39 +15,44 @@ from fedsub_app.common.tensor_files import read_tensors, round_file, round_files
 from fedsub_app.common.tensors import Tensors
 
 
+class StateGone(UserError):
+    """A client cannot train without the state that the server counts on."""
+
+
 class ClientState:
     """The states of one client in ``folder`` (``client-000012/round-000003.safetensors``)."""
 
     def __init__(self, folder: Path, client: int) -> None:
         self.folder = folder / f"client-{client:06d}"
 
-    def load(self, before: int) -> tuple[int, Tensors]:
-        """Return the newest state of a round earlier than ``before``, and its round; ``(0, {})`` where there is none.
+    def load(self, merged: int) -> Tensors:
+        """Return the state of round ``merged``; ``{}`` where that is 0 or its file is gone.
 
         Raises
         ------
         UserError
             The file is truncated or damaged.
         """
-        rounds = {number: path for number, path in round_files(self.folder).items() if number < before}
-        if not rounds:
-            return 0, {}
-        newest = max(rounds)
+        path = round_file(self.folder, merged)
+        if not merged or not path.is_file():
+            return {}
         try:
-            return newest, read_tensors(rounds[newest])[0]
+            return read_tensors(path)[0]
         except ValueError as error:
             reason = f"client state is truncated or damaged ({error})"
-            raise UserError(f"{rounds[newest]}: {reason}; delete it to go on from the one before") from None
+            raise UserError(f"{path}: {reason}; delete it to have the client start anew") from None
 
-    def save(self, round_: int, tensors: Tensors, checkpoints: Iterable[int]) -> None:
-        """Write the state of ``round_``; drop the older ones that no resume can ask for.
+    def save(self, round_: int, tensors: Tensors, merged: int, checkpoints: Iterable[int]) -> None:
+        """Write the state of ``round_``; delete the older ones that no task can name.
 
-        ``checkpoints`` are the rounds of the server's: of each the newest state up to it stays, and the last one before
-        ``round_``.
+        Parameters
+        ----------
+        merged : round of the client's last merged reply, 0 for none: no state between it and ``round_`` was merged.
+        checkpoints : rounds of the server's checkpoints; a resume from one names the newest merged state up to it.
         """
         write_tensors(round_file(self.folder, round_), tensors)
-        older = {number: path for number, path in round_files(self.folder).items() if number < round_}
-        kept = {max((number for number in older if number <= last), default=0) for last in (*checkpoints, round_)}
-        for number, path in older.items():
-            if number not in kept:
+        files = {number: path for number, path in round_files(self.folder).items() if number != round_}
+        named = {max((number for number in files if number <= min(last, merged)), default=0) for last in checkpoints}
+        for number, path in files.items():
+            if number != merged and number not in named:
                 path.unlink(missing_ok=True)

@@ -1,0 +1,253 @@
+"""Flower's verbs: what a round asks of its clients, and what becomes of their answers.
+
+Functions of a strategy, whose hooks (``base.py``) they call; no method overrides them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+
+from fedsub_app.common.tensors import Json, Tensors, prefixed
+from fedsub_app.federation.nodes import draw
+from fedsub_app.federation.phase import Dropped, Phase
+from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, StateLost, Task, Update, finite
+from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
+from fedsub_app.subnets.norms import NormGuard, norm
+from fedsub_app.subnets.privacy import epsilon
+from strategies.merging import FirstValid, Merging, Valid
+
+if TYPE_CHECKING:
+    from strategies.base import Merged, SubnetStrategy
+
+COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
+MAX_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows by itself, and holds against what clients report.
+
+    Attributes
+    ----------
+    examples : training samples of each client, by the partition.
+    sample_flops : of a forward and backward pass of the whole network on one sample.
+    loss : returns the loss of a global model on some test samples.
+    held_out : validation or test samples that a client has at most.
+    """
+
+    examples: Sequence[int]
+    sample_flops: float
+    loss: Callable[[Tensors], float]
+    held_out: int = 0
+
+
+def ask_training(
+    strategy: "SubnetStrategy", server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> Phase:
+    """Sample the round's clients; returns the phase with their tasks, each of which names its client's state."""
+    strategy.federation.meet(grid)
+    strategy.round, strategy.current = server_round, to_tensors(arrays)
+    clients = strategy.federation.sample(server_round)
+    task = partial(_with_state, strategy, strategy.task)
+    strategy.phase = strategy.federation.ask(
+        MessageType.TRAIN, server_round, clients, task, _checkpoints(config), strategy.expected
+    )
+    strategy.phase.report["clients"] = clients
+    return strategy.phase
+
+
+def _with_state(strategy: "SubnetStrategy", task: Callable[[int], Task], client: int) -> Task:
+    """Return a client's task with the round of the state that it starts from, 0 for none."""
+    asked = task(client)
+    return replace(asked, config={**asked.config, "state": int(strategy.state_rounds[client])})
+
+
+def _checkpoints(config: ConfigRecord) -> Json:
+    return {"checkpoints": config.get("checkpoints", [])}
+
+
+def merge_answers(
+    strategy: "SubnetStrategy", server_round: int, replies: Iterable[Message]
+) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round."""
+    phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
+    # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
+    limit = math.inf if settings.dp_noise_multiplier else settings.max_update_norm
+    guard = partial(NormGuard[Valid], limit, norm(strategy.current.values()))
+    judge = FirstValid(draw(settings, server_round), settings.sample_size, guard) if settings.spares else guard()
+    merging = Merging(strategy)
+    diverged = 0
+
+    def take(decided: Iterable[tuple[Valid, str]]) -> None:
+        for valid, reason in decided:
+            if reason:
+                phase.dropped.append(Dropped(valid.update.client, reason))
+            else:
+                merging.add(valid)
+
+    for client, part, expected in federation.answers(phase, replies, strategy.expected, not settings.spares):
+        try:
+            update = read_update(part, expected, strategy.metrics(client), strategy.max_examples(client))
+            contribution = strategy.contribution(update)
+            norms = strategy.norms(update, contribution)
+            take(judge.add(Valid(update, contribution, norms), norms))
+        except BadReply as error:
+            phase.dropped.append(Dropped(client, str(error)))
+            diverged += isinstance(error, Diverged)
+            if isinstance(error, StateLost):
+                strategy.forget(client)
+        if judge.enough and not federation.simulated:  # nobody waits for the others
+            break
+    take(judge.rest())
+    # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
+    updates = merging.updates
+    names = {name: None for update in updates for name in update.metrics if name not in COSTS}
+    metrics = _means(updates, names) | _sums(updates, COSTS)
+    # What the server measures has the last word.
+    phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
+    phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
+    phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
+    phase.report |= merging.report | _privacy(strategy)
+    phase.report |= _lost(strategy, "lost-state", updates)
+    merged, reason = _merged(strategy, merging, diverged)
+    phase.report["merge-seconds"] = merging.seconds
+    if settings.spares:
+        decided = {update.client for update in updates} | {drop.client for drop in phase.dropped}
+        phase.report["not-waited-for"] = sorted(set(phase.report["clients"]) - decided)
+    if merged and len(updates) < settings.sample_size:
+        phase.report["partial"] = f"{len(updates)} of {settings.sample_size} replies"
+    phase.report["dropped"] = _reasons(phase.dropped)
+    if merged is None:
+        phase.report |= {"abandoned": reason}
+        return None, MetricRecord(dict(metrics))
+    phase.report |= merged.report
+    strategy.commit(merged, updates)
+    return to_arrays(merged.model), MetricRecord(dict(metrics))
+
+
+def _merged(strategy: "SubnetStrategy", merging: Merging, diverged: int) -> tuple["Merged | None", str]:
+    """Return what the round becomes; ``None`` and the reason where it is abandoned: model and state stay."""
+    count, settings = len(merging.updates), strategy.settings
+    if count < settings.min_replies:
+        return None, f"fewer than min-replies = {settings.min_replies} valid replies"
+    if count < (least := settings.least_replies):
+        which = f"mean = {settings.mean!r} with byzantine-clients = {settings.byzantine_clients}"
+        return None, f"{count} valid replies: {which} needs {least}"
+    if diverged > count:  # the few that are left may be those that have brought it about
+        return None, f"training diverged on {diverged} of {diverged + count} clients"
+    merged = merging.result()
+    broken = [name for name, tensor in merged.model.items() if not finite(tensor)]
+    if broken:  # finite values of clients may add up to infinity
+        return None, f"the mean of {broken[0]!r} is not finite"
+    loss = strategy.facts.loss(merged.model) if strategy.facts else 0.0
+    if not loss <= MAX_LOSS:
+        return None, f"diverged: the merged model's loss is {loss:g}"
+    return merged, ""
+
+
+def _privacy(strategy: "SubnetStrategy") -> Json:
+    """Return ``epsilon`` and ``delta`` that the run has spent so far; nothing without noise.
+
+    The clients of a round follow from the seed, which every node has, and not from any data. So nothing is gained by
+    sampling: the client that was asked most often counts, and the other rounds tell nothing of it.
+    """
+    settings = strategy.settings
+    if not settings.dp_noise_multiplier:
+        return {}
+    asked = [0] * settings.num_clients
+    for number in range(1, strategy.round + 1):
+        for client in strategy.federation.sample(number):
+            asked[client] += 1
+    spent = epsilon(settings.dp_noise_multiplier, max(asked), settings.dp_delta)
+    return {"epsilon": spent, "delta": settings.dp_delta}
+
+
+def _lost(strategy: "SubnetStrategy", key: str, updates: Sequence[Update]) -> Json:
+    """Return, for the report, the clients that did not have the state of their last merged reply."""
+    lost = [update.client for update in updates if update.state[0] < strategy.state_rounds[update.client]]
+    return {key: lost} if lost else {}
+
+
+def evaluation_due(strategy: "SubnetStrategy", server_round: int, config: ConfigRecord) -> bool:
+    """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
+
+    ``config["last"]`` says that a budget has made it the last one.
+    """
+    last = bool(config.get("last")) or server_round == strategy.settings.num_rounds
+    return last or server_round % strategy.settings.eval_every == 0
+
+
+def ask_evaluation(
+    strategy: "SubnetStrategy", server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> Phase:
+    """Ask all clients for the accuracies on their own test sets; nobody where the settings name none."""
+    wanted = [name for name in strategy.settings.evaluations if name != "global"]
+    strategy.phase = Phase(MessageType.EVALUATE, server_round)
+    if wanted and evaluation_due(strategy, server_round, config):
+        strategy.federation.meet(grid)
+        strategy.round, strategy.current = server_round, to_tensors(arrays)
+        clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | _checkpoints(config)
+        task = partial(_with_state, strategy, partial(_evaluation_task, strategy, wanted))
+        strategy.phase = strategy.federation.ask(MessageType.EVALUATE, server_round, clients, task, extra)
+    return strategy.phase
+
+
+def _evaluation_task(strategy: "SubnetStrategy", wanted: Sequence[str], client: int) -> Task:
+    """Return what a client needs for its own model and, for the global one, the tensors that are not the same."""
+    personal = strategy.personal_download(client) if "personal" in wanted else {}
+    differs = {n: t for n, t in strategy.current.items() if personal.get(n) is not t}
+    return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
+
+
+def _evaluation_metrics(strategy: "SubnetStrategy", client: int) -> Mapping[str, Range]:
+    """Return the numbers that a client may answer an evaluation with: those that were asked for, and its costs."""
+    ranges = {"flops": Range(0, strategy.max_flops(client))}
+    for name in strategy.settings.evaluations:
+        if name != "global":
+            ranges |= {f"{name}-accuracy": Range(0, 100, needed=True), f"{name}-loss": Range(0, 1e9, needed=True)}
+            ranges[f"{name}-validation-accuracy"] = Range(0, 100)
+    return ranges
+
+
+def read_evaluations(strategy: "SubnetStrategy", replies: Iterable[Message]) -> MetricRecord | None:
+    """Return the unweighted client means; the clients' own values go into the round's line."""
+    phase = strategy.phase
+    updates = []
+    for client, part, expected in strategy.federation.answers(phase, replies, lambda _: {}):
+        try:
+            updates.append(read_update(part, expected, _evaluation_metrics(strategy, client)))
+        except BadReply as error:
+            phase.dropped.append(Dropped(client, str(error)))
+    means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
+    spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",)).items() if value}
+    phase.report |= means | spent
+    phase.report |= _lost(strategy, "evaluated-without-state", updates)
+    phase.report["evaluated"] = {update.client: update.metrics for update in updates}
+    phase.report["not-evaluated"] = _reasons(phase.dropped)
+    return MetricRecord(dict(means)) if updates else None
+
+
+def _reasons(dropped: Sequence[Dropped]) -> list[Json]:
+    return [{"client": drop.client, "reason": drop.reason} for drop in sorted(dropped, key=lambda drop: drop.client)]
+
+
+def _means(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
+    values = {key: [u.metrics[key] for u in updates if key in u.metrics] for key in keys}
+    return {key: sum(each) / len(each) for key, each in values.items() if each}
+
+
+def _sums(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
+    return {key: sum(u.metrics.get(key, 0.0) for u in updates) for key in keys}
+
+
+def _middle(norms: Sequence[float]) -> dict[str, float]:
+    """Return the median and the largest norm of the updates that count."""
+    if not norms:
+        return {}
+    return {"update-norm": float(f"{median(norms):.3g}"), "largest-update-norm": float(f"{max(norms):.3g}")}
