@@ -63,9 +63,9 @@ def ask_training(
 
 
 def _with_state(strategy: "SubnetStrategy", task: Callable[[int], Task], client: int) -> Task:
-    """Return a client's task with the round of the state that it starts from, 0 for none."""
-    asked = task(client)
-    return replace(asked, config={**asked.config, "state": int(strategy.state_rounds[client])})
+    """Return a client's task with the round of the state that it starts from, if it has one."""
+    asked, merged = task(client), int(strategy.state_rounds[client])
+    return replace(asked, config={**asked.config, "state": merged}) if merged else asked
 
 
 def _checkpoints(config: ConfigRecord) -> Json:

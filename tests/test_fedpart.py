@@ -248,7 +248,7 @@ def strategy(**changes: Value) -> FedPart:
 def answer(made: FedPart, client: int) -> Update:
     tensors = {n: torch.ones([2 if k is None else k for k in s.shape], dtype=s.dtype)
                for n, s in made.expected(client).items()}  # fmt: skip
-    return Update(client, tensors, {}, 10)
+    return Update(client, tensors, {}, 10, state=(0, made.round))
 
 
 def play(made: FedPart, rounds: list[list[int]]) -> list[dict[int, set[int]]]:
