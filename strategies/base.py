@@ -116,6 +116,14 @@ class SubnetStrategy(Strategy):
             "compute-seconds": seconds,
         }
 
+    def passes(self, client: int) -> float:
+        """Return how many passes over its samples ``client`` makes in a round at most, besides ``local-epochs``.
+
+        A client that reports more FLOPs than these passes can cost is dropped. A method whose own keys count epochs
+        adds them to this one pass, which is for what no key counts, such as features or scores.
+        """
+        return 1
+
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Return what of an update must not be far larger than in the round's others: a name for it -> Euclidean norm.
 
@@ -213,12 +221,8 @@ class SubnetStrategy(Strategy):
         """Return how many samples a client computes on in a round at most, one after the other."""
         settings, count = self.settings, self.most_examples(client)
         steps = settings.local_steps
-        return count * self._other_epochs + (steps * settings.batch_size if steps else count * settings.local_epochs)
-
-    @cached_property
-    def _other_epochs(self) -> int:
-        """Epochs by the method's own keys, and one for passes that none of them counts."""
-        return 1 + sum(int(value) for key, value in self.options if key.endswith("_epochs"))
+        fitted = steps * settings.batch_size if steps else count * settings.local_epochs
+        return fitted + math.ceil(count * self.passes(client))
 
     def most_flops(self, client: int) -> float:
         """Return the FLOPs that a client can have spent in a round."""
