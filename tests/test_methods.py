@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import torch
-from helpers import METHOD_KEYS, merge_round
+from helpers import METHOD_KEYS, forget, merge_round
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,7 @@ from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Epochs
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
+from fedsub_app.config import register, resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS, Method
@@ -145,10 +146,10 @@ class ManyPassesClient(Client):
 
 
 def test_a_client_that_trains_by_a_key_of_any_name_is_not_dropped(
-    run_local: Run, monkeypatch: pytest.MonkeyPatch
+    run_local: Run, request: pytest.FixtureRequest
 ) -> None:
-    method = Method("a test", ManyPassesSettings, ManyPasses, ManyPassesClient)
-    monkeypatch.setitem(METHODS, "many-passes", method)
+    request.addfinalizer(partial(forget, "many-passes"))
+    register("many-passes", Method("a test", ManyPassesSettings, ManyPasses, ManyPassesClient))
     _, folder = run_local(method="many-passes", num_rounds=1, train_per_class=20)
     assert read_rounds(folder)[-1]["dropped"] == []
 
