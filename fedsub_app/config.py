@@ -8,6 +8,7 @@ Keys are kebab-case in TOML and on the command line, snake_case in Python; a met
 import difflib
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
 from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import MethodSettings, Settings
@@ -198,10 +199,10 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = _file(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises OSError where a name is longer than a file's can be
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{source} = {name!r}: no {conf_name(path)}{hint}")
+        raise UserError(f"{source} = {shown(name)}: no {printable(conf_name(path))}{hint}")
     own = flatten(read_toml(path))
     base = own.pop("extends", None)
     _check_known(own, f" in {conf_name(path)}")

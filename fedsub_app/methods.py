@@ -40,12 +40,15 @@ from strategies.ist import IST, ISTSettings
 from strategies.local import Local
 from strategies.mtl import MTL, MTLSettings
 from strategies.parts import (
+    FedBABU,
     FedBABUSettings,
+    FedRep,
     FedRepSettings,
     LGFedAvg,
     LGFedAvgSettings,
     PartSettings,
     SharedPart,
+    Tuned,
     TuningSettings,
 )
 from strategies.scaffold import Scaffold
@@ -75,11 +78,11 @@ METHODS = {
     "fedadam": Method("Reddi et al. 2021", FedAdamSettings, FedAdam, Client),
     "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, FedYogi, Client),
     "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, FedAdagrad, Client),
-    "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, SubnetStrategy, TunedClient),
+    "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, Tuned, TunedClient),
     "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),
-    "fedrep": Method("Collins et al. 2021", FedRepSettings, SharedPart, FedRepClient),
-    "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, SharedPart, FedBABUClient),
+    "fedrep": Method("Collins et al. 2021", FedRepSettings, FedRep, FedRepClient),
+    "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, FedBABU, FedBABUClient),
     "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),

@@ -131,6 +131,14 @@ class SubnetStrategy(Strategy):
         costs = {"flops": flops, "subnet-flops": flops, "published-flops": flops, "compute-seconds": seconds}
         return {"train-loss": Range(0, rounds.MAX_LOSS, loss=True), **costs}
 
+    def passes(self, client: int) -> float:
+        """Return how many passes over its samples ``client`` makes in a round at most, besides ``local-epochs``.
+
+        A client that reports more FLOPs than these passes can cost is dropped. A method whose own keys count epochs
+        adds them to this one pass, which is for what no key counts, such as features or scores.
+        """
+        return 1
+
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Return what of an update must not be far larger than in the round's others: a name for it -> Euclidean norm.
 
@@ -212,12 +220,8 @@ class SubnetStrategy(Strategy):
         """Return how many samples a client computes on in a round at most, one after the other."""
         settings, count = self.settings, self.max_examples(client)
         steps = settings.local_steps
-        return count * self._other_epochs + (steps * settings.batch_size if steps else count * settings.local_epochs)
-
-    @cached_property
-    def _other_epochs(self) -> int:
-        """Epochs by the method's own keys, and one for passes that none of them counts."""
-        return 1 + sum(int(value) for key, value in self.options if key.endswith("_epochs"))
+        fitted = steps * settings.batch_size if steps else count * settings.local_epochs
+        return fitted + math.ceil(count * self.passes(client))
 
     def max_flops(self, client: int) -> float:
         """Return the FLOPs that a client can have spent in a round."""

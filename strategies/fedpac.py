@@ -78,6 +78,10 @@ class FedPAC(SubnetStrategy):
             raise BadReply(f"tensor {COUNTS!r}: counts of {total:g} samples, num-examples = {update.num_examples}")
         return super().contribution(update)
 
+    def passes(self, client: int) -> float:
+        """Add the head's epochs."""
+        return super().passes(client) + self.options.head_epochs
+
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Also those of the features' statistics."""
         statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}

@@ -99,6 +99,36 @@ class SharedPart(SubnetStrategy):
         return chosen(self.current, self.shared)
 
 
+class Tuned(SubnetStrategy):
+    """FedAvg whose clients fine-tune a copy of the model for their evaluation."""
+
+    options: TuningSettings
+
+    def passes(self, client: int) -> float:
+        """Add the epochs of fine-tuning."""
+        return super().passes(client) + self.options.tune_epochs
+
+
+class FedRep(SharedPart):
+    """Shares the body; a client trains its head, then the body."""
+
+    options: FedRepSettings
+
+    def passes(self, client: int) -> float:
+        """Add the epochs of both parts."""
+        return super().passes(client) + self.options.personal_epochs + self.options.shared_epochs
+
+
+class FedBABU(SharedPart):
+    """Shares the body; the head stays at its start, and a client fine-tunes a copy of the model for its evaluation."""
+
+    options: FedBABUSettings
+
+    def passes(self, client: int) -> float:
+        """Add the epochs of fine-tuning."""
+        return super().passes(client) + self.options.tune_epochs
+
+
 class LGFedAvg(SharedPart):
     """Shares everything in the first ``warm_rounds``; a client without a body of its own is sent the whole model."""
 

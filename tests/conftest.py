@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import Brightness
+from hypothesis import settings
 
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
@@ -18,6 +19,11 @@ from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.loop import run_experiment
+
+# Property tests draw the same cases in every run; `pytest --hypothesis-profile=search` draws new ones.
+settings.register_profile("search", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedsub_app import config
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.deployment.flower import PROJECT
@@ -30,6 +31,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
+from fedsub_app.methods import METHODS
 from fedsub_app.subnets.norms import NormGuard
 from strategies.base import SubnetStrategy
 from strategies.merging import Merging, Valid
@@ -337,6 +339,13 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
     merged = merging.result()
     strategy.commit(merged, merging.updates)
     return merged.report
+
+
+def forget(method: str) -> None:
+    """Take a method that a test has registered out of the register."""
+    METHODS.pop(method, None)
+    for cached in (config._fields, config.defaults):
+        cached.cache_clear()
 
 
 def too_large(said: Sequence[Mapping[str, float]], most: float, model: float) -> dict[int, str]:

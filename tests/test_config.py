@@ -39,6 +39,7 @@ from strategies.base import SubnetStrategy
 ACCURACIES = "allowed are global, global-local, personal, comma-separated"
 ROUNDS = "must be rounds from 1 on, such as '200, 400', or ''"
 LISTS = "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'"
+LONG = [("", f"conf/{'a' * 194}"), (".toml", "a" * 199)]  # longer than the name of a file can be
 PARTITIONS = "'iid', 'dirichlet', 'shards', 'classes', 'source', 'source-classes' or 'lists'"
 
 
@@ -213,6 +214,7 @@ def test_pairs() -> None:
             {"experiment": "fedpews/digit"},
             "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?",
         ),
+        *(({"experiment": "a" * 300 + end}, f"experiment = '{'a' * 99}…: no {start}…") for end, start in LONG),
         ({"lr": -1}, "lr = -1: must be greater than 0"),
         ({"lr": "fast"}, "lr = 'fast': must be number"),
         ({"lr": float("nan")}, "lr = nan: must be a finite number"),

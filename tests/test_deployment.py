@@ -2,7 +2,8 @@
 
 import json
 import os
-import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,8 +141,11 @@ def test_a_process_id_that_others_have_now_is_left_alone(tmp_path: Path, monkeyp
     from fedsub_app.cli.main import main
 
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    processes = {"superlink": {"command": ["flower-superlink", "--insecure"], "pid": os.getpgid(0)}}
-    write_json(tmp_path / STATE, {"name": "federation", "port": free_port(), "processes": processes})
-    assert main(["federation", "down", "--dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "ended: nothing ran\n"
-    os.kill(os.getpgid(0), signal.SIGCONT)  # still there
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as other:
+        processes = {"superlink": {"command": ["flower-superlink", "--insecure"], "pid": other.pid}}
+        write_json(tmp_path / STATE, {"name": "federation", "port": free_port(), "processes": processes})
+        assert main(["federation", "down", "--dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "ended: nothing ran\n"
+        assert other.poll() is None
+        other.communicate(b"\n")
+    assert other.returncode == 0

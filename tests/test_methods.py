@@ -1,27 +1,31 @@
 """What holds of every method: it asks without changing, any objective fits, and evaluating it changes nothing."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
-from helpers import METHOD_KEYS, merge_round, result
+from helpers import METHOD_KEYS, forget, merge_round, result
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Epochs
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
+from fedsub_app.config import register, resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.nodes import Answer, Federation
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
-from fedsub_app.methods import METHODS
+from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model
 from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.settings import MethodSettings
 from fedsub_app.training.local import Training, evaluate, evaluation_batch, evaluation_batches
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace
@@ -150,6 +154,60 @@ def test_a_lost_reply_is_as_if_the_client_had_not_been_asked(
         results.append((found["model"], found["last checkpoint"], measured))
         assert read_rounds(folder)[-1]["clients"] == [0, 1, 2]
     assert results[0] == results[1]
+
+
+# --- the bound on FLOPs counts the method's own passes ----------------------------------------------------------------
+
+
+class ManyPassesSettings(MethodSettings):
+    """A key that counts epochs and is not named so."""
+
+    passes: Epochs = 40
+
+
+class ManyPasses(SubnetStrategy):
+    options: ManyPassesSettings
+
+    def passes(self, client: int) -> float:
+        return super().passes(client) + self.options.passes
+
+
+class ManyPassesClient(Client):
+    options: ManyPassesSettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        self.load(sent)
+        self.fit(epochs=self.options.passes)
+        return self.trained()
+
+
+def test_a_client_that_trains_by_a_key_of_any_name_is_not_dropped(
+    run_local: Run, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(partial(forget, "many-passes"))
+    register("many-passes", Method("a test", ManyPassesSettings, ManyPasses, ManyPassesClient))
+    _, folder = run_local(method="many-passes", num_rounds=1, train_per_class=20)
+    assert read_rounds(folder)[-1]["dropped"] == []
+
+
+EPOCH_KEYS = [
+    (method, name)
+    for method, entry in METHODS.items()
+    for name, kind in get_type_hints(entry.settings, include_extras=True).items()
+    if kind == Epochs
+]
+
+
+@pytest.mark.parametrize(("method", "key"), EPOCH_KEYS)
+def test_a_client_may_spend_the_epochs_of_every_key_of_its_method(method: str, key: str) -> None:
+    """Its bound on FLOPs grows by as many passes as the key does; a strategy overrides ``passes`` for that."""
+    none, seven = (made(method, **{f"{method}__{key}": epochs})[0] for epochs in (0, 7))
+    assert seven.passes(0) == none.passes(0) + 7
+
+
+def test_keys_that_count_epochs_are_found_by_their_type() -> None:
+    expected = {"fedavg-ft": 1, "fedrep": 2, "fedbabu": 1, "fedpac": 1}
+    assert Counter(method for method, _ in EPOCH_KEYS if method in expected) == expected
 
 
 # --- LG-FedAvg's warm-up (B3) -----------------------------------------------------------------------------------------

@@ -94,3 +94,12 @@ def test_later_ones_are_held_against_those_that_passed() -> None:
     assert [bool(guard.add(8, {"update": value})[0][1]) for value in (5, 11, 2, 9)] == [False, True, False, False]
     assert guard.rest() == []
     assert guard.norms("update") == [1, 1, 1, 1, 1, 1, 1, 2, 5, 9]
+
+
+def test_clients_that_did_not_train_are_in_no_later_median() -> None:
+    """Were the six norms of 0 counted, the median would be 0, against which nothing is too large."""
+    guard = NormGuard[int](10, 0.0)
+    for k, value in enumerate([0, 0, 0, 0, 0, 0, 1, 1]):
+        guard.add(k, {"update": value})
+    assert guard.norms("update") == [1, 1]
+    assert [bool(guard.add(8, {"update": value})[0][1]) for value in (1, 11)] == [False, True]

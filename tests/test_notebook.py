@@ -8,12 +8,11 @@ from typing import Any
 import nbformat
 import pytest
 import torch
-from helpers import METHOD_KEYS, rounds
+from helpers import METHOD_KEYS, forget, rounds
 from nbclient import NotebookClient
 
 import fedsub_app
 from client_apps.base import Client
-from fedsub_app import config
 from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Fraction
@@ -48,19 +47,12 @@ class HalfClient(Client):
         return {name: sent[name] + step * (x - sent[name]) if step < 1 else x for name, x in trained.items()}
 
 
-def forget() -> None:
-    """As in another program."""
-    METHODS.pop("half", None)
-    for known in (config._fields, config.defaults):
-        known.cache_clear()
-
-
 @pytest.fixture
 def half() -> Iterator[str]:
     """The name of that method, registered."""
     fedsub_app.register("half", Method("a test's", HalfSettings, SubnetStrategy, HalfClient))
     yield "half"
-    forget()
+    forget("half")
 
 
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +110,7 @@ def test_names_that_a_program_cannot_register() -> None:
 
 def test_another_program_reports_the_run_but_cannot_resume_it(half: str, run_local: Run, tmp_path: Path) -> None:
     _, folder = run_local(method=half, num_rounds=1, half__step=0.5)
-    forget()
+    forget("half")
     try:
         page, *_ = write_html(grouped([folder]), tmp_path / "report.html", "A run", "")
         with pytest.raises(UserError, match=r"half.step = 0.5: unknown key"):

@@ -20,6 +20,7 @@ from fedsub_app.federation.wire import (
     STYPE,
     TENSORS,
     Part,
+    Stack,
     pack,
     read_update,
     unpack,
@@ -222,3 +223,13 @@ def test_an_update_survives_the_wire() -> None:
     back = read_update(received([update_part(update)])[0], {"w": Spec((2, 3))}, {"loss": Range(0, 2)})
     assert (back.client, back.metrics, back.num_examples) == (5, {"loss": 1.5}, 20)
     assert same(back.tensors, update.tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_stack_has_no_more_rows_than_are_used(dtype: torch.dtype) -> None:
+    content = pack({}, [({"client": number}, {"w": torch.ones(2, dtype=dtype)}) for number in range(3)])
+    array = content.array_records[TENSORS]["0:w"]
+    assert Stack("w", array, 3).row(2).tolist() == [1, 1]
+    for uses in (1, 2):
+        with pytest.raises(BadReply, match=f"tensor 'w': 3 rows, of which at most {uses} are used"):
+            Stack("w", array, uses).row(0)

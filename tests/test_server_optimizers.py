@@ -65,6 +65,14 @@ def test_fednova_with_the_authors_normalisation_by_hand() -> None:
     torch.testing.assert_close(strategy.current["0.weight"], 1.5 * torch.tensor([[0.5, 0.5]]))
 
 
+def test_the_pull_is_that_of_the_rounds_learning_rate() -> None:
+    """Two steps go 1 + (1 - eta mu); eta is halved in round 3."""
+    strategy = made("fednova", **{"lr": 0.1, "lr-decay-at": 3, "lr-decay": 0.5, "objective": "prox", "prox-mu": 4.0})
+    for number, expected in ((2, 1 + 0.6), (3, 1 + 0.8)):
+        strategy.round = number
+        assert strategy.way(update(0, [0.0, 0.0], 2)) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("steps", "momentum", "pull", "expected"),
     [(7, 0.0, 0.0, 7.0), (3, 0.5, 0.0, 1 + 1.5 + 1.75), (3, 0.0, 0.5, 1 + 0.5 + 0.25)],

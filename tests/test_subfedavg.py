@@ -1,6 +1,7 @@
 """Sub-FedAvg: pruning by hand, the algorithm written out a second time, what travels, its invariants, its costs."""
 
 import csv
+import math
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +151,8 @@ def test_distance_and_last_share_by_hand() -> None:
     assert last_share(0.48, 0.5, 0.1, False) == pytest.approx(0.02 / 0.52)
     assert last_share(0.85, 0.9, 0.1, True) == pytest.approx(0.05 / 0.15 - 0.05)
     assert last_share(0.45, 0.5, 0.1, True) == pytest.approx(0.05 / 0.55)
+    assert last_share(0.0, 0.16, 0.5, True) == 0.16  # 0.05 less only above 0.16
+    assert last_share(0.0, 0.161, 0.5, True) == pytest.approx(0.161 - 0.05)
     for hybrid in (False, True):
         assert last_share(0.3, 0.5, 0.1, hybrid, "layer") == 0.1
         assert last_share(0.48, 0.5, 0.1, hybrid, "layer") == pytest.approx(0.02)
@@ -734,6 +737,33 @@ def test_a_client_without_gate_samples_says_so(run_local: Run) -> None:
     said = "valid replies; client failed: UserError: client 0 has no validation samples for the gate;"
     with pytest.raises(RunFailed, match=said):
         run_with(run_local, num_rounds=1, validation_fraction=0.005)
+
+
+def test_a_network_must_exceed_the_gates_accuracy() -> None:
+    """Line 14 of Algorithm 1: of equal accuracy is not enough."""
+    _, client = made()
+    worker = client(0, 1, {})
+    model, masks = worker.initial(), worker.plan.everything()
+    worker.load(worker.plan.cut(model, masks))
+    accuracy = worker.accuracy("validation")
+    assert accuracy > 0
+    for threshold, passes in ((accuracy, False), (math.nextafter(accuracy, 0), True)):
+        _, client = made(subfedavg__accuracy=threshold)
+        assert client(0, 1, {}).good(model, masks) == passes
+
+
+def test_at_the_target_nothing_is_pruned() -> None:
+    """A client whose network is exactly as small as the target makes no event of it."""
+    strategy, client = made()
+    masks = strategy.plan.everything()
+    masks |= {"fc1.weight": torch.arange(masks["fc1.weight"].numel()).reshape(masks["fc1.weight"].shape) % 3 > 0}
+    first, last = (
+        {n: torch.randn(t.shape, generator=generator(i)) for n, t in strategy.current.items()} for i in (1, 2)
+    )
+    pruned = strategy.plan.pruned(masks)
+    for target, event in ((pruned, False), (math.nextafter(pruned, 1), True)):
+        _, client = made(subfedavg__target=target)
+        assert bool(client(0, 1, {}).fewer_weights(masks, first, last)) == event
 
 
 @pytest.mark.parametrize("where", ["local", "average"])
