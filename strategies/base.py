@@ -84,7 +84,7 @@ class SubnetStrategy(Strategy):
         self.model = model
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
-        self.phase = Phase("", 0)
+        self.phase = Phase()
         self.facts: rounds.Facts | None = None
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})

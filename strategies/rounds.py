@@ -111,7 +111,7 @@ def merge_answers(
     metrics = _means(updates, names) | _sums(updates, COSTS)
     # What the server measures has the last word.
     phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
-    phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
+    phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": phase.outbox.formula_down}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
     phase.report |= merging.report | _privacy(strategy)
     phase.report |= _lost(strategy, "lost-state", updates)
@@ -188,7 +188,7 @@ def ask_evaluation(
 ) -> Phase:
     """Ask all clients for the accuracies on their own test sets; nobody where the settings name none."""
     wanted = [name for name in strategy.settings.evaluations if name != "global"]
-    strategy.phase = Phase(MessageType.EVALUATE, server_round)
+    strategy.phase = Phase()
     if wanted and evaluation_due(strategy, server_round, config):
         strategy.federation.meet(grid)
         strategy.round, strategy.current = server_round, to_tensors(arrays)
