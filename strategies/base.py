@@ -33,6 +33,7 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import square
+from fedsub_app.subnets.slices import ALL, select
 from strategies import rounds
 from strategies.defences import DEFENCES
 from strategies.memory import Memory, flattened, restored
@@ -198,10 +199,11 @@ class SubnetStrategy(Strategy):
 
     def distance(self, update: Update, contribution: Contribution) -> float:
         """Return how far a contribution is from the model, at the positions that it holds: a Euclidean norm."""
-        masks, total = contribution.masks or {}, 0.0
+        masks, slices, total = contribution.masks or {}, contribution.slices or {}, 0.0
         for name, x in contribution.tensors.items():
             known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
-            total += square(x, self.current[name], masks.get(name)) if known is None else known
+            start = select(self.current[name], slices.get(name, ALL))
+            total += square(x, start, masks.get(name)) if known is None else known
         return math.sqrt(total)
 
     def max_examples(self, client: int) -> int:
