@@ -122,35 +122,3 @@ def put(
         if tensors[name].shape != shape:
             raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}, its units on are {tuple(shape)}")
     return scatter(tensors, masks)
-
-
-def insert(
-    whole: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    groups: Sequence[UnitGroup],
-    units: Mapping[str, Tensor],
-) -> None:
-    """Write the tensors of a smaller network to their rows and columns of the whole one, in place.
-
-    Parameters
-    ----------
-    whole : tensor name -> tensor of the whole network, at least for the names of ``tensors``.
-    tensors : tensor name -> tensor of the smaller one, shaped as :func:`take` returns it.
-    groups, units : as for :func:`take`.
-    """
-    rows: dict[str, Tensor] = {}
-    columns: dict[str, Tensor] = {}
-    for group in groups:
-        if group.name in units:
-            mask = units[group.name]
-            rows |= dict.fromkeys(group.rows, mask.nonzero().flatten())
-            columns |= {name: mask.repeat_interleave(repeat).nonzero().flatten() for name, repeat in group.cols}
-    for name, tensor in tensors.items():
-        if name in rows and name in columns:
-            whole[name][rows[name][:, None], columns[name]] = tensor
-        elif name in columns:
-            whole[name].index_copy_(1, columns[name], tensor)
-        elif name in rows:
-            whole[name].index_copy_(0, rows[name], tensor)
-        else:
-            whole[name].copy_(tensor)
