@@ -337,7 +337,7 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
         Contribution({name: t + i for name, t in old.items()}, {n: m.clone() for n, m in masks.items()})
         for i in range(10)
     ]
-    pairs = [(t, torch.empty_like(t)) for x, m, _ in updates for part in (x, m or {}) for t in part.values()]
+    pairs = [(t, torch.empty_like(t)) for x, m, *_ in updates for part in (x, m or {}) for t in part.values()]
     for source, target in pairs:  # touch all pages
         target.copy_(source)
     extra_mb = _peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20

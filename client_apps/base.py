@@ -36,6 +36,10 @@ class Client(Worker):
         """Return the client's own model; for a method without one, the global model it was sent."""
         return sent
 
+    def measure(self, sent: Tensors, config: Json) -> Tensors:
+        """Return what the method asks for in a phase after the merge (strategies/measurement.py): nothing."""
+        return {}
+
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
     def lost_state(self) -> None:
@@ -47,6 +51,11 @@ class Client(Worker):
         """Train and return the update with its costs."""
         start = time.perf_counter()
         return self.trained_update(self.train(sent, config), time.perf_counter() - start)
+
+    def run_measurement(self, sent: Tensors, config: Json) -> Update:
+        """Measure and return the update with its costs."""
+        start = time.perf_counter()
+        return self.trained_update(self.measure(sent, config), time.perf_counter() - start)
 
     @classmethod
     def stackable(cls) -> bool:

@@ -23,7 +23,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import private_name
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import MEASURE, Update
 from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, unpack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
@@ -80,6 +80,12 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the clients in the message."""
+    return _answer(message, context)
+
+
+@app.query("measure")
+def measure(message: Message, context: Context) -> Message:
+    """Let the clients in the message answer on the merged model."""
     return _answer(message, context)
 
 
@@ -193,6 +199,8 @@ def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tenso
             return replace(worker.run_evaluation(sent, config, header["evaluate"]), state=(before, before))
         if merged and not state:
             worker.lost_state()
+        if header["phase"] == MEASURE:
+            return replace(worker.run_measurement(sent, config), state=(before, before))
         update = worker.run_training(sent, config)
         if worker.state:
             store.save(header["round"], worker.state, merged, header["checkpoints"])

@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
@@ -33,9 +33,13 @@ from fedsub_app.models.units import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import square
+from fedsub_app.subnets.slices import ALL, select
 from strategies import rounds
 from strategies.defences import DEFENCES
 from strategies.memory import Memory, flattened, restored
+
+if TYPE_CHECKING:
+    from strategies.measurement import Measurement
 
 log = logging.getLogger("fedsub")
 MAX_PASSES = 4  # forward and backward passes of the whole network that a method makes on a sample at most, an epoch
@@ -65,6 +69,7 @@ class SubnetStrategy(Strategy):
     remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`: they are in
         the checkpoint, and :meth:`merge` alone gives them new values.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
+    measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     settings, options : the run's settings and the method's own.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
@@ -75,6 +80,7 @@ class SubnetStrategy(Strategy):
 
     remembers: tuple[str, ...] = ()
     holds_all = False
+    measurement: "Measurement | None" = None
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         if settings.batch_size == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
@@ -84,7 +90,7 @@ class SubnetStrategy(Strategy):
         self.model = model
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
-        self.phase = Phase("", 0)
+        self.phase = Phase()
         self.facts: rounds.Facts | None = None
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
@@ -206,10 +212,11 @@ class SubnetStrategy(Strategy):
 
     def distance(self, update: Update, contribution: Contribution) -> float:
         """Return how far a contribution is from the model, at the positions that it holds: a Euclidean norm."""
-        masks, total = contribution.masks or {}, 0.0
+        masks, slices, total = contribution.masks or {}, contribution.slices or {}, 0.0
         for name, x in contribution.tensors.items():
             known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
-            total += square(x, self.current[name], masks.get(name)) if known is None else known
+            start = select(self.current[name], slices.get(name, ALL))
+            total += square(x, start, masks.get(name)) if known is None else known
         return math.sqrt(total)
 
     def max_examples(self, client: int) -> int:
@@ -258,7 +265,8 @@ class SubnetStrategy(Strategy):
 
         ``config["checkpoints"]`` are the rounds that a resume may start from.
         """
-        return rounds.ask_training(self, server_round, arrays, config, grid)
+        clients = self.federation.sample(server_round)
+        return rounds.ask(self, MessageType.TRAIN, clients, server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -34,7 +34,8 @@ def check_defences(strategy: "SubnetStrategy") -> None:
         "oversample": f"oversample = {settings.oversample:g}" if settings.oversample > 1 else "",
         "dp-noise-multiplier": f"dp-noise-multiplier = {noise:g}" if noise else "",
     }
-    for name, reason in strategy.refuses().items():
+    measurement = strategy.measurement.refuses() if strategy.measurement else {}
+    for name, reason in {**measurement, **strategy.refuses()}.items():
         if chosen.get(name):
             raise UserError(f"{chosen[name]}: not with method = {settings.method!r}: {reason}")
     if noise:

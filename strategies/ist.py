@@ -6,12 +6,12 @@ Distributed Learning of Fully Connected Neural Networks using Independent Subnet
 https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``; with one local step, as in the paper's
 tables, the term's gradient is 0 and they are the same.
 
-A round deals the units of each hidden layer to its clients, each layer by a permutation of its own. A client is sent
-the rows and columns of its units, a network that is really so small; what it returns is written back, not averaged.
-With two or more hidden layers the weights between units of different clients are with nobody and keep their value, and
-so do the units of a client that does not answer. What belongs to no unit (the output bias; the residual stream of a
-ResNet) is sent to all and averaged. Units are those that the model declares (``models.unit_groups``): neurons, or a
-convolution's channels.
+A round deals the units of each hidden layer to its clients, each layer by a permutation of its own. A client trains the
+network of its units (strategies/sliced.py); what it returns is written back: the mean of one value. With two or more
+hidden layers the weights between units of different clients are with nobody and keep their value, and so do the units
+of a client that does not answer. What belongs to no unit (the output bias; the residual stream of a ResNet) is sent to
+all and averaged. Units are those that the model declares (``models.unit_groups``): neurons, or a convolution's
+channels.
 
 Where this leaves the papers or the authors' code (IST_FL):
 
@@ -28,8 +28,7 @@ Where this leaves the papers or the authors' code (IST_FL):
 - ``objective = "moon"`` is refused: a client has other units in every round, so that its last model is no z_p.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -38,17 +37,14 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import CountOrNone
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import chosen
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
-from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.models import narrow_shapes
+from fedsub_app.federation.protocol import Update
 from fedsub_app.settings import MethodSettings, Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
-from fedsub_app.subnets.norms import square
-from fedsub_app.subnets.slices import insert, take
-from strategies.base import Merged, SubnetStrategy
 from strategies.defences import DEFENCES
+from strategies.sliced import Sliced
 
 
 class ISTSettings(MethodSettings):
@@ -72,12 +68,11 @@ class ISTSettings(MethodSettings):
             raise ValueError(f"objective = 'moon': must be 'none' or 'prox' with method = {settings.method!r}")
 
 
-class IST(SubnetStrategy):
+class IST(Sliced):
     """Deals the hidden units to a round's clients, anew in every round.
 
     Attributes
     ----------
-    dealt : names of the tensors of which every client of a round has a slice of its own.
     kept : names of the tensors that stay as they began.
     """
 
@@ -91,7 +86,6 @@ class IST(SubnetStrategy):
                     f"model = {settings.model!r}: layer {group.name} has {group.size} units for the "
                     f"{settings.sample_size} clients of a round; allowed is at least one each"
                 )
-        self.dealt = {name for g in self.units for name in (*g.rows, *(name for name, _ in g.cols))}
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
         self.kept = {f"{name}.bias" for name in layers} if self.options.bias == "keep" else set()
 
@@ -105,43 +99,17 @@ class IST(SubnetStrategy):
         draws = generator(self.settings.seed, server_round, "units")
         return dict(zip(clients, deal(self.units, len(clients), draws), strict=True))
 
-    def task(self, client: int) -> Task:
-        """Send the network of the client's units."""
-        return Task(client, take(self.current, self.units, self.units_of(client)))
-
-    def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect it back."""
-        widths = {name: int(mask.sum()) for name, mask in self.units_of(client).items()}
-        shapes = narrow_shapes(self.units, widths, {name: tensor.shape for name, tensor in self.current.items()})
-        return {name: self.specs[name].of_shape(shape) for name, shape in shapes.items()}
-
     def contribution(self, update: Update) -> Contribution:
-        """What all clients have: the rest is in no mean."""
-        shared = [name for name in update.tensors if name not in self.dealt | self.kept]
-        return Contribution(chosen(update.tensors, shared), None, self.weight(update))
+        """What all clients have is averaged; each unit's values are those of the one client that has it."""
+        added = super().contribution(update)
+        tensors = {name: tensor for name, tensor in added.tensors.items() if name not in self.kept}
+        return added._replace(tensors=tensors, alone=added.slices or ())
 
-    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Of the slices as well."""
-        slices = chosen(update.tensors, self.dealt - self.kept)
-        old = take(chosen(self.current, slices), self.units, self.units_of(update.client))
-        way = sum(square(slices[name], old[name]) for name in slices)
-        return {"update": math.hypot(super().norms(update, contribution)["update"], math.sqrt(way))}
+    def personal_download(self, client: int) -> Tensors:
+        """Return the global model: a client has other units in every round."""
+        return self.current
 
     def refuses(self) -> Mapping[str, str]:
         """All: a unit is trained by one client of a round."""
         alone = dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
         return alone | {"oversample": "the units of a client that is not waited for would not be trained"}
-
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Average what all have, and write each client's slices where they were taken.
-
-        Not as masked contributions: they would take as many whole models as there are clients.
-        """
-        merged = super().merge(mean, updates).model
-        names = self.dealt - self.kept
-        for update in updates:
-            units = self.units_of(update.client)
-            old = take(chosen(self.current, names), self.units, units)
-            moved = masked_mean(old, [Contribution(chosen(update.tensors, names))], self.settings.server_lr)
-            insert(merged, moved, self.units, units)
-        return Merged(merged)

@@ -47,18 +47,21 @@ class Facts:
     held_out: int = 0
 
 
-def ask_training(
-    strategy: "SubnetStrategy", server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+def ask(
+    strategy: "SubnetStrategy",
+    kind: str,
+    clients: Sequence[int],
+    server_round: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    grid: Grid,
 ) -> Phase:
-    """Sample the round's clients; returns the phase with their tasks, each of which names its client's state."""
+    """Return the phase, of Flower's message type ``kind``, with the clients' tasks; each names its client's state."""
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
-    clients = strategy.federation.sample(server_round)
     task = partial(_with_state, strategy, strategy.task)
-    strategy.phase = strategy.federation.ask(
-        MessageType.TRAIN, server_round, clients, task, _checkpoints(config), strategy.expected
-    )
-    strategy.phase.report["clients"] = clients
+    strategy.phase = strategy.federation.ask(kind, server_round, clients, task, _checkpoints(config), strategy.expected)
+    strategy.phase.report["clients"] = list(clients)
     return strategy.phase
 
 
@@ -80,7 +83,8 @@ def merge_answers(
     # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
     limit = math.inf if settings.dp_noise_multiplier else settings.max_update_norm
     guard = partial(NormGuard[Valid], limit, norm(strategy.current.values()))
-    judge = FirstValid(draw(settings, server_round), settings.sample_size, guard) if settings.spares else guard()
+    spares = settings.spares if phase.outbox.header["phase"] == MessageType.TRAIN else 0
+    judge = FirstValid(draw(settings, server_round), settings.sample_size, guard) if spares else guard()
     merging = Merging(strategy)
     diverged = 0
 
@@ -91,7 +95,7 @@ def merge_answers(
             else:
                 merging.add(valid)
 
-    for client, part, expected in federation.answers(phase, replies, strategy.expected, not settings.spares):
+    for client, part, expected in federation.answers(phase, replies, strategy.expected, not spares):
         try:
             update = read_update(part, expected, strategy.metrics(client), strategy.max_examples(client))
             contribution = strategy.contribution(update)
@@ -111,17 +115,18 @@ def merge_answers(
     metrics = _means(updates, names) | _sums(updates, COSTS)
     # What the server measures has the last word.
     phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
-    phase.report |= {"bytes-down": phase.bytes_down, "formula-bytes-down": phase.formula_down}
+    phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": phase.outbox.formula_down}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
     phase.report |= merging.report | _privacy(strategy)
     phase.report |= _lost(strategy, "lost-state", updates)
     merged, reason = _merged(strategy, merging, diverged)
     phase.report["merge-seconds"] = merging.seconds
-    if settings.spares:
+    if spares:
         decided = {update.client for update in updates} | {drop.client for drop in phase.dropped}
         phase.report["not-waited-for"] = sorted(set(phase.report["clients"]) - decided)
-    if merged and len(updates) < settings.sample_size:
-        phase.report["partial"] = f"{len(updates)} of {settings.sample_size} replies"
+    wanted = len(phase.report["clients"]) - spares
+    if merged and len(updates) < wanted:
+        phase.report["partial"] = f"{len(updates)} of {wanted} replies"
     phase.report["dropped"] = _reasons(phase.dropped)
     if merged is None:
         phase.report |= {"abandoned": reason}
@@ -188,7 +193,7 @@ def ask_evaluation(
 ) -> Phase:
     """Ask all clients for the accuracies on their own test sets; nobody where the settings name none."""
     wanted = [name for name in strategy.settings.evaluations if name != "global"]
-    strategy.phase = Phase(MessageType.EVALUATE, server_round)
+    strategy.phase = Phase()
     if wanted and evaluation_due(strategy, server_round, config):
         strategy.federation.meet(grid)
         strategy.round, strategy.current = server_round, to_tensors(arrays)

@@ -328,8 +328,8 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
 
     ``asked``: the clients that a message was sent for; by default those that answered.
     """
-    strategy.phase = Phase("train", strategy.round)
-    strategy.phase.sent = [(None, list(asked) or [update.client for update in updates])]  # type: ignore[list-item]
+    strategy.phase = Phase()
+    strategy.phase.outbox.sent = [(None, list(asked) or [update.client for update in updates])]  # type: ignore[list-item]
     merging = Merging(strategy)
     for update in updates:
         contribution = strategy.contribution(update)

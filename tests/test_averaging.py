@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedsub_app.common.seeds import generator
 from fedsub_app.subnets import averaging
-from fedsub_app.subnets.averaging import MaskedMean, masked_mean
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 
 
 def slow_mean(old, updates, server_lr):
@@ -20,12 +20,17 @@ def slow_mean(old, updates, server_lr):
         new[name] = torch.empty(tensor.shape)
         for index in itertools.product(*(range(n) for n in tensor.shape)):
             numerator = denominator = Fraction(0)
-            for values, masks, weight in updates:
+            for values, masks, weight, slices, _ in updates:
                 if name not in values:
                     continue
-                mask = (masks or {}).get(name)
+                mask, at = (masks or {}).get(name), index
+                if name in (slices or {}):
+                    kept = [range(size) if k is None else k.tolist() for size, k in axes(tensor, slices[name])]
+                    if not all(i in k for i, k in zip(index, kept, strict=True)):
+                        continue
+                    at = tuple(k.index(i) for i, k in zip(index, kept, strict=True))
                 if mask is None or bool(mask.broadcast_to(tensor.shape)[index]):
-                    numerator += Fraction(weight) * Fraction(values[name][index].item())
+                    numerator += Fraction(weight) * Fraction(values[name][at].item())
                     denominator += Fraction(weight)
             value = Fraction(tensor[index].item())
             if denominator > 0:
@@ -34,9 +39,25 @@ def slow_mean(old, updates, server_lr):
     return new
 
 
+def axes(tensor, place):
+    """Each axis of a tensor: its size, and which of it a slice has."""
+    return zip(tensor.shape, [*place, *[None] * tensor.dim()][: tensor.dim()], strict=True)
+
+
+def sliced(old, name, noise, draw):
+    """Some rows and columns of a tensor, none of them or all, and random values for them."""
+    place = [
+        (torch.rand(size, generator=noise) < 0.6).nonzero().flatten() if draw(st.booleans()) else None
+        for size in old[name].shape[:2]
+    ]
+    place = (*place, None, None)[:2]
+    shape = [size if kept is None else len(kept) for size, kept in axes(old[name], place)]
+    return place, torch.randn(shape, generator=noise)
+
+
 @st.composite
 def federations(draw, max_clients=4):
-    """An old model, updates that lack some tensors and masks, masks of broadcastable shapes, positive weights."""
+    """An old model, updates that lack some tensors, with masks of broadcastable shapes and slices, positive weights."""
     shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3))
     noise = generator(draw(st.integers(0, 1000)))
     old = {f"t{k}": torch.randn(shape, generator=noise) for k, shape in enumerate(shapes)}
@@ -44,14 +65,24 @@ def federations(draw, max_clients=4):
     for _ in range(draw(st.integers(0, max_clients))):
         names = [name for name in old if draw(st.booleans()) or draw(st.booleans())]
         values = {name: torch.randn(old[name].shape, generator=noise) for name in names}
-        masks = {}
+        masks, slices = {}, {}
         for name in names:
-            if draw(st.booleans()):
+            if old[name].dim() and draw(st.booleans()):
+                slices[name], values[name] = sliced(old, name, noise, draw)
+            elif draw(st.booleans()):
                 shape = [n if draw(st.booleans()) else 1 for n in old[name].shape]
                 masks[name] = torch.rand(shape, generator=noise) < 0.6
         weight = draw(st.sampled_from([0.25, 1.0, 3.0, 500.0, 0.3]))
-        updates.append((values, draw(st.sampled_from([masks, None])), weight))
+        updates.append(Contribution(values, draw(st.sampled_from([masks, None])), weight, slices))
     return old, updates
+
+
+def covered(update, name, old):
+    """Where an update has values, bool of the old tensor's shape."""
+    if name not in update.tensors:
+        return torch.zeros(old.shape, dtype=torch.bool)
+    mask = update.whole(name, old)[1]
+    return torch.ones(old.shape, dtype=torch.bool) if mask is None else mask.broadcast_to(old.shape)
 
 
 @pytest.fixture(params=[1, 5, 1 << 17])
@@ -62,8 +93,8 @@ def block(request, monkeypatch):
 
 def test_three_numbers_by_hand(block):
     old = {"w": torch.tensor([10.0, 20.0, 30.0])}
-    first = ({"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([True, True, False])}, 1.0)
-    second = ({"w": torch.tensor([5.0, 6.0, 7.0])}, {"w": torch.tensor([True, False, False])}, 3.0)
+    first = Contribution({"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([True, True, False])}, 1.0)
+    second = Contribution({"w": torch.tensor([5.0, 6.0, 7.0])}, {"w": torch.tensor([True, False, False])}, 3.0)
     assert masked_mean(old, [first, second])["w"].tolist() == [(1 + 15) / 4, 2.0, 30.0]
     assert masked_mean(old, [first, second], server_lr=0.5)["w"].tolist() == [7.0, 11.0, 30.0]
     assert masked_mean(old, [first, second], server_lr=0.0)["w"].tolist() == [10.0, 20.0, 30.0]
@@ -97,8 +128,8 @@ def test_updates_one_after_the_other_give_the_same_bits(federation, cuts, server
     for name, tensor in mean.result(server_lr).items():
         assert torch.equal(tensor, whole[name])
         covering = torch.ones(tensor.shape, dtype=torch.bool)
-        for values, masks, _ in updates:
-            covering &= (masks or {}).get(name, torch.tensor(True)) if name in values else torch.tensor(False)
+        for update in updates:
+            covering &= covered(update, name, tensor)
         assert torch.equal(everybody[name], covering)
 
 
@@ -106,7 +137,7 @@ def test_more_updates_than_a_byte_counts():
     old, mask = {"w": torch.zeros(2)}, {"w": torch.tensor([True, False])}
     mean = MaskedMean(old)
     for k in range(300):
-        mean.add([({"w": torch.tensor([float(k), 1.0])}, mask if k else None, 5.0)])
+        mean.add([Contribution({"w": torch.tensor([float(k), 1.0])}, mask if k else None, 5.0)])
     assert mean.result()["w"].tolist() == [149.5, 1.0]
 
 
@@ -117,11 +148,11 @@ def test_stays_between_the_values_that_cover(federation):
     new = masked_mean(old, updates)
     for name, tensor in old.items():
         low, high = torch.full(tensor.shape, torch.inf), torch.full(tensor.shape, -torch.inf)
-        for values, masks, _ in updates:
-            if name in values:
-                mask = (masks or {}).get(name, torch.tensor(True)).broadcast_to(tensor.shape)
-                low = torch.where(mask, torch.minimum(low, values[name]), low)
-                high = torch.where(mask, torch.maximum(high, values[name]), high)
+        for update in updates:
+            if name in update.tensors:
+                values, mask = update.whole(name, tensor)[0], covered(update, name, tensor)
+                low = torch.where(mask, torch.minimum(low, values), low)
+                high = torch.where(mask, torch.maximum(high, values), high)
         uncovered = low > high
         assert torch.equal(new[name][uncovered], tensor[uncovered]), "uncovered positions keep the old value"
         assert bool(((new[name] >= low - 1e-5) & (new[name] <= high + 1e-5))[~uncovered].all())
@@ -135,9 +166,9 @@ def test_mask_of_ones_changes_no_bit(shape, server_lr, monkeypatch):
     noise = generator(*shape)
     old = {"w": torch.randn(shape, generator=noise)}
     updates = [({"w": torch.randn(shape, generator=noise)}, weight) for weight in (0.1, 7.3, 500.0)]
-    plain = masked_mean(old, [(x, None, w) for x, w in updates], server_lr)["w"]
-    full = masked_mean(old, [(x, {"w": torch.ones(shape).bool()}, w) for x, w in updates], server_lr)["w"]
-    broadcast = masked_mean(old, [(x, {"w": torch.tensor(True)}, w) for x, w in updates], server_lr)["w"]
+    plain = masked_mean(old, [Contribution(x, None, w) for x, w in updates], server_lr)["w"]
+    full = masked_mean(old, [Contribution(x, {"w": torch.ones(shape).bool()}, w) for x, w in updates], server_lr)["w"]
+    broadcast = masked_mean(old, [Contribution(x, {"w": torch.tensor(True)}, w) for x, w in updates], server_lr)["w"]
     assert torch.equal(plain, full)
     assert torch.equal(plain, broadcast)
 
@@ -147,7 +178,7 @@ def test_mask_of_ones_changes_no_bit_whatever_the_memory_layout():
     old = {"w": torch.randn(6, 5, 3, 3, generator=noise)}
     value = torch.randn(6, 5, 3, 3, generator=noise)
     results = [
-        masked_mean(old, [({"w": x}, mask, 0.7), ({"w": old["w"]}, mask, 1.3)])["w"]
+        masked_mean(old, [Contribution({"w": x}, mask, 0.7), Contribution({"w": old["w"]}, mask, 1.3)])["w"]
         for x in (value, value.to(memory_format=torch.channels_last))
         for mask in (None, {"w": torch.ones(6, 5, 3, 3).bool()})
     ]
@@ -160,13 +191,13 @@ def test_mask_of_ones_changes_no_bit_whatever_the_memory_layout():
 def test_equal_tensors(block):
     x = {"w": torch.randn(50, generator=generator(1))}
     old = {"w": torch.zeros(50)}
-    assert torch.equal(masked_mean(old, [(x, None, w) for w in (1.0, 1.0, 2.0)])["w"], x["w"])
-    assert torch.allclose(masked_mean(old, [(x, None, w) for w in (0.3, 7.0, 1.1)])["w"], x["w"], rtol=1e-6)
+    assert torch.equal(masked_mean(old, [Contribution(x, None, w) for w in (1.0, 1.0, 2.0)])["w"], x["w"])
+    assert torch.allclose(masked_mean(old, [Contribution(x, None, w) for w in (0.3, 7.0, 1.1)])["w"], x["w"], rtol=1e-6)
 
 
 def test_a_tensor_that_nobody_trained_stays(block):
     old = {"a": torch.ones(2), "b": torch.ones(2)}
-    new = masked_mean(old, [({"a": torch.zeros(2)}, None, 1.0)])
+    new = masked_mean(old, [Contribution({"a": torch.zeros(2)})])
     assert new["a"].tolist() == [0.0, 0.0]
     assert new["b"].tolist() == [1.0, 1.0]
     new["b"].zero_()
@@ -175,24 +206,88 @@ def test_a_tensor_that_nobody_trained_stays(block):
 
 def test_result_is_float32_and_needs_no_gradient():
     old = {"w": torch.nn.Parameter(torch.ones(3, dtype=torch.float64))}
-    new = masked_mean(old, [({"w": torch.full((3,), 2.0, dtype=torch.float16)}, None, 1.0)])["w"]
+    new = masked_mean(old, [Contribution({"w": torch.full((3,), 2.0, dtype=torch.float16)})])["w"]
     assert (new.dtype, new.requires_grad, new.tolist()) == (torch.float32, False, [2.0] * 3)
 
 
 def test_weights_without_a_positive_sum_keep_the_old_value(block):
     old = {"w": torch.tensor([4.0])}
-    updates = [({"w": torch.tensor([1.0])}, None, 1.0), ({"w": torch.tensor([2.0])}, None, -1.0)]
+    updates = [Contribution({"w": torch.tensor([value])}, None, weight) for value, weight in ((1.0, 1.0), (2.0, -1.0))]
     assert masked_mean(old, updates)["w"].tolist() == [4.0]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    federation=federations(),
+    server_lr=st.sampled_from([0.3, 1.0]),
+    block=st.sampled_from([1, 3, 1 << 17]),
+    one=st.booleans(),
+)
+def test_a_slice_is_the_whole_tensor_with_a_mask(federation, server_lr, block, one):
+    """Bit for bit, also among updates without slices; with equal weights, which are counted, and with others."""
+    old, updates = federation
+    updates = [update._replace(weight=1.0) for update in updates] if one else updates
+    whole = []
+    for update in updates:
+        both = {name: update.whole(name, old[name]) for name in update.tensors}
+        masks = {name: mask for name, (_, mask) in both.items() if mask is not None}
+        whole.append(Contribution({name: values for name, (values, _) in both.items()}, masks, update.weight))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "BLOCK", block)
+        new, expected = masked_mean(old, updates, server_lr), masked_mean(old, whole, server_lr)
+    assert all(torch.equal(new[name], expected[name]) for name in old)
+
+
+def test_slices_by_hand():
+    old = {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0, 8.0])}
+    row, columns = torch.tensor([1]), torch.tensor([0, 2])
+    small = Contribution({"w": torch.tensor([[10.0, 20.0]])}, None, 1.0, {"w": (row, columns)})
+    wide = Contribution({"w": torch.tensor([[50.0, 60.0, 70.0]]), "b": torch.zeros(1)}, None, 3.0, {
+        "w": (row, None), "b": (row, None)})  # fmt: skip
+    new = masked_mean(old, [small, wide])
+    assert new["w"].tolist() == [[0, 1, 2], [(10 + 150) / 4, 60, (20 + 210) / 4]]
+    assert new["b"].tolist() == [7, 0]
+    both = Contribution({"w": torch.ones(2, 2)}, None, 1.0, {"w": (None, columns)})
+    assert masked_mean(old, [both])["w"].tolist() == [[1, 1, 1], [1, 4, 1]]
+
+
+def test_what_one_client_alone_contributes_is_taken_as_it_is():
+    """0.1 x / 0.1 is not x for each x."""
+    noise = generator(5)
+    old = {"a": torch.zeros(1000), "b": torch.zeros(3)}
+    halves = torch.arange(1000).split(500)
+    updates = [
+        Contribution({"a": torch.randn(500, generator=noise), "b": torch.ones(3) * k}, None, 7.0 - 6.9 * k, {
+            "a": (half, None)}, {"a"}) for k, half in enumerate(halves)
+    ]  # fmt: skip
+    new = masked_mean(old, updates)
+    assert torch.equal(new["a"], torch.cat([update.tensors["a"] for update in updates]))
+    assert torch.allclose(new["b"], torch.full((3,), 0.1 / 7.1))
+    assert not torch.equal(masked_mean(old, [u._replace(alone=()) for u in updates])["a"], new["a"])
+
+
+def part(rows, size):
+    """Some rows of a vector."""
+    return Contribution({"w": torch.zeros(size)}, slices={"w": (None if rows is None else torch.tensor(rows), None)})
+
+
 @pytest.mark.parametrize(
-    ("values", "masks"),
+    ("update", "said"),
     [
-        ({"v": torch.zeros(2)}, None),
-        ({"w": torch.zeros(1)}, None),  # would broadcast
-        ({"w": torch.zeros(2)}, {"w": torch.ones(2)}),
+        (Contribution({"v": torch.zeros(2)}), "tensor v that the old model lacks"),
+        (Contribution({"w": torch.zeros(1)}), r"tensor w has shape \(1,\), the old one \(2,\)"),  # would broadcast
+        (Contribution({"w": torch.zeros(2)}, {"w": torch.ones(2)}), "mask w has dtype torch.float32"),
+        (part([0], 2), r"tensor w has shape \(2,\), its slice \(1,\)"),
+        (part([1, 0], 2), "slice of tensor w has rows that are not ascending int64 numbers"),
+        (part([1, 1], 2), "slice of tensor w has rows that are not ascending"),
+        (part([0.0], 1), "slice of tensor w has rows that are not ascending int64"),
+        (part([[0]], 1), "slice of tensor w has rows that are not ascending int64"),
+        (part([-1], 1), r"slice of tensor w has rows outside the shape \(2,\)"),
+        (part([2], 1), r"slice of tensor w has rows outside the shape \(2,\)"),
+        (part(None, 2)._replace(slices={"w": (None, torch.tensor([0]))}), r"slice of tensor w has columns outside"),
+        (part([0], 1)._replace(masks={"w": torch.tensor(True)}), "tensor w has a slice and a mask"),
     ],
 )
-def test_bad_updates_are_named(values, masks):
-    with pytest.raises(ValueError, match=f" {next(iter(values))} "):
-        masked_mean({"w": torch.zeros(2)}, [(values, masks, 1.0)])
+def test_bad_updates_are_named(update, said):
+    with pytest.raises(ValueError, match=said):
+        masked_mean({"w": torch.zeros(2)}, [update])

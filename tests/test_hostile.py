@@ -45,7 +45,7 @@ HONEST = (0, 2, 4, 6)
 def again(phase: Phase) -> Phase:
     """The phase as it was before its answers came in."""
     found = copy.copy(phase)
-    found.dropped, found.report, found.bytes_up, found.held = [], dict(phase.report), 0, 0
+    found.dropped, found.report, found.bytes_up, found.waiting_bytes = [], dict(phase.report), 0, 0
     found.open = set(phase.clients)
     return found
 

@@ -120,7 +120,6 @@ def test_two_hidden_layers_by_hand(server_lr: float) -> None:
     net = mlp(1, 1, [2, 2])
     strategy.model = net
     strategy.__dict__["units"] = unit_groups(net)
-    strategy.dealt = {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias", "fc3.weight"}
     strategy.current = {
         "fc1.weight": torch.tensor([[1.0], [2.0]]),
         "fc1.bias": torch.tensor([0.0, 0.5]),
@@ -169,7 +168,7 @@ def test_what_nobody_holds_keeps_its_value(model: str, run_local: Run) -> None:
     for name, tensor in start.items():
         anybody = held[0][name] | held[1][name]
         assert torch.equal(strategy.current[name][~anybody], tensor[~anybody])
-        if name in strategy.dealt:
+        if name in strategy.slices_of(0):
             assert not anybody.all()
             assert not (held[0][name] & held[1][name]).any()
         if name.endswith("weight"):

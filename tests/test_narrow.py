@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedsub_app.models import build_model, load_tensors, narrow_shapes, narrowed, tensors_of, unit_groups, widths_of
-from fedsub_app.subnets.averaging import masked_mean
+from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks
-from fedsub_app.subnets.slices import put, take
+from fedsub_app.subnets.slices import indices, put, take
 from fedsub_app.training.costs import forward_flops, subnet_flops, training_flops
 
 INPUTS = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "feature-mlp": (20,), "resnet18": (3, 32, 32)}
@@ -116,11 +116,13 @@ def test_the_mean_of_disjoint_slices_is_put_together_exactly():
     model = small_network()
     groups = unit_groups(model)
     tensors, shapes = tensors_and_shapes(model)
-    updates = []
+    slices, whole = [], []
     for client, units in enumerate(fixed_masks(groups, [0.5, 0.5])):
         small = {name: torch.full_like(t, client + 1.0) for name, t in take(tensors, groups, units).items()}
-        updates.append((put(small, groups, units, shapes), expand(groups, units, shapes), 1.0))
-    mean = masked_mean(tensors, updates)
+        slices.append(Contribution(small, slices=indices(groups, units)))
+        whole.append(Contribution(put(small, groups, units, shapes), expand(groups, units, shapes)))
+    mean, other = masked_mean(tensors, slices), masked_mean(tensors, whole)
+    assert all(torch.equal(mean[name], other[name]) for name in tensors)
     assert mean["conv1.bias"].tolist() == [1, 2, 2]
     assert mean["bn1.running_var"].tolist() == [1, 2, 2]
     assert mean["conv2.weight"][0, 0].eq(1).all()

@@ -1,10 +1,10 @@
-"""A method whose clients train smaller networks, written against the shared code alone: IST and hybrid pruning need it.
+"""A method whose clients train smaller networks: strategies/sliced.py and nothing else.
 
 Every hidden layer's units are dealt to the round's clients in turn; each receives, trains and returns the network that
 has only its units. The client side is FedAvg's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +15,44 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from client_apps.base import Client
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update, specs
+from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model, narrowed, tensors_of, unit_groups
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
-from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import expand
-from fedsub_app.subnets.slices import put, take
+from fedsub_app.subnets.slices import take
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.workplace import workplace
-from strategies.base import SubnetStrategy
+from strategies.defences import check_defences
+from strategies.sliced import Sliced
 
 Run = Callable[..., tuple[Json, Path]]
 
 
-class Slices(SubnetStrategy):
+class Slices(Sliced):
     """Client c owns the units j of each hidden layer with ``j mod num-clients == c``."""
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         """Return the units that a client owns."""
         return {g.name: torch.arange(g.size) % self.settings.num_clients == client for g in self.units}
 
-    def task(self, client: int) -> Task:
-        """Send the client's network."""
-        return Task(client, take(self.current, self.units, self.units_of(client)))
 
-    def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect it back."""
-        return specs(self.task(client).tensors)
+class Levels(Sliced):
+    """HeteroFL's family: an even client has the first half of each hidden layer's units, an odd one has all."""
 
-    def contribution(self, update: Update) -> Contribution:
-        """Put it back where it was taken from."""
-        units = self.units_of(update.client)
-        shapes = {name: tensor.shape for name, tensor in self.current.items()}
-        tensors = put(update.tensors, self.units, units, shapes)
-        return Contribution(tensors, expand(self.units, units, shapes), self.weight(update))
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the units of the client's level."""
+        return {g.name: torch.arange(g.size) < (g.size if client % 2 else g.size // 2) for g in self.units}
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "slices", Method("a test", MethodSettings, Slices, Client))
+    monkeypatch.setitem(METHODS, "levels", Method("a test", MethodSettings, Levels, Client))
 
 
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -145,3 +140,60 @@ def test_a_slice_of_the_wrong_width_is_refused() -> None:
     update = Update(0, strategy.task(1).tensors, {"train-loss": 0.0}, 1)  # another client's slice: 333 units, not 334
     with pytest.raises(BadReply, match=r"tensor 'fc1.weight': shape \(333, 64\), expected \(334, 64\)"):
         read(strategy, update)
+
+
+def test_slices_that_overlap_are_averaged_by_weight() -> None:
+    strategy = Levels(resolve(KEYS | {"model": "feature-mlp", "weighting": "examples"}), torch.nn.Sequential(
+        torch.nn.Linear(1, 4, bias=False), torch.nn.ReLU(), torch.nn.Linear(4, 1)))  # fmt: skip
+    strategy.current = {
+        "0.weight": torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
+        "2.weight": torch.tensor([[5.0, 6.0, 7.0, 8.0]]),
+        "2.bias": torch.tensor([9.0]),
+    }
+    answers = [{name: tensor * factor for name, tensor in strategy.task(client).tensors.items()}
+               for client, factor in ((0, 10), (1, 2))]  # fmt: skip
+    merge_round(strategy, [Update(client, answer, {}, (1, 3)[client]) for client, answer in enumerate(answers)])
+    assert strategy.current["0.weight"].flatten().tolist() == [4, 8, 6, 8]  # (10 + 3 * 2) / 4 of the first two
+    assert strategy.current["2.weight"].flatten().tolist() == [20, 24, 14, 16]
+    assert strategy.current["2.bias"].tolist() == [36]
+
+
+def test_equal_slices_travel_once_a_message(run_local: Run) -> None:
+    """Down, for training and for the evaluation of each client's own model, as FedAvg's model does."""
+    keys = {key.replace("-", "_"): value for key, value in KEYS.items()} | {"num_clients": 6, "model": "feature-mlp"}
+    _, folder = run_local("levels", **keys | {"method": "levels"})
+    strategy = Levels(resolve(KEYS | {"model": "feature-mlp"}), workplace(resolve(KEYS | {
+        "model": "feature-mlp"})).network.module)  # fmt: skip
+    small, whole = (sum(t.nbytes for t in strategy.task(client).tensors.values()) for client in (0, 1))
+    assert small < whole / 1.9
+    for line in read_rounds(folder)[1:]:
+        assert line["formula-bytes-down"] == 3 * (small + whole)
+        assert small + whole - 40 <= line["bytes-down"] < small + whole + 8000  # the output bias is one object
+    first, second = (strategy.task(client).tensors for client in (0, 2))
+    assert all(first[name] is second[name] for name in first)
+    assert all(first[name] is tensor for name, tensor in strategy.personal_download(4).items())
+    strategy.current = {name: tensor + 1 for name, tensor in strategy.current.items()}
+    assert not any(first[name] is tensor for name, tensor in strategy.task(0).tensors.items())
+
+
+def test_a_small_clients_own_model_is_its_own_network(run_local: Run) -> None:
+    keys = {key.replace("-", "_"): value for key, value in KEYS.items()} | {"model": "feature-mlp"}
+    _, folder = run_local(**keys | {"method": "levels", "num_rounds": 1})
+    evaluated = read_rounds(folder)[1]["evaluated"]
+    place = workplace(resolve({**KEYS, "method": "levels", "model": "feature-mlp", "run-dir": str(folder)}))
+    strategy = Levels(place.settings, place.network.module)
+    strategy.current = load_file(folder / "model.safetensors")
+    for client in range(3):
+        worker = Client(place, client, 1, {})
+        worker.load(strategy.network_of(client))
+        assert worker.accuracy("test") == evaluated[str(client)]["personal-accuracy"]
+        assert (worker.network is place.network) == (client == 1)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"mean": "krum", "byzantine-clients": 0}, {"clip-norm": 1.0, "dp-noise-multiplier": 1.0}]
+)
+def test_defences_of_whole_updates_are_refused(keys: dict[str, Any]) -> None:
+    settings = resolve(KEYS | keys | {"method": "levels", "model": "fedpews-mlp"})
+    with pytest.raises(UserError, match="not with method = 'levels': its clients cover different positions"):
+        check_defences(Levels(settings, workplace(settings).network.module))

@@ -102,6 +102,20 @@ def test_each_position_is_as_the_definition_says(
         np.testing.assert_allclose(found[name].numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
+def test_slices_count_where_they_belong() -> None:
+    old = {"w": torch.tensor([[8.0, 8.0], [8.0, 8.0], [8.0, 8.0]])}
+    rows, column = torch.tensor([0, 2]), torch.tensor([1])
+    small = [Contribution({"w": torch.full((2, 1), x)}, slices={"w": (rows, column)}) for x in (1.0, 2.0, 99.0)]
+    tall = Contribution({"w": torch.full((3, 1), 5.0)}, slices={"w": (None, column)})
+    assert mean_of([*small, tall], old, "median")["w"].tolist() == [[8, 3.5], [8, 5], [8, 3.5]]
+    assert mean_of(small, old, "trimmed", trim_fraction=0.34)["w"].tolist() == [[8, 2], [8, 8], [8, 2]]
+    mean = RobustMean(old, "median")
+    mean.add([*small, tall])
+    assert mean.everybody("w").tolist() == [[False, True], [False, False], [False, True]]
+    change = clipped(small[0], old, 7 * math.sqrt(2), 3.5 * math.sqrt(2))
+    assert change.tensors["w"].tolist() == [[4.5], [4.5]]
+
+
 def test_a_position_is_left_out_of_exactly_the_fraction() -> None:
     """0.29 of 100 values are 29, although 0.29 * 100 is 28.999999999999996; 0.19 of 5 are none."""
     for count, fraction, left_out in ((100, 0.29, 29), (5, 0.19, 0)):
@@ -225,6 +239,7 @@ def test_krum_refuses_what_it_cannot_compare() -> None:
     for other in (
         Contribution({"v": torch.zeros(1)}),
         Contribution({"w": torch.zeros(1)}, {"w": torch.tensor([True])}),
+        Contribution({"w": torch.zeros(1)}, slices={"w": (torch.tensor([0]), None)}),
     ):
         with pytest.raises(ValueError, match="krum compares whole updates"):
             mean.add([other])

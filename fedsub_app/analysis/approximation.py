@@ -127,7 +127,7 @@ def _federated(
                 said = strategy.phase.report
                 reasons = [said["abandoned"], *(drop["reason"] for drop in said["dropped"][:1])]
                 raise UserError(f"round {number} from checkpoint {start.round} was abandoned: {'; '.join(reasons)}")
-            arrays = merged
+            arrays = strategy.measurement.run(number, merged, config, grid) if strategy.measurement else merged
             clients.append(sorted(set(strategy.phase.asked) - set(strategy.phase.report.get("not-waited-for", ()))))
     return to_tensors(arrays), clients
 

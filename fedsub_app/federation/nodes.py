@@ -7,28 +7,29 @@ queue instead.
 
 import json
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from flwr.app import DEFAULT_TTL, Message, Metadata
+from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Phase
-from fedsub_app.federation.protocol import BadReply, Spec, Task, formula_bytes
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Outbox, Phase
+from fedsub_app.federation.protocol import BadReply, Spec, Task
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
-from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, pack, unpack_reply, wire_bytes
+from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, unpack_reply, wire_bytes
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
-MOST_HELD = 4  # times message-mb: answers that wait for an earlier client's
+MAX_WAITING = 4  # times message-mb: answers that wait for an earlier client's
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
 
 
@@ -124,39 +125,12 @@ class Federation:
     ) -> Phase:
         """Return a phase that asks each of the clients for its task; those that no node hosts now are dropped.
 
-        Parameters
-        ----------
-        task : called when the client's message is made.
-        extra : goes into every message's header.
-        expected : the tensors that a client answers with, which count in ``message-mb``.
+        ``task`` and ``expected`` are :class:`Outbox`'s; ``extra`` goes into every message's header.
         """
         queues, dropped = self.hosts(sorted(clients))
-        budget = self.settings.message_mb * 2**20
-        lifetime = max(DEFAULT_TTL, self.settings.round_timeout)  # Flower throws away what is older
-
-        def make(node_id: int, queue: deque[int], most: int, again: bool) -> tuple[Message, list[int]]:
-            parts: list[tuple[Json, Tensors]] = []
-            known: set[int] = set()  # tensor objects that the message has: it carries each of them once
-            size = 0
-            while queue and len(parts) < most:
-                one = task(queue[0])
-                new = {id(tensor): tensor.nbytes for tensor in one.tensors.values() if id(tensor) not in known}
-                more = sum(new.values()) + sum(spec.nbytes for spec in expected(queue[0]).values())
-                if parts and size + more > budget:
-                    break
-                known |= new.keys()
-                size += more
-                parts.append(({"client": queue.popleft()} | one.config, one.tensors))
-            content = pack(header | self.told if again else header, parts)
-            message = Message(content, node_id, kind, ttl=lifetime, group_id=str(server_round))
-            phase.bytes_down += wire_bytes(content)
-            phase.formula_down += 0 if again else sum(formula_bytes(tensors) for _, tensors in parts)
-            return message, [config["client"] for config, _ in parts]
-
-        phase = Phase(kind, server_round, queues, make, dropped)
-        stamp = {"phase": kind, "round": server_round, "nonce": phase.nonce}
+        stamp = {"phase": kind, "round": server_round, "nonce": secrets.token_hex(8)}  # no reply can be sent twice
         header = self.header | extra | stamp | {"code": code_digest()}
-        return phase
+        return Phase(Outbox(header, queues, self.settings, task, expected, self.told), dropped)
 
     def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
         """Hand out a phase's messages and yield the replies as they come, until all are there or time is up.
@@ -183,7 +157,7 @@ class Federation:
                 if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
                     phase.give_up(sent.dst_node_id)
                 if sent.message_id not in again and _lost_settings(reply):
-                    again.add(_push(grid, phase, phase.again(sent), flying))
+                    again.add(_push(grid, phase, phase.outbox.again(sent), flying))
                 else:
                     found.append(reply)
             elapsed = time.monotonic() - start
@@ -198,15 +172,14 @@ class Federation:
     def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
         """Give the nodes what they may have; says whether any message is not answered yet."""
         load = Counter(metadata.dst_node_id for metadata in flying.values())
+        outbox = phase.outbox
         for wanted in range(1, IN_FLIGHT + 1):
-            most = phase.most(self.settings.message_clients)  # the same for nodes that are free at the same time
-            for node_id in phase.nodes:
-                full = phase.shared and flying and phase.held > MOST_HELD * self.settings.message_mb * 2**20
-                if load[node_id] < wanted and not full:
-                    message = phase.next_message(node_id, most)
-                    if message:
-                        _push(grid, phase, message, flying)
-                        load[node_id] += 1
+            limit = outbox.limit
+            for node_id in list(outbox.queues):
+                full = outbox.shared and flying and phase.waiting_bytes > MAX_WAITING * self.settings.message_mb * 2**20
+                if load[node_id] < wanted and not full and (message := outbox.next_message(node_id, limit)):
+                    _push(grid, phase, message, flying)
+                    load[node_id] += 1
         return bool(flying)
 
     def answers(
@@ -249,7 +222,7 @@ class Federation:
             while order and order[0] not in phase.open:
                 if (ready := found.pop(order.popleft(), None)) is not None:
                     yield ready[0]
-            phase.held = int(sum(size for _, size in found.values()))
+            phase.waiting_bytes = int(sum(size for _, size in found.values()))
         phase.drop(sorted(phase.open), "no reply within round-timeout")
         yield from (found[client][0] for client in order if client in found)
 
@@ -259,7 +232,7 @@ class Federation:
             raise BadReply(f"node failed: {brief(reply.error.reason)}")
         phase.bytes_up += wire_bytes(reply.content)
         header, parts = unpack_reply(reply.content, asked)
-        stamp = (self.header.get("run"), phase.round, phase.kind, phase.nonce)
+        stamp = tuple(phase.outbox.header.get(key) for key in STAMP)
         if (theirs := tuple(header.get(key) for key in STAMP)) != stamp:
             replayed = ", of another message" if theirs[:-1] == stamp[:-1] else ""
             raise BadReply(f"stale reply: {', '.join(STAMP[:-1])} = {theirs[:-1]}{replayed}")
@@ -285,7 +258,7 @@ def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata
         flying[message_id] = message.metadata
     else:
         refused = message_id is None and message.metadata.dst_node_id in set(grid.get_node_ids())
-        phase.not_taken(message, REFUSED if refused else AWAY)
+        phase.undelivered(message, REFUSED if refused else AWAY)
     return message_id or ""
 
 

@@ -1,14 +1,16 @@
-"""One phase of a round: whom to ask, what was asked of whom, and what became of it."""
+"""One phase of a round: its messages, whom they ask, and what became of it."""
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from flwr.app import Message, Metadata
+from flwr.app import DEFAULT_TTL, Message, Metadata
 
 from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json
+from fedsub_app.federation.protocol import Spec, Task, formula_bytes
+from fedsub_app.federation.settings import FederationSettings
+from fedsub_app.federation.wire import pack, wire_bytes
 
 AWAY = "its node is away"
 REFUSED = "the SuperLink, or a proxy before it, refuses its message as too large (client_max_body_size in nginx)"
@@ -25,117 +27,141 @@ class Dropped:
         object.__setattr__(self, "reason", printable(self.reason))
 
 
-class Phase:
-    """One phase of a round: whom to ask, what was asked of whom, and what became of it.
-
-    Its messages are made when they are asked for, by :meth:`next_message` or, all of them, by iterating over it.
+class Outbox:
+    """The messages of a phase, each made when it is asked for.
 
     Parameters
     ----------
-    kind, round : ``MessageType.TRAIN`` or ``EVALUATE``, and the round's number.
-    queues : node id -> the clients that it may be asked for, sorted; nodes that share one take the next ones in turn.
-    make : takes clients off the front of a queue, at most so many, and returns their message to a node; called with
-        ``True`` the message is made a second time, with the settings.
+    header : of every message; has Flower's message type as ``phase``.
+    queues : node id -> clients that the node may be asked for, sorted; nodes that share a queue take turns.
+    settings : bound a message's clients, bytes and lifetime.
+    task : client -> what it is sent; called when its message is made.
+    expected : client -> the tensors that it answers with, which count in ``message-mb``.
+    run_settings : goes into the header of a message that is made again.
 
     Attributes
     ----------
     sent : what Flower knows of each message, with the clients whose tasks it holds.
-    dropped : clients whose answer does not count, and why.
-    open : clients that have neither answered nor been dropped yet.
-    report : what the round's line says of this phase (JSON-able).
-    nonce : in its messages, and repeated in their replies, so that none of an earlier phase can be sent again.
-    bytes_down, bytes_up : on the wire, so far.
-    formula_down : what was sent, by the papers' formula.
-    held : bytes of answers that came before those of earlier clients.
+    bytes_down, formula_down : bytes so far, on the wire and by the papers' formula.
     """
 
     def __init__(
         self,
-        kind: str = "",
-        round_: int = 0,
-        queues: Mapping[int, deque[int]] | None = None,
-        make: "Callable[[int, deque[int], int, bool], tuple[Message, list[int]]] | None" = None,
-        dropped: Iterable[Dropped] = (),
+        header: Json,
+        queues: Mapping[int, deque[int]],
+        settings: FederationSettings,
+        task: Callable[[int], Task] = Task,
+        expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
+        run_settings: Json | None = None,
     ) -> None:
-        self.kind, self.round = kind, round_
+        self.header, self.queues = header, dict(queues)
         self.sent: list[tuple[Metadata, list[int]]] = []
+        self.bytes_down = self.formula_down = 0
+        self._settings, self._run_settings = settings, run_settings or {}
+        self._task, self._expected = task, expected
+        self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
+
+    @property
+    def limit(self) -> int:
+        """Clients that the next message may hold; to be asked once for nodes that are free at the same time.
+
+        Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
+        """
+        limit = self._settings.message_clients
+        if self.shared and self.queues:
+            left = len(next(iter(self.queues.values())))
+            limit = min(limit, -(-left // (2 * len(self.queues))))
+        return limit
+
+    def next_message(self, node_id: int, limit: int) -> Message | None:
+        """Return the next message to a node, for ``limit`` clients at most; ``None``: none are left for it."""
+        queue, size = self.queues.get(node_id, deque()), 0
+        tasks: list[Task] = []
+        packed: set[int] = set()  # tensor objects in the message, which carries each of them once
+        while queue and len(tasks) < limit:
+            task = self._task(queue[0])
+            new = {id(tensor): tensor.nbytes for tensor in task.tensors.values() if id(tensor) not in packed}
+            size += sum(new.values()) + sum(spec.nbytes for spec in self._expected(queue[0]).values())
+            if tasks and size > self._settings.message_mb * 2**20:
+                break
+            packed |= new.keys()
+            tasks.append(task)
+            queue.popleft()
+        if not tasks:
+            return None
+        self.formula_down += sum(formula_bytes(task.tensors) for task in tasks)
+        message = self._message(node_id, tasks, self.header)
+        self.sent.append((message.metadata, [task.client for task in tasks]))
+        return message
+
+    def again(self, sent: Metadata) -> Message:
+        """Make a message again, with the run's settings; it takes the place of the one that was not answered."""
+        place, clients = next((k, clients) for k, (metadata, clients) in enumerate(self.sent) if metadata is sent)
+        tasks = [self._task(client) for client in clients]
+        message = self._message(sent.dst_node_id, tasks, self.header | self._run_settings)
+        self.sent[place] = (message.metadata, clients)
+        return message
+
+    def _message(self, node_id: int, tasks: Iterable[Task], header: Json) -> Message:
+        content = pack(header, [({"client": task.client} | task.config, task.tensors) for task in tasks])
+        self.bytes_down += wire_bytes(content)
+        lifetime = max(DEFAULT_TTL, self._settings.round_timeout)  # Flower throws away what is older
+        return Message(content, node_id, header["phase"], ttl=lifetime, group_id=str(header["round"]))
+
+
+class Phase:
+    """One phase of a round: whom to ask, and what became of it. Iterating over it makes its messages.
+
+    Parameters
+    ----------
+    outbox : makes the messages; without one nobody is asked.
+    dropped : clients that cannot be asked.
+
+    Attributes
+    ----------
+    clients : those that can be asked, sorted.
+    open : clients that have neither answered nor been dropped yet.
+    dropped : clients whose answer does not count, and why.
+    report : what the round's line says of this phase (JSON-able).
+    bytes_up, waiting_bytes : bytes of the replies so far, and of those that wait for an earlier client's.
+    """
+
+    def __init__(self, outbox: Outbox | None = None, dropped: Iterable[Dropped] = ()) -> None:
+        self.outbox = outbox or Outbox({}, {}, FederationSettings())
+        self.clients = sorted({client for queue in self.outbox.queues.values() for client in queue})
+        self.open = set(self.clients)
         self.dropped = list(dropped)
         self.report: Json = {}
-        self.nonce = secrets.token_hex(8)
-        self.bytes_down = self.bytes_up = self.formula_down = self.held = 0
-        self._queues = dict(queues or {})
-        self._make = make
-        distinct = {id(queue): queue for queue in self._queues.values()}
-        self.clients = sorted(client for queue in distinct.values() for client in queue)
-        self.open = set(self.clients)
-        self.shared = len(distinct) < len(self._queues)
+        self.bytes_up = self.waiting_bytes = 0
+
+    def __iter__(self) -> Iterator[Message]:
+        """Make all messages, for the nodes in turn."""
+        while any(self.outbox.queues.values()):
+            limit = self.outbox.limit
+            yield from filter(None, (self.outbox.next_message(node_id, limit) for node_id in self.outbox.queues))
 
     @property
     def asked(self) -> list[int]:
         """The clients that a message was made for."""
-        return [client for _, clients in self.sent for client in clients]
+        return [client for _, clients in self.outbox.sent for client in clients]
 
     def clients_of(self, reply: Message) -> list[int]:
         """Return the clients whose tasks were in the message that a reply answers."""
         number = reply.metadata.reply_to_message_id
-        return next((clients for metadata, clients in self.sent if metadata.message_id == number), [])
-
-    @property
-    def nodes(self) -> list[int]:
-        """The nodes that may be asked."""
-        return list(self._queues)
-
-    def most(self, limit: int) -> int:
-        """Return for how many clients the next message may be, at most ``limit``.
-
-        Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
-        """
-        if not self.shared or not self._queues:
-            return limit
-        left = len(next(iter(self._queues.values())))
-        return min(limit, -(-left // (2 * len(self._queues))))
-
-    def next_message(self, node_id: int, most: int) -> Message | None:
-        """Return the next message to a node, for at most so many clients; ``None``: there are none left for it."""
-        queue = self._queues.get(node_id)
-        if not queue:
-            return None
-        assert self._make
-        message, clients = self._make(node_id, queue, most, False)
-        self.sent.append((message.metadata, clients))
-        return message
-
-    def again(self, sent: Metadata) -> Message:
-        """Make a message again, with the settings; it takes the place of the one that was not answered."""
-        assert self._make
-        place, clients = next((k, clients) for k, (metadata, clients) in enumerate(self.sent) if metadata is sent)
-        message, _ = self._make(sent.dst_node_id, deque(clients), len(clients), True)
-        self.sent[place] = (message.metadata, clients)
-        return message
-
-    def __iter__(self) -> Iterator[Message]:
-        """Make all messages, for the nodes in turn."""
-        left = True
-        while left:
-            left = False
-            most = self.most(len(self.clients))
-            for node_id in self.nodes:
-                if message := self.next_message(node_id, most):
-                    left = True
-                    yield message
+        return next((clients for metadata, clients in self.outbox.sent if metadata.message_id == number), [])
 
     def drop(self, clients: Collection[int], reason: str) -> None:
         """Take note that there will be no answer of these clients that counts."""
         self.dropped += [Dropped(client, reason) for client in clients]
         self.open.difference_update(clients)
 
-    def not_taken(self, message: Message, reason: str) -> None:
-        """Take note that Flower has not taken a message to a node, and why: its clients are dropped."""
-        self.drop(next(clients for metadata, clients in self.sent if metadata is message.metadata), reason)
+    def undelivered(self, message: Message, reason: str) -> None:
+        """Drop the clients of a message that Flower has not taken, and ask its node for no more."""
+        self.drop(next(clients for metadata, clients in self.outbox.sent if metadata is message.metadata), reason)
         self.give_up(message.metadata.dst_node_id, reason)
 
     def give_up(self, node_id: int, reason: str = AWAY) -> None:
         """Ask a node for no more clients; those that no other node may be asked for are dropped."""
-        queue = self._queues.pop(node_id, None)
-        if queue and not any(other is queue for other in self._queues.values()):
+        queue = self.outbox.queues.pop(node_id, None)
+        if queue and not any(other is queue for other in self.outbox.queues.values()):
             self.drop(queue, reason)

@@ -179,6 +179,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         config = ConfigRecord({"checkpoints": run.checkpoint_rounds})
         phase = strategy.configure_train(number, arrays, config, grid)
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
+        if merged is not None and strategy.measurement:
+            merged = strategy.measurement.run(number, merged, config, grid)
         arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
         stage = {"stage": strategy.stage(number)} if strategy.stage(number) else {}

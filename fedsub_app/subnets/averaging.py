@@ -1,10 +1,13 @@
 """The server's mean of what clients send, with or without masks: FedAvg, FedPeWS, FedPart, Sub-FedAvg, FedSelect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedsub_app.subnets.slices import ALL, Index, position, sliced_shape
 
 # Elements that are summed over all updates before the next ones are touched. Four float32 buffers of this size stay in
 # the processor's cache, so that each update is read from memory once and nothing but the result is written to it.
@@ -16,14 +19,30 @@ class Contribution(NamedTuple):
 
     Attributes
     ----------
-    tensors : tensor name -> values, of the full shape. A tensor that is lacking gets nothing from this client.
+    tensors : tensor name -> values. A tensor that is lacking gets nothing from this client.
     masks : tensor name -> bool that broadcasts to its tensor: the positions that count; all where one is lacking.
     weight : of the client; finite.
+    slices : tensor name -> rows and columns of the whole tensor that the values belong to, for a tensor that holds only
+        these; it has no mask.
+    alone : names of tensors at whose positions no other client contributes. They are added with weight 1, so that the
+        mean is exactly the value; any other weight w gives ``(w x) / w``, rounded twice.
     """
 
     tensors: Mapping[str, Tensor]
     masks: Mapping[str, Tensor] | None = None
     weight: float = 1.0
+    slices: Mapping[str, Index] | None = None
+    alone: Collection[str] = ()
+
+    def whole(self, name: str, old: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the values and the mask of a tensor in the shape of the ``old`` one; of a slice, 0 beside it."""
+        x, index = self.tensors[name], (self.slices or {}).get(name)
+        if index is None:
+            return x, (self.masks or {}).get(name)
+        where = position(index)
+        values, mask = x.new_zeros(old.shape), torch.zeros(old.shape, dtype=torch.bool, device=x.device)
+        values[where], mask[where] = x, True
+        return values, mask
 
 
 def masked_mean(
@@ -34,7 +53,8 @@ def masked_mean(
     ``new = old + server_lr * (sum_i w_i m_i x_i / sum_i w_i m_i - old)`` where ``sum_i w_i m_i > 0``, else ``old``.
     FedPeWS (2024), Eq. 4; without masks Eq. 2, which is FedAvg.
 
-    What holds: no mask and an all-ones mask give bit-identical results; ``server_lr = 1`` gives exactly the quotient
+    What holds: no mask and an all-ones mask give bit-identical results, and so do a slice and the whole tensor with a
+    mask that is on at the slice's positions (:meth:`Contribution.whole`); ``server_lr = 1`` gives exactly the quotient
     above, 0 exactly ``old``; the result depends on the order of the updates in the last bits only, and that order is
     the caller's (sorted by client id). The mean of equal tensors is that tensor up to rounding (relative error of about
     ``len(updates) * 2**-24``), exactly so where each weight and each partial sum of the weights is a power of two.
@@ -49,12 +69,14 @@ def masked_mean(
     Returns
     -------
     tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments. Besides it
-    a few blocks of ``BLOCK`` elements are allocated and, for tensors that have masks, one float a position.
+    a few blocks of ``BLOCK`` elements are allocated, a copy of a slice and, for tensors that have masks or slices, one
+    float a position.
 
     Raises
     ------
     ValueError
-        If an update has an unknown name, or a shape other than that of ``old``, or a mask that is not bool.
+        If an update has an unknown name, or a shape other than that of ``old``, or of its rows and columns, or a mask
+        that is not bool, or rows or columns that ``old`` lacks or that are not sorted, or a slice with a mask.
     """
     mean = MaskedMean(old)
     mean.add(updates)
@@ -87,47 +109,66 @@ class MaskedMean:
         Raises
         ------
         ValueError
-            If an update has an unknown name, or a shape other than that of ``old``, or a mask that is not bool.
+            As :func:`masked_mean` says.
         """
-        for tensors, masks, _ in updates:
-            check(self._old, tensors, masks or {})
+        for update in updates:
+            check(self._old, update)
         if self._unit is None and updates:
-            self._unit = updates[0][2] if updates[0][2] > 0 else 1.0
-        scaled = [(x, masks or {}, weight / (self._unit or 1.0)) for x, masks, weight in updates]
-        for _, _, weight in scaled:
-            self._total += weight
-        self._counted = self._counted and all(weight == 1 for *_, weight in scaled) and bool(self._total < 256)
-        for name in self._old:
-            own = [(x[name], masks.get(name), weight) for x, masks, weight in scaled if name in x]
-            if own and self._old[name].numel():
-                self._add_to(name, own)
+            self._unit = updates[0].weight if updates[0].weight > 0 else 1.0
+        scaled = [update._replace(weight=update.weight / (self._unit or 1.0)) for update in updates]
+        for update in scaled:
+            self._total += update.weight
+        self._counted = self._counted and all(update.weight == 1 for update in scaled) and bool(self._total < 256)
+        for name, old in self._old.items():
+            terms = [_Term.of(update, name) for update in scaled if name in update.tensors]
+            if terms and old.numel():
+                self._add_to(name, terms)
 
-    def _add_to(self, name: str, updates: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
-        """Add to one tensor, block by block, so that each update is read from memory once."""
+    def _add_to(self, name: str, terms: Sequence["_Term"]) -> None:
+        """Add to one tensor, in the order of the terms."""
         old = self._old[name]
-        if old.dim() == 0:  # blocks are cut along axis 0
-            updates = [(x[None], None if m is None else m[None], weight) for x, m, weight in updates]
         shape = old.shape or (1,)
         if name not in self._sums:
             self._sums[name] = torch.zeros(shape, device=old.device)
             self._weights[name] = torch.zeros((), device=old.device)
-        sums, weights = self._sums[name], self._weights[name]
-        masked = bool(weights.dim()) or any(m is not None for _, m, _ in updates)
-        if masked:
+        weights = self._weights[name]
+        if weights.dim() or any(term.mask is not None or term.place is not None for term in terms):
             weights = weights.to(torch.uint8 if self._counted else torch.float32)
-            weights = self._weights[name] = weights if weights.dim() else weights.expand(shape).clone()
+            self._weights[name] = weights if weights.dim() else weights.expand(shape).clone()
         else:
-            for _, _, weight in updates:
-                weights += weight
+            for term in terms:
+                weights += term.weight
+        for whole, some in groupby(terms, lambda term: term.place is None):
+            (self._add_whole if whole else self._add_slices)(name, list(some))
+
+    def _add_slices(self, name: str, terms: Sequence["_Term"]) -> None:
+        """Add to some rows and columns of a tensor, of which nothing else is touched."""
+        sums, weights = self._sums[name], self._weights[name]
+        one = torch.ones((), device=sums.device)
+        for x, _, place, weight in terms:
+            where = position(place or ALL)
+            sums[where] = sums[where].addcmul_(x, one, value=weight)  # the sum of _add_whole, bit for bit
+            weights[where] += 1 if self._counted else weight
+
+    def _add_whole(self, name: str, terms: Sequence["_Term"]) -> None:
+        """Add to a tensor block by block, so that each update is read from memory once."""
+        sums, weights = self._sums[name], self._weights[name]
+        masked = bool(weights.dim())
+        if self._old[name].dim() == 0:  # blocks are cut along axis 0
+            terms = [
+                term._replace(x=term.x[None], mask=None if term.mask is None else term.mask[None]) for term in terms
+            ]
         rows = max(1, BLOCK * len(sums) // sums.numel())
         # Splitting a tensor that fits one block costs as much as summing it: a third of the time of 1,000 LeNets.
-        values = [x.split(rows) if rows < len(sums) else (x,) for x, _, _ in updates]
+        values = [term.x.split(rows) if rows < len(sums) else (term.x,) for term in terms]
         # uint8 is the same bytes as bool and becomes a float two to three times faster. expand is a view, for any mask.
-        masks = [None if m is None else m.view(torch.uint8).expand(shape).split(rows) for _, m, _ in updates]
+        masks = [
+            None if term.mask is None else term.mask.view(torch.uint8).expand(sums.shape).split(rows) for term in terms
+        ]
         buffer, ones = torch.empty_like(sums[:rows]), torch.ones_like(sums[:rows])
         for k, part in enumerate(sums.split(rows)):
             size, covering = len(part), weights[k * rows :][: len(part)] if masked else weights
-            for x, m, (_, _, weight) in zip(values, masks, updates, strict=True):
+            for x, m, (*_, weight) in zip(values, masks, terms, strict=True):
                 # The same sums with and without a mask, so that a mask of ones changes no bit.
                 mask = ones[:size] if m is None else buffer[:size].copy_(m[k])
                 if m is None and weight == 1:
@@ -165,11 +206,35 @@ class MaskedMean:
         return new
 
 
-def check(old: Mapping[str, Tensor], tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-    for name, x in tensors.items():
+class _Term(NamedTuple):
+    """What one client adds to one tensor."""
+
+    x: Tensor
+    mask: Tensor | None
+    place: Index | None
+    weight: float
+
+    @classmethod
+    def of(cls, update: Contribution, name: str) -> "_Term":
+        mask, place = (update.masks or {}).get(name), (update.slices or {}).get(name)
+        return cls(update.tensors[name], mask, place, 1.0 if name in update.alone else update.weight)
+
+
+def check(old: Mapping[str, Tensor], update: Contribution) -> None:
+    """Raise ValueError where an update does not fit the old model, as :func:`masked_mean` says."""
+    masks, slices = update.masks or {}, update.slices or {}
+    for name, x in update.tensors.items():
         if name not in old:
             raise ValueError(f"update has a tensor {name} that the old model lacks")
-        if x.shape != old[name].shape:
-            raise ValueError(f"tensor {name} has shape {tuple(x.shape)}, the old one {tuple(old[name].shape)}")
+        shape, whose = old[name].shape, "the old one"
+        if name in slices:
+            if name in masks:
+                raise ValueError(f"tensor {name} has a slice and a mask; allowed is one of them")
+            try:
+                shape, whose = sliced_shape(shape, slices[name]), "its slice"
+            except ValueError as error:
+                raise ValueError(f"slice of tensor {name} {error}") from None
+        if x.shape != shape:
+            raise ValueError(f"tensor {name} has shape {tuple(x.shape)}, {whose} {tuple(shape)}")
         if name in masks and masks[name].dtype != torch.bool:
             raise ValueError(f"mask {name} has dtype {masks[name].dtype}; allowed: torch.bool")

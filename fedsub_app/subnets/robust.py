@@ -8,7 +8,7 @@
   Descent, NeurIPS 2017, https://arxiv.org/abs/1703.02757, Section 4.
 
 All count every client once. With masks a position's values are those of the clients that cover it, so that what is left
-out, and what a minority is, differs from position to position.
+out, and what a minority is, differs from position to position. A slice counts where it belongs, tensor by tensor.
 """
 
 import math
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, check
+from fedsub_app.subnets.slices import ALL, select
 
 BLOCK = 1 << 18  # values of all clients together that are sorted at a time
 
@@ -36,7 +37,9 @@ def clipped(contribution: Contribution, old: Mapping[str, Tensor], way: float, m
     """
     if way <= most:
         return contribution
-    tensors = {name: torch.lerp(old[name], x, most / way) for name, x in contribution.tensors.items()}
+    slices = contribution.slices or {}
+    start = {name: select(old[name], slices.get(name, ALL)) for name in contribution.tensors}
+    tensors = {name: torch.lerp(start[name], x, most / way) for name, x in contribution.tensors.items()}
     return contribution._replace(tensors=tensors)
 
 
@@ -63,19 +66,21 @@ class RobustMean(MaskedMean):
         Raises
         ------
         ValueError
-            If an update does not fit the old model, or with Krum has a mask or other tensors than the first one.
+            If an update does not fit the old model, or with Krum has masks or slices or other tensors than the first.
         """
         for update in updates:
-            check(self._old, update.tensors, update.masks or {})
+            check(self._old, update)
             self._held.append(update)
-            if self._rule == "krum" and (update.masks or update.tensors.keys() != self._held[0].tensors.keys()):
-                raise ValueError("krum compares whole updates: all must hold the same tensors, without masks")
+            partial = update.masks or update.slices or update.tensors.keys() != self._held[0].tensors.keys()
+            if self._rule == "krum" and partial:
+                raise ValueError("krum compares whole updates: all must hold the same tensors, without masks or slices")
 
     def everybody(self, name: str) -> Tensor:
         """Return where all updates so far cover a tensor, bool, of its shape or one that broadcasts to it."""
         covered = torch.tensor(all(name in update.tensors for update in self._held))
         for update in self._held:
-            covered = covered & (update.masks or {}).get(name, torch.tensor(True))
+            mask = update.whole(name, self._old[name])[1] if name in update.tensors else None
+            covered = covered if mask is None else covered & mask
         return covered
 
     @torch.no_grad()
@@ -97,10 +102,9 @@ class RobustMean(MaskedMean):
         return math.floor(self._trim_fraction * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
     def _of(self, name: str, left_out: Callable[[int], int]) -> Tensor:
-        own = [
-            (update.tensors[name], (update.masks or {}).get(name)) for update in self._held if name in update.tensors
-        ]
-        return inner_mean([x for x, _ in own], [mask for _, mask in own], self._old[name], left_out)
+        old = self._old[name]
+        values = [update.whole(name, old) for update in self._held if name in update.tensors]
+        return inner_mean([x for x, _ in values], [mask for _, mask in values], old, left_out)
 
 
 def median_cut(count: int) -> int:

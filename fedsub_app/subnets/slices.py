@@ -1,6 +1,7 @@
 """Smaller networks out of a large one and back: the rows and columns of some of its hidden units."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,67 @@ from fedsub_app.models.narrow import narrow_shapes
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.subnets.masks import expand, scatter
 
+Index = tuple[Tensor | None, Tensor | None]  # rows and columns of a tensor: int64, ascending; None: all of them
+ALL: Index = (None, None)
+
+
+def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Index]:
+    """Return which rows and columns of each tensor belong to the units that are on.
+
+    Parameters
+    ----------
+    groups : the whole network's unit groups.
+    units : group name -> bool ``[group.size]``; a group that is lacking keeps all its units.
+
+    Returns
+    -------
+    tensor name -> index, for the tensors of the groups that ``units`` has; of the others all positions belong.
+    """
+    rows: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
+    for group in groups:
+        if group.name in units:
+            mask = units[group.name]
+            rows |= dict.fromkeys(group.rows, mask.nonzero().flatten())
+            columns |= {name: mask.repeat_interleave(repeat).nonzero().flatten() for name, repeat in group.cols}
+    return {name: (rows.get(name), columns.get(name)) for name in rows | columns}
+
+
+def select(tensor: Tensor, index: Index) -> Tensor:
+    """Return the rows and columns of a tensor; the tensor itself where all are wanted. Differentiable."""
+    for axis, wanted in enumerate(index):
+        tensor = tensor if wanted is None else tensor.index_select(axis, wanted)
+    return tensor
+
+
+def position(index: Index) -> tuple[Any, ...]:
+    """Return the index in the form that reads and writes: ``tensor[position(index)] = values``."""
+    rows, columns = index
+    if columns is None:
+        return (...,) if rows is None else (rows,)
+    return (slice(None) if rows is None else rows[:, None], columns)
+
+
+def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
+    """Return the shape of a tensor's slice.
+
+    Raises
+    ------
+    ValueError
+        The index is not int64 and ascending, or not within the shape; what it is, to be put behind a name.
+    """
+    sizes = list(shape)
+    for axis, wanted in enumerate(index):
+        if wanted is None:
+            continue
+        kind = ("rows", "columns")[axis]
+        if wanted.dtype != torch.int64 or wanted.dim() != 1 or bool((wanted.diff() <= 0).any()):
+            raise ValueError(f"has {kind} that are not ascending int64 numbers")
+        if axis >= len(sizes) or (len(wanted) and not 0 <= wanted[0] <= wanted[-1] < sizes[axis]):
+            raise ValueError(f"has {kind} outside the shape {tuple(shape)}")
+        sizes[axis] = len(wanted)
+    return torch.Size(sizes)
+
 
 def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of the network that has only the units that are on.
@@ -16,28 +78,15 @@ def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapp
     Parameters
     ----------
     tensors : tensor name -> tensor, of the whole network.
-    groups : its unit groups.
-    units : group name -> bool ``[group.size]``; a group that is lacking keeps all its units.
+    groups, units : as for :func:`indices`.
 
     Returns
     -------
     tensor name -> tensor, for every name of ``tensors``: of a group's rows ``[on, ...]``, of its columns
     ``[:, on * repeat, ...]``, others as they are. Differentiable: the gradient is that of the slice, 0 elsewhere.
     """
-    taken = dict(tensors)
-    for group in groups:
-        if group.name not in units:
-            continue
-        mask = units[group.name]
-        index = mask.nonzero().flatten()
-        for name in group.rows:
-            if name in taken:
-                taken[name] = taken[name].index_select(0, index)
-        for name, repeat in group.cols:
-            if name in taken:
-                columns = index if repeat == 1 else mask.repeat_interleave(repeat).nonzero().flatten()
-                taken[name] = taken[name].index_select(1, columns)
-    return taken
+    index = indices(groups, units)
+    return {name: select(tensor, index.get(name, ALL)) for name, tensor in tensors.items()}
 
 
 def put(
@@ -48,11 +97,8 @@ def put(
 ) -> dict[str, Tensor]:
     """Return the tensors of a smaller network at their rows and columns of the whole one, 0 elsewhere.
 
-    Inverse of :func:`take`. The positions that it fills are those of
-    :func:`~fedsub_app.subnets.masks.expand` with the same arguments, which are the masks of such an update for
-    :func:`~fedsub_app.subnets.averaging.masked_mean`::
-
-        updates.append((put(tensors, groups, units, shapes), expand(groups, units, shapes), weight))
+    Inverse of :func:`take` at those positions, which are the mask :func:`~fedsub_app.subnets.masks.expand` of the same
+    arguments.
 
     Parameters
     ----------
@@ -76,35 +122,3 @@ def put(
         if tensors[name].shape != shape:
             raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}, its units on are {tuple(shape)}")
     return scatter(tensors, masks)
-
-
-def insert(
-    whole: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    groups: Sequence[UnitGroup],
-    units: Mapping[str, Tensor],
-) -> None:
-    """Write the tensors of a smaller network to their rows and columns of the whole one, in place.
-
-    Parameters
-    ----------
-    whole : tensor name -> tensor of the whole network, at least for the names of ``tensors``.
-    tensors : tensor name -> tensor of the smaller one, shaped as :func:`take` returns it.
-    groups, units : as for :func:`take`.
-    """
-    rows: dict[str, Tensor] = {}
-    columns: dict[str, Tensor] = {}
-    for group in groups:
-        if group.name in units:
-            mask = units[group.name]
-            rows |= dict.fromkeys(group.rows, mask.nonzero().flatten())
-            columns |= {name: mask.repeat_interleave(repeat).nonzero().flatten() for name, repeat in group.cols}
-    for name, tensor in tensors.items():
-        if name in rows and name in columns:
-            whole[name][rows[name][:, None], columns[name]] = tensor
-        elif name in columns:
-            whole[name].index_copy_(1, columns[name], tensor)
-        elif name in rows:
-            whole[name].index_copy_(0, rows[name], tensor)
-        else:
-            whole[name].copy_(tensor)

@@ -1,0 +1,65 @@
+"""A phase after the merge: clients answer with tensors on the merged model, such as the statistics of its layers.
+
+A method that needs one makes a :class:`Measurement` its ``measurement``. The hooks are those of a round: ``task``,
+``expected``, ``contribution``, ``merge``. The answers are checked, bounded and averaged as those of training are.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+
+from fedsub_app.federation.protocol import MEASURE
+from strategies import rounds
+from strategies.base import SubnetStrategy
+
+SUMMED = (*rounds.COSTS, "bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up", "merge-seconds")
+
+
+class Measurement(SubnetStrategy):
+    """What clients are asked after the merge; by default they are sent the merged model and answer with one like it.
+
+    ``current`` is the merged model. A measurement keeps no state of its own, on the server or on a client; a client has
+    the state of its last merged reply.
+
+    Parameters
+    ----------
+    method : the strategy that it belongs to.
+    """
+
+    def __init__(self, method: SubnetStrategy) -> None:
+        super().__init__(method.settings, method.model)
+        self.method, self.current = method, method.current
+
+    def clients(self) -> Sequence[int]:
+        """Return the clients that are asked in the running round, none to leave it out: by default the round's own."""
+        return self.federation.sample(self.round)
+
+    def refuses(self) -> Mapping[str, str]:
+        """Refuse noise: it would be in the clients' training alone."""
+        return {**super().refuses(), "dp-noise-multiplier": "no noise is in what its clients measure after the merge"}
+
+    def forget(self, client: int) -> None:
+        """Take note that a client has lost its state."""
+        self.method.forget(client)
+
+    def run(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:
+        """Ask the clients; returns the model that comes of it, the merged one where too few answers count.
+
+        Costs are added to those of the round's training, and the rest goes into the round's line as ``measurement``.
+        """
+        method = self.method
+        self.connect(method.federation, method.facts)
+        self.round, self.state_rounds = server_round, method.state_rounds
+        if not (clients := self.clients()):
+            return arrays
+        phase = rounds.ask(self, MEASURE, clients, server_round, arrays, config, grid)
+        measured, _ = rounds.merge_answers(self, server_round, self.federation.exchange(grid, phase))
+        costs = {key: value for key, value in phase.report.items() if key in SUMMED}
+        report = method.phase.report
+        report |= {key: report.get(key, 0) + value for key, value in costs.items()}
+        report["measurement"] = {key: value for key, value in phase.report.items() if key not in SUMMED}
+        if measured is None:
+            return arrays
+        method.current = self.current
+        return measured
