@@ -126,7 +126,7 @@ class SubFedAvgClient(Client):
         if not all(kept.any() for kept in self.plan.positions(masks).values()):
             return False
         self.load(self.plan.cut(model, masks))
-        return self.accuracy(self.options.gate_data) > self.options.accuracy
+        return self.score(self.options.gate_data) > self.options.accuracy
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's model as its last training left it, pruned; at first the initial one."""

@@ -25,6 +25,7 @@ COPIED = {
     "docs/notebook.ipynb": "notebook.md",
 }
 API = {
+    "What is learned": ["fedsub_app.problem"],
     "Methods on the server": ["strategies.base", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.worker", "fedsub_app.training.local"],
     "Masks, means, schedules": [

@@ -117,7 +117,8 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
     shape, classes = tuple(header["shape"]), header["classes"]
     square = len(shape) == 3 and shape[1] == shape[2]
     place = workplace(_private_settings(text, path, shape[1] if square else 0))
-    for what, have, wanted in (("classes", place.dataset.num_classes, classes), ("samples", place.in_shape, shape)):
+    data = place.problem.data
+    for what, have, wanted in (("classes", data.num_classes, classes), ("samples", data.in_shape, shape)):
         if have != wanted:
             raise UserError(f"private-data = {path!r}: {what} {have}, the server's data set has {wanted}")
     return place

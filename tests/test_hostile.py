@@ -25,7 +25,6 @@ from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.data import make_partition
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
@@ -100,9 +99,9 @@ def scene_of(method: str) -> Scene:
     keys = SMALL | keys | {"method": method, "num-clients": 7, "placement": "pinned", "evaluate": "global-local"}
     found = resolve(keys | {"train-per-class": 30, "partition": "iid"})
     place = workplace(found)
-    partition = make_partition(found.data, found.partitioning)
-    examples = [len(index) for index in partition.train]
-    facts = Facts(examples, place.training_flops(place.network), GlobalTest(found).quick_loss)
+    examples = [len(index) for index in place.partition.train]
+    global_test = GlobalTest(place.problem, place.device)
+    facts = Facts(examples, place.training_flops(place.network), global_test.quick_loss)
     strategy = METHODS[method].strategy(found, place.network.module)
     grid = LocalGrid(app, found.flat(), 2)
     header = {"run": "this", "state-dir": "nowhere"}
