@@ -209,23 +209,47 @@ def test_every_method_is_the_same_on_ray_with_messages_of_any_size(
         assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@pytest.fixture
+def other_checkout(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Copies this checkout; in the copy a text in client_apps/base.py is another one."""
+
+    def copied(old: str, new: str) -> Path:
+        project = tmp_path / "project"
+        for name in ("fedsub_app", "strategies", "client_apps", "conf"):
+            shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+            shutil.copy(PROJECT / name, project / name)
+        base = project / "client_apps" / "base.py"
+        text = base.read_text()
+        assert text.count(old) == 1
+        base.write_text(text.replace(old, new))
+        return project
+
+    return copied
+
+
+def test_each_run_has_the_code_of_its_checkout(
+    flower: dict[str, str], local: list[Json], other_checkout: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The SuperLink's folder is the first one's, and stays so; in the other one, clients report half of their FLOPs."""
+    count = 'self.metrics["flops"] = self.flops'
+    for folder, project, share in (
+        (tmp_path / "here", PROJECT, 1),
+        (tmp_path / "there", other_checkout(count, f"{count} / 2"), 2),
+    ):
+        done = run_flower(flower, "--engine", "local-simulation", *pairs(run_dir=folder), project=project)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [share * line["flops"] for line in rounds(folder)[1:]] == [line["flops"] for line in local[1:]]
+
+
 @pytest.mark.slow
-def test_a_killed_worker_is_named_and_does_not_hang(flower: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_worker_is_named_and_does_not_hang(
+    flower: dict[str, str], other_checkout: Callable[[str, str], Path], tmp_path: Path
+) -> None:
     """Client 1 takes its Ray worker down in round 2. The pool does not recover: the run stops, as min-replies says."""
-    project = tmp_path / "project"
-    for name in ("fedsub_app", "strategies", "client_apps", "conf"):
-        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
-        shutil.copy(PROJECT / name, project / name)
-    base = project / "client_apps" / "base.py"
-    text = base.read_text()
-    line = "        start = time.perf_counter()\n        answer = self.train(sent, config)\n"
-    assert text.count(line) == 1
-    base.write_text(
-        text.replace(
-            line, f"        if (self.round, self.id) == (2, 1):\n            __import__('os')._exit(1)\n{line}"
-        )
-    )
+    line = "        return self.trained_update(self.train(sent, config)"
+    end = "        if (self.round, self.id) == (2, 1):\n            __import__('os')._exit(1)\n"
+    project = other_checkout(line, end + line)
     folder = tmp_path / "run"
     keys = pairs(run_dir=folder, num_rounds=4, min_replies=3, max_abandoned=2, round_timeout=60.0)
     done = run_flower(flower, "--engine", "local-simulation", *keys, project=project)

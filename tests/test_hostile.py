@@ -20,7 +20,7 @@ from helpers import METHOD_KEYS, rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedsub_app import client_app
+from fedsub_app import node
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
@@ -127,7 +127,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     """Scenes by method, made once; clients keep their state in a folder of the test's."""
     folder = tmp_path_factory.mktemp("states")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_app, "_state_folder", lambda header, context: folder / header["digest"])
+        patch.setattr(node, "state_folder", lambda header, config: folder / header["digest"])
         yield lru_cache(scene_of)
 
 
