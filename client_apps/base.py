@@ -1,7 +1,7 @@
 """Client side of every method: one client, one task. What is not overridden is FedAvg.
 
 A method overrides :meth:`Client.train` and, where a client has a model of its own, :meth:`Client.personal`. The tools
-for both are :class:`~fedsub_app.training.worker.Worker`'s: ``load``, ``fit``, ``epochs``, ``outputs``, ``state``.
+for both are :class:`~fedsub_app.training.client.ClientTools`': ``load``, ``fit``, ``epochs``, ``outputs``, ``state``.
 """
 
 import time
@@ -10,13 +10,13 @@ from typing import Self
 
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
+from fedsub_app.training.client import ClientTools
 from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.stacked import fit_together
-from fedsub_app.training.worker import Worker
 
 
-class Client(Worker):
+class Client(ClientTools):
     """FedAvg, and the base of all methods' clients.
 
     Attributes

@@ -1,7 +1,7 @@
 """Local training and evaluation on samples that are already in memory."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -9,49 +9,19 @@ from torch import Tensor, nn
 from fedsub_app.common.seeds import generator as seeded
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.data import Samples
-from fedsub_app.models import Network, Output
+from fedsub_app.models import Output
 from fedsub_app.problem import Task
-from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 from fedsub_app.training.objectives import Forward, Objective
 from fedsub_app.training.optimizer import Optimizer
-from fedsub_app.training.workplace import Workplace
+
+if TYPE_CHECKING:
+    from fedsub_app.training.client import ClientTools
 
 Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
 Correct = Callable[[Tensors], None]
 EVALUATION_BATCH = 512  # samples, at most
 CPU = torch.device("cpu")
-
-
-class Trainee(Protocol):
-    """What :class:`Training` needs of a client."""
-
-    id: int
-    place: Workplace
-    settings: Settings
-    network: Network
-    round: int
-    state: Tensors
-    metrics: dict[str, float]
-    flops: float
-    published_flops: float
-
-    @property
-    def x(self) -> Tensor:
-        """Training samples."""
-
-    @property
-    def y(self) -> Tensor:
-        """Training labels."""
-
-    def loss(self, output: Output, y: Tensor) -> Tensor:
-        """Return the task's loss of a mini-batch."""
-
-    def objective(self) -> Objective:
-        """Return the objective of the settings, around the model that was loaded last."""
-
-    def augmentation(self) -> torch.Generator | None:
-        """Return the generator of the next run's augmentation, ``None`` without any."""
 
 
 class Training:
@@ -80,7 +50,7 @@ class Training:
 
     def __init__(
         self,
-        client: Trainee,
+        client: "ClientTools",
         names: Iterable[str] | None = None,
         *,
         lr: float | None = None,

@@ -15,8 +15,8 @@ from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models import Network
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
+from fedsub_app.training.client import ClientTools
 from fedsub_app.training.optimizer import Optimizer
-from fedsub_app.training.worker import Worker
 
 MOST = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
 
@@ -34,8 +34,8 @@ def unstackable(settings: Settings, network: Network) -> str:
     return ""
 
 
-def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Tensors]:
-    """Train what was sent to clients of equally many samples as :meth:`Worker.fit` does; returns their tensors.
+def fit_together(clients: Sequence[ClientTools], sent: Sequence[Tensors]) -> list[Tensors]:
+    """Train what was sent to clients of equally many samples as :meth:`ClientTools.fit` does; returns their tensors.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ OWN = "own/"  # prefix of the client's own model in its state
 Split = Literal["train", "validation", "test"]
 
 
-class Worker:
-    """One client during one task.
+class ClientTools:
+    """One client during one task: the base of every method's client.
 
     Attributes
     ----------
