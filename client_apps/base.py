@@ -1,7 +1,7 @@
 """Client side of every method: one client, one task. What is not overridden is FedAvg.
 
 A method overrides :meth:`Client.train` and, where a client has a model of its own, :meth:`Client.personal`. The tools
-for both are :class:`~fedsub_app.training.worker.Worker`'s: ``load``, ``fit``, ``epochs``, ``outputs``, ``state``.
+for both are :class:`~fedsub_app.training.client.ClientTools`': ``load``, ``fit``, ``epochs``, ``outputs``, ``state``.
 """
 
 import time
@@ -10,13 +10,13 @@ from typing import Self
 
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
+from fedsub_app.training.client import ClientTools
 from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.stacked import fit_together
-from fedsub_app.training.worker import Worker
 
 
-class Client(Worker):
+class Client(ClientTools):
     """FedAvg, and the base of all methods' clients.
 
     Attributes
@@ -80,21 +80,22 @@ class Client(Worker):
         return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
-        """Return the accuracies named in ``wanted`` on the client's own test and, if any, validation samples.
+        """Return the scores named in ``wanted`` on the client's own test and, if any, validation samples.
 
         ``flops`` are those of what a method does for its personal model alone, such as fine-tuning.
         """
         splits = {"": self.samples("test"), "validation-": self.samples("validation")}
         personal = {name: tensor for name, tensor in sent.items() if not name.startswith(GLOBAL)}
         both = personal | unprefixed(GLOBAL, sent)
-        metrics = {}
+        metrics, task = {}, self.place.problem.task
         for name in wanted:
             whole = {n: both[n] for n in self.place.network.tensors} if name != "personal" else {}
             self.load(whole or self.personal(personal, config))
             for split, (x, y) in splits.items():
                 if len(y):
-                    metrics[f"{name}-{split}accuracy"], loss = evaluate(self.network.module, x, y)
-                    metrics |= {} if split else {f"{name}-loss": loss}
+                    found = evaluate(task, self.network.module, x, y)
+                    metrics[f"{name}-{split}{task.score}"] = found[task.score]
+                    metrics |= {} if split else {f"{name}-loss": found["loss"]}
         if self.flops:
             metrics["flops"] = self.flops
         return Update(self.id, {}, metrics, len(splits[""][1]))

@@ -8,7 +8,6 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import Output
 from fedsub_app.subnets.collaboration import feature_statistics
-from fedsub_app.training.local import cross_entropy
 from strategies.fedpac import CENTROIDS, COUNTS, KNOWN, MEANS, FedPACSettings, H, V
 
 
@@ -26,15 +25,15 @@ class FedPACClient(Client):
         centroids = torch.where(known, sent[CENTROIDS].to(before.device), before)
 
         def aligned(output: Output, y: Tensor) -> Tensor:
-            return cross_entropy(output, y) + self.options.lambda_ * F.mse_loss(output.features, centroids[y])
+            return self.loss(output, y) + self.options.lambda_ * F.mse_loss(output.features, centroids[y])
 
         head = self.network.head
         body = [name for name in self.network.tensors if name not in head]
         self.fit(head, lr=self.options.head_lr, epochs=self.options.head_epochs, purpose="head batches")
-        self.fit(body, loss=aligned if bool(known.any()) else cross_entropy)
+        self.fit(body, loss=aligned if bool(known.any()) else None)
         means, counts, _, _ = self.statistics()
         return self.trained() | {MEANS: means, COUNTS: counts, H: h, V: torch.tensor([variance])}
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor, float]:
         """Return :func:`feature_statistics` of the client's training data under the network in evaluation mode."""
-        return feature_statistics(self.outputs().features, self.y, self.place.dataset.num_classes)
+        return feature_statistics(self.outputs().features, self.y, self.place.problem.data.num_classes)

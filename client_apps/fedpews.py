@@ -11,7 +11,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
 from fedsub_app.training.costs import subnet_flops
-from fedsub_app.training.local import Training, cross_entropy
+from fedsub_app.training.local import Training
 from strategies.fedpews import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU
@@ -38,7 +38,7 @@ class FedPeWSClient(Client):
             self.state["scores"] = learning.scores
             mask = learning.draw().cpu().bool()  # line 18
             told = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": learning.theta.cpu()})
-        flops = subnet_flops(self.network.module, self.place.in_shape, 1, self.network.units, self.units(mask))
+        flops = subnet_flops(self.place.problem, self.network.module, self.network.units, self.units(mask))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
         self.metrics["mask-density"] = float(mask.float().mean())
         return gather(self.trained(), self.positions(mask)) | told
@@ -121,7 +121,7 @@ class MaskLearning:
         trial = self.draw().requires_grad_()  # Procedure I: the weights are frozen
         outputs = self.options.mask_gradient == "activations"
         output = gated(training.network, trial, x, narrow=self.narrow and not outputs, outputs=outputs)
-        (gradient,) = torch.autograd.grad(cross_entropy(output, y), [trial])
+        (gradient,) = torch.autograd.grad(training.loss(output, y), [trial])
         training.spend(len(y), self.gated_tensors)  # no gradient of a weight is computed
         gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
         self.scores = self.scores - self.options.mask_lr * gradient

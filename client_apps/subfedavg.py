@@ -18,8 +18,8 @@ from fedsub_app.subnets.pruning import (
     prune_weights,
 )
 from fedsub_app.subnets.slices import take
+from fedsub_app.training.client import OWN
 from fedsub_app.training.local import Training
-from fedsub_app.training.worker import OWN
 from strategies.subfedavg import MASK, SubFedAvgSettings
 
 
@@ -126,7 +126,7 @@ class SubFedAvgClient(Client):
         if not all(kept.any() for kept in self.plan.positions(masks).values()):
             return False
         self.load(self.plan.cut(model, masks))
-        return self.accuracy(self.options.gate_data) > self.options.accuracy
+        return self.score(self.options.gate_data) > self.options.accuracy
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's model as its last training left it, pruned; at first the initial one."""

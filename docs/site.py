@@ -25,8 +25,9 @@ COPIED = {
     "docs/notebook.ipynb": "notebook.md",
 }
 API = {
+    "What is learned": ["fedsub_app.problem"],
     "Methods on the server": ["strategies.base", "strategies.defences"],
-    "Methods on the client": ["client_apps.base", "fedsub_app.training.worker", "fedsub_app.training.local"],
+    "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
     "Masks, means, schedules": [
         *("fedsub_app.subnets.averaging", "fedsub_app.subnets.robust", "fedsub_app.subnets.privacy"),
         *("fedsub_app.subnets.masks", "fedsub_app.subnets.selection", "fedsub_app.subnets.pruning"),

@@ -1,74 +1,49 @@
-"""The ClientApp, the same for all methods: one message → the clients hosted on this node → one reply."""
+"""The ClientApp, the same for all methods: Flower's door to a node (node.py)."""
 
-import json
-import os
-import re
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedsub_app.common.code import code_digest, text_digest
-from fedsub_app.common.errors import UserError, printable
-from fedsub_app.common.failures import MachineFailed, machine_failure
-from fedsub_app.common.files import write_atomic
+from fedsub_app import node
 from fedsub_app.common.machine import keep_freed_memory
-from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
-from fedsub_app.data import private_name
-from fedsub_app.federation.protocol import MEASURE, Update
-from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, unpack, update_part
-from fedsub_app.methods import METHODS
-from fedsub_app.settings import Settings
-from fedsub_app.training.client_state import ClientState, StateGone
-from fedsub_app.training.stacked import MOST
-from fedsub_app.training.workplace import Workplace, workplace
+from fedsub_app.federation.wire import pack, unpack
 
-app = ClientApp()
+
+class BundledApp(ClientApp):
+    """A ClientApp that Ray's workers import from the bundle that it was loaded from.
+
+    Ray puts the working directory of the process that starts its workers before all that is on their path. That is
+    where the SuperLink was started once, maybe in another checkout, whose code would run.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], ClientApp], tuple[()]]:
+        """Send, in the place of an object of this module, a function that sets the worker's path and imports it."""
+        root = str(Path(__file__).resolve().parents[1])
+
+        # Nested, so that Ray's pickler sends the function itself: by its name, the worker would import this module.
+        def load() -> Any:
+            if sys.path[0] != root:
+                sys.path.insert(0, root)
+            return import_module("fedsub_app.client_app").app
+
+        return load, ()
+
+
+app = BundledApp()
 keep_freed_memory()
-_texts: dict[Path, str] = {}  # settings, as JSON, by the file that they are kept in
-
-if Path(sys.argv[0]).stem == "flwr-simulation":
-    # Ray's workers import from the working directory of the process that starts them, which is where the SuperLink was
-    # started once, maybe in another checkout; the code of this run is the bundle that this module came from.
-    os.chdir(Path(__file__).resolve().parents[1])
-
-
-def simulated() -> bool:
-    """Say whether this process serves simulated nodes (Ray, in-process grid), which share one disk."""
-    return Path(sys.argv[0]).stem != "flwr-clientapp"
-
-
-def sees_gpu() -> bool:
-    """Say whether this process may use a GPU: Ray hides those that a node was given no share of."""
-    return torch.cuda.is_available()
 
 
 @app.query()
 def roll_call(message: Message, context: Context) -> Message:
     """Answer which partition this node is, and keep the settings of the run that asks."""
     header, _ = unpack(message.content)
-    node = context.node_config
-    answer: Json = {"simulated": simulated()}
-    if header["code"] != code_digest():
-        answer["error"] = _other_code(header["code"])
-    elif not isinstance(node.get("partition-id"), int) or not isinstance(node.get("num-partitions"), int):
-        answer["error"] = f"--node-config = {dict(node)}: needs partition-id=<int> num-partitions=<int>"
-    elif not 0 <= node["partition-id"] < node["num-partitions"]:  # type: ignore[operator]
-        answer["error"] = f"partition-id = {node['partition-id']}: must be 0 to num-partitions - 1"
-    else:
-        answer |= {key: node[key] for key in ("partition-id", "num-partitions")}
-        answer["gpu"] = sees_gpu()
-        if "settings" in header:
-            _keep_settings(header, _state_folder(header, context))
-    return Message(pack(answer, []), reply_to=message)
+    return Message(pack(node.roll_call(header, context.node_config), []), reply_to=message)
 
 
 @app.train()
@@ -92,183 +67,11 @@ def measure(message: Message, context: Context) -> Message:
 def prepare(message: Message, context: Context) -> None:
     """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
     header, _ = unpack(message.content)
-    if place := _place(header, context):
+    if place := node.place_of(header, context.node_config):
         place.training_flops(place.network)
-
-
-def _place(header: Json, context: Context) -> Workplace | None:
-    """Return the workplace of a message; ``None`` where its settings are not known here."""
-    if header["code"] != code_digest():
-        raise UserError(_other_code(header["code"]))
-    folder = _state_folder(header, context)
-    if "settings" in header:
-        _keep_settings(header, folder)
-    text = _kept_settings(folder, header["digest"])
-    own = {key: str(context.node_config.get(key, "")) for key in ("data-dir", "private-data")}
-    if not text:
-        return None
-    if json.loads(text).get("private-examples", 0) or own["private-data"]:
-        return _private_place(text, own["private-data"], header)
-    return workplace(_settings(text, own["data-dir"]))
-
-
-def _private_place(text: str, path: str, header: Json) -> Workplace:
-    """Return the workplace of a node's own data, which must be like the server's."""
-    settings = _settings(text, "")
-    if not path:
-        said = f"private-examples = {settings.private_examples}"
-        raise UserError(f"--node-config: {said} needs private-data=<path of an .npz file or image folder>")
-    if not settings.private_examples:
-        raise UserError(f"private-data = {path!r}: not used in a run with private-examples = 0")
-    shape, classes = tuple(header["shape"]), header["classes"]
-    square = len(shape) == 3 and shape[1] == shape[2]
-    place = workplace(_private_settings(text, path, shape[1] if square else 0))
-    for what, have, wanted in (("classes", place.dataset.num_classes, classes), ("samples", place.in_shape, shape)):
-        if have != wanted:
-            raise UserError(f"private-data = {path!r}: {what} {have}, the server's data set has {wanted}")
-    return place
 
 
 def _answer(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
     header, parts = unpack(message.content)
-    stamp = {key: header[key] for key in STAMP}
-    try:
-        content = _content(header, parts, stamp, context)
-    except UserError as error:
-        content = pack(stamp | {"error": str(error)}, [])
-    except Exception as error:
-        said = machine_failure(error) if simulated() else ""
-        if not said:
-            raise
-        content = pack(stamp | {"error": printable(said), "fatal": True}, [])
-    return Message(content, reply_to=message)
-
-
-def _content(header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, context: Context) -> RecordDict:
-    """Run a message's clients; returns what the reply holds."""
-    place = _place(header, context)
-    if place is None:
-        return pack(UNKNOWN_SETTINGS | stamp, [])
-    if place.settings.stack_clients and header["phase"] == MessageType.TRAIN:
-        updates = _run_together(place, header, parts)
-    else:
-        folder = _state_folder(header, context)
-        updates = [_run(place, folder, header, config, tensors) for config, tensors in parts]
-    return pack(stamp, [update_part(update) for update in updates])
-
-
-def _keep_settings(header: Json, folder: Path) -> None:
-    """Keep a run's settings beside its clients' state; later messages, maybe to other processes, have their digest."""
-    text = header["settings"]
-    if header["digest"] != text_digest(text):
-        raise UserError(f"digest = {header['digest']!r}: not that of the settings")
-    path = _settings_file(folder, header["digest"])
-    if path not in _texts:
-        _texts[path] = text
-        with suppress(OSError):  # a process that finds no file asks for them
-            write_atomic(path, text.encode())
-
-
-def _kept_settings(folder: Path, digest: str) -> str:
-    """Return a run's settings, JSON; "" where this node has not got them, or not whole."""
-    path = _settings_file(folder, digest)
-    if path not in _texts:
-        with suppress(OSError, UnicodeDecodeError):
-            text = path.read_text()
-            if text_digest(text) == digest:
-                _texts[path] = text
-    return _texts.get(path, "")
-
-
-def _settings_file(folder: Path, digest: str) -> Path:
-    return folder / f".settings-{digest}.json"
-
-
-def _run(place: Workplace, folder: Path, header: Json, config: Json, sent: Tensors) -> Update:
-    """Run one client's task; where it fails, only this client's update says so."""
-    client, count = config["client"], place.settings.num_clients
-    try:
-        if type(client) is not int or not 0 <= client < count:
-            raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
-        store, merged = ClientState(folder, client), config.get("state", 0)
-        state = store.load(merged)
-        before = merged if state else 0
-        worker = METHODS[place.settings.method].client(place, client, header["round"], state)
-        if header["phase"] == MessageType.EVALUATE:
-            return replace(worker.run_evaluation(sent, config, header["evaluate"]), state=(before, before))
-        if merged and not state:
-            worker.lost_state()
-        if header["phase"] == MEASURE:
-            return replace(worker.run_measurement(sent, config), state=(before, before))
-        update = worker.run_training(sent, config)
-        if worker.state:
-            store.save(header["round"], worker.state, merged, header["checkpoints"])
-        return replace(update, state=(before, update.state[1] or before))
-    except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
-        return _failed(client, error)
-
-
-def _failed(client: int, error: BaseException) -> Update:
-    """Return the update of a client that has failed.
-
-    Raises
-    ------
-    MachineFailed
-        A simulated node's machine has failed, which is the run's and would be the next client's failure as well. A real
-        node is one of many machines: the others go on.
-    """
-    if simulated() and (said := machine_failure(error)):
-        raise MachineFailed(f"client {client}: {said}") from error
-    return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
-
-
-def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
-    """Train clients whose tensors and numbers of samples are alike together; they have no state (setting)."""
-    kind = METHODS[place.settings.method].client
-    groups: dict[object, list[int]] = {}
-    for number, (config, sent) in enumerate(parts):
-        shapes = tuple((name, tensor.shape) for name, tensor in sent.items())
-        groups.setdefault((len(place.partition.train[config["client"]]), shapes), []).append(number)
-    updates: dict[int, Update] = {}
-    for alike in groups.values():
-        for some in (alike[start : start + MOST] for start in range(0, len(alike), MOST)):
-            clients = [kind(place, parts[number][0]["client"], header["round"], {}) for number in some]
-            try:
-                found = kind.run_together(clients, [parts[number][1] for number in some])
-            except Exception as error:  # a failure of one operation is one of all these clients
-                found = [_failed(client.id, error) for client in clients]
-            updates |= dict(zip(some, found, strict=True))
-    return [updates[number] for number in range(len(parts))]
-
-
-@lru_cache(maxsize=4)
-def _private_settings(text: str, path: str, image_size: int) -> Settings:
-    """Settings from a message, with all samples of a data set of this node in the place of the run's."""
-    name = private_name(Path(path))
-    own: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
-    return resolve(json.loads(text) | own | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
-
-
-@lru_cache(maxsize=4)
-def _settings(text: str, data_dir: str) -> Settings:
-    """Settings from a message; a node's own ``data-dir`` (node config) wins."""
-    return resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
-
-
-def _state_folder(header: Json, context: Context) -> Path:
-    """Where client state lies: in the run directory on one machine, else in a folder of the node's own."""
-    own, run = str(context.node_config.get("state-dir", "")), str(header["run"])
-    if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
-        raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
-    if simulated() and not own:
-        return Path(header["state-dir"])
-    root = own or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub"
-    return Path(root) / run
-
-
-def _other_code(theirs: str) -> str:
-    return (
-        f"this node runs other code (digest {code_digest()}) than the server ({theirs}): "
-        "stop the SuperLink or SuperNode that was started from another checkout"
-    )
+    return Message(node.answer(header, parts, context.node_config), reply_to=message)

@@ -26,12 +26,15 @@ from torch import Tensor, nn
 from fedsub_app import config
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.data import Dataset, Samples
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
 from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model
+from fedsub_app.problem import Classification, Problem
 from fedsub_app.subnets.norms import NormGuard
 from strategies.base import SubnetStrategy
 from strategies.merging import Merging, Valid
@@ -56,6 +59,13 @@ _processes.set_forkserver_preload(
         "torch._dynamo",  # which the first optimizer imports
     ]
 )
+
+
+def problem_of(in_shape: tuple[int, ...], classes: int = 10) -> Problem:
+    """A problem of one's own: one sample of this shape, and a network of one hidden layer."""
+    x, y = Samples(torch.zeros(1, *in_shape)), torch.zeros(1, dtype=torch.int64)
+    data = Dataset("own", x, y, y, x, y, y, classes, ("own",), ())
+    return Problem(data, lambda seed: build_model("feature-mlp", in_shape, classes, seed), Classification())
 
 
 # Keys under which a run of three rounds goes through all phases of a method.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,15 +170,15 @@ def test_the_papers_count_of_a_round(method: str, doubled: int, run_local: Run) 
     line = read_rounds(folder)[1]
     assert line["published-flops"] == s * steps * batch * macs * doubled
     net = build_model("feature-mlp", (1, 8, 8), 10, 0, h)
-    assert forward_flops(net, (1, 8, 8), 1) == 2 * macs
-    step = training_flops(net, (1, 8, 8), 1) + (4 * macs if method == "moon" else 0)
+    assert forward_flops(problem_of((1, 8, 8)), net) == 2 * macs
+    step = training_flops(problem_of((1, 8, 8)), net) + (4 * macs if method == "moon" else 0)
     assert line["flops"] == s * steps * batch * step
 
 
 def test_the_papers_round_of_fedavg_on_birds() -> None:
     """26.18 GFLOPs a round of ten clients and 25 steps of 32 features: what Table 1's 904 GFLOPs are 34.5 rounds of."""
     net = build_model("feature-mlp", (3072,), 200, 0)
-    assert 10 * 25 * 32 * forward_flops(net, (3072,), 1) / 2 / 1e9 == pytest.approx(26.18, abs=0.01)
+    assert 10 * 25 * 32 * forward_flops(problem_of((3072,)), net) / 2 / 1e9 == pytest.approx(26.18, abs=0.01)
 
 
 TABLE = """# A small table

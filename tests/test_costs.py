@@ -2,40 +2,42 @@
 
 import pytest
 import torch
+from helpers import problem_of
 
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, mlp, model_names, tensors_of, unit_groups
 from fedsub_app.training.costs import forward_flops, subnet_flops, training_flops
 
+IMAGES = problem_of((3, 32, 32))
 SHAPES = {"fedpews-mlp": (5,), "feature-mlp": (20,), "mnist-cnn": (1, 28, 28)}
 
 
 def test_mlp_by_hand():
     model = mlp(2, 4, [3])
-    assert forward_flops(model, (2,), 5) == 2 * 5 * (2 * 3 + 3 * 4)
+    problem = problem_of((2,))
+    assert forward_flops(problem, model) == 2 * (2 * 3 + 3 * 4)
     # backward: weight gradients of both layers, input gradient of the second only
-    assert training_flops(model, (2,), 5) == 2 * 5 * (2 * (2 * 3) + 3 * (3 * 4))
-    assert training_flops(model, (2,), 1) * 5 == training_flops(model, (2,), 5)
+    assert training_flops(problem, model) == 2 * (2 * (2 * 3) + 3 * (3 * 4))
 
 
 def test_lenet_is_the_sub_fedavg_notes():
     model = build_model("lenet5", (3, 32, 32), 10, seed=0)
-    assert forward_flops(model, (3, 32, 32), 1) == 2 * (592_800 + 400 * 120 + 120 * 84 + 84 * 10)
+    assert forward_flops(IMAGES, model) == 2 * (592_800 + 400 * 120 + 120 * 84 + 84 * 10)
     # Table 2's 2.4 x: 3 of 6 and 8 of 16 channels kept
     groups = unit_groups(model)
     kept = {"conv1": torch.arange(6) < 3, "conv2": torch.arange(16) < 8}
-    pruned = subnet_flops(model, (3, 32, 32), 1, groups, kept, training=False)
+    pruned = subnet_flops(IMAGES, model, groups, kept, training=False)
     assert pruned == 2 * (236_400 + 200 * 120 + 120 * 84 + 84 * 10)
 
 
 def test_fedpart_forward_is_the_notes():
-    assert forward_flops(build_model("fedpart-cnn", (3, 32, 32), 10, seed=0), (3, 32, 32), 1) == 2 * 743_720
+    assert forward_flops(IMAGES, build_model("fedpart-cnn", (3, 32, 32), 10, seed=0)) == 2 * 743_720
 
 
 def test_ist_one_mac_is_two_flops():
     """The authors' 32 * (3072 h + h C) multiply-adds of one local step, for Birds."""
     model = build_model("feature-mlp", (3072,), 200, seed=0)
-    assert forward_flops(model, (3072,), 32) == 2 * 32 * (3072 * 1000 + 1000 * 200)
+    assert 32 * forward_flops(problem_of((3072,)), model) == 2 * 32 * (3072 * 1000 + 1000 * 200)
 
 
 @pytest.mark.parametrize("name", sorted(set(model_names()) - {"resnet18-imagenet"}))  # that one is resnet18, downloaded
@@ -44,23 +46,25 @@ def test_subnet_with_all_units_is_the_network(name):
     model = build_model(name, in_shape, 10, seed=0)
     groups = unit_groups(model)
     on = {g.name: torch.ones(g.size, dtype=torch.bool) for g in groups}
-    assert subnet_flops(model, in_shape, 3, groups, on) == training_flops(model, in_shape, 3)
-    assert subnet_flops(model, in_shape, 3, groups, {}, training=False) == forward_flops(model, in_shape, 3)
+    problem = problem_of(in_shape)
+    assert subnet_flops(problem, model, groups, on) == training_flops(problem, model)
+    assert subnet_flops(problem, model, groups, {}, training=False) == forward_flops(problem, model)
 
 
 def test_subnet_is_the_physically_smaller_network():
     model = mlp(6, 4, [8, 10])
     masks = {"fc1": torch.arange(8) < 3, "fc2": torch.arange(10) < 7}
     small = mlp(6, 4, [3, 7])
-    assert subnet_flops(model, (6,), 2, unit_groups(model), masks) == training_flops(small, (6,), 2)
+    problem = problem_of((6,))
+    assert subnet_flops(problem, model, unit_groups(model), masks) == training_flops(problem, small)
     nothing = {"fc1": torch.zeros(8).bool(), "fc2": torch.zeros(10).bool()}
-    assert subnet_flops(model, (6,), 2, unit_groups(model), nothing) == 0
+    assert subnet_flops(problem, model, unit_groups(model), nothing) == 0
 
 
 def test_counting_leaves_the_model_as_it_is():
     model = build_model("lenet5-bn", (3, 32, 32), 10, seed=0).eval()
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    training_flops(model, (3, 32, 32), 4)
+    training_flops(IMAGES, model)
     assert not model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -515,9 +515,7 @@ def test_domains_of_images_like_office_home(data_dir: Path) -> None:
     assert found.train_x.shape == (20, 3, 8, 8)
     counts = torch.stack([torch.bincount(found.train_y[found.train_source == i], minlength=2) for i in (0, 1)])
     assert counts.tolist() == [[5, 5], [0, 10]]
-    partition = make_partition(
-        DataSettings(dataset="office", image_size=8), PartitionSettings(partition="source", num_clients=2)
-    )
+    partition = make_partition(found, PartitionSettings(partition="source", num_clients=2))
     assert [found.test_source[test].unique().tolist() for test in partition.test] == [[0], [1]]
     assert load("office", image_size=8, domains=("Real World",)).sources == ("Real World",)
     for wrong, message in (
@@ -551,9 +549,8 @@ def test_cifar10_c_is_a_domain_a_corruption_and_severity(data_dir: Path) -> None
     assert torch.bincount(found.train_y).tolist() == [10] * 10
     assert torch.bincount(found.test_y).tolist() == [2] * 10
     assert load("cifar10-c").sources == ("fog", "snow")
-    data = DataSettings(dataset="cifar10-c")
     settings = PartitionSettings(partition="source-classes", num_clients=2, classes_per_client=5)
-    partition = make_partition(data, settings)
+    partition = make_partition(load("cifar10-c"), settings)
     for client, (train, test) in enumerate(zip(partition.train, partition.test, strict=True)):
         assert found.train_source[train].unique().tolist() == [client]
         assert found.test_source[test].unique().tolist() == [client]
@@ -698,9 +695,7 @@ def check_whatever_it_holds(**settings: Any) -> None:
     said = ""
     try:
         data = load("own", **settings)
-        partition = make_partition(
-            DataSettings(dataset="own", **settings), PartitionSettings(num_clients=1, partition="iid")
-        )
+        partition = make_partition(data, PartitionSettings(num_clients=1, partition="iid"))
     except UserError as error:
         said = str(error)
     if said:

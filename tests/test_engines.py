@@ -57,6 +57,17 @@ def run_training(self, *arguments):
 
 Client.run_training = run_training
 """
+HALF_OF_THE_FLOPS = """
+trained_update = Client.trained_update
+
+
+def half(self, *arguments):
+    self.flops /= 2
+    return trained_update(self, *arguments)
+
+
+Client.trained_update = half
+"""
 
 
 def pairs(**more: str | Path) -> list[str]:
@@ -222,16 +233,42 @@ def test_every_method_is_the_same_on_ray_with_messages_of_any_size(
         assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@pytest.fixture
+def other_checkout(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies this checkout; in the copy client_apps/base.py has a text at its end."""
+
+    def copied(end: str) -> Path:
+        project = tmp_path / "project"
+        for name in ("fedsub_app", "strategies", "client_apps", "conf"):
+            shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+            shutil.copy(PROJECT / name, project / name)
+        with (project / "client_apps/base.py").open("a") as base:
+            base.write(end)
+        return project
+
+    return copied
+
+
+def test_each_run_has_the_code_of_its_checkout(
+    flower: dict[str, str], local: list[Json], other_checkout: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The SuperLink's folder is the first one's, and stays so; in the other one, clients report half of their FLOPs."""
+    for folder, project, share in (
+        (tmp_path / "here", PROJECT, 1),
+        (tmp_path / "there", other_checkout(HALF_OF_THE_FLOPS), 2),
+    ):
+        done = run_flower(flower, "--engine", "local-simulation", *pairs(run_dir=folder), project=project)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [share * line["flops"] for line in rounds(folder)[1:]] == [line["flops"] for line in local[1:]]
+
+
 @pytest.mark.slow
-def test_a_killed_worker_is_named_and_does_not_hang(flower: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_worker_is_named_and_does_not_hang(
+    flower: dict[str, str], other_checkout: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Client 1 takes its Ray worker down in round 2. The pool does not recover: the run stops, as min-replies says."""
-    project = tmp_path / "project"
-    for name in ("fedsub_app", "strategies", "client_apps", "conf"):
-        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
-        shutil.copy(PROJECT / name, project / name)
-    with (project / "client_apps/base.py").open("a") as base:
-        base.write(END_OF_A_WORKER)
+    project = other_checkout(END_OF_A_WORKER)
     folder = tmp_path / "run"
     keys = pairs(run_dir=folder, num_rounds=4, min_replies=3, max_abandoned=2, round_timeout=60.0)
     done = run_flower(flower, "--engine", "local-simulation", *keys, project=project)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from helpers import result, rounds
 
-import fedsub_app.client_app
 import fedsub_app.common.failures
+import fedsub_app.node
 from fedsub_app.cli import main as cli
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation import workers
@@ -162,7 +162,7 @@ def test_on_a_real_node_it_is_that_clients_loss(
     run_local: Run, spoil: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FEDSUB_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(fedsub_app.client_app, "simulated", lambda: False)
+    monkeypatch.setattr(fedsub_app.node, "simulated", lambda: False)
     spoil("fedavg", no_gpu_memory)
     summary, folder = run_local(method="fedavg", num_clients=3)
     assert summary["status"] == "completed"
@@ -172,10 +172,10 @@ def test_on_a_real_node_it_is_that_clients_loss(
 
 def test_a_real_node_cannot_end_the_run(run_local: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDSUB_STATE", str(tmp_path / "state"))
-    pack = fedsub_app.client_app.pack
-    monkeypatch.setattr(fedsub_app.client_app, "simulated", lambda: False)
+    pack = fedsub_app.node.pack
+    monkeypatch.setattr(fedsub_app.node, "simulated", lambda: False)
     monkeypatch.setattr(
-        fedsub_app.client_app,
+        fedsub_app.node,
         "pack",
         lambda header, parts: (
             pack(header | {"error": "out of memory, says it", "fatal": True}, [])

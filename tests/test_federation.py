@@ -14,8 +14,8 @@ from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Context, Error, Mes
 from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 from safetensors.torch import load_file
 
-import fedsub_app.client_app
 import fedsub_app.federation.roll
+import fedsub_app.node
 from fedsub_app.client_app import app
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError
@@ -578,7 +578,7 @@ def test_a_wrong_node_config(config: dict[str, Any], said: str) -> None:
 def test_a_node_of_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     fed = federation()
     grid = LocalGrid(app, {})
-    monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
+    monkeypatch.setattr(fedsub_app.node, "code_digest", lambda: "f00d")
     with pytest.raises(UserError, match=r"^node 2: this node runs other code \(digest f00d\) than the server \("):
         fed.meet(grid)
 
@@ -588,7 +588,7 @@ def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytes
     grid = LocalGrid(app, {}, 2)
     fed.meet(grid)
     phase = ask(fed, [0])
-    monkeypatch.setattr(fedsub_app.client_app, "code_digest", lambda: "f00d")
+    monkeypatch.setattr(fedsub_app.node, "code_digest", lambda: "f00d")
     assert list(fed.answers(phase, fed.exchange(grid, phase), nothing)) == []
     assert phase.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
 
@@ -814,7 +814,7 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
         header, _ = unpack(message.content)
         headers.append(header)
         if len(headers) in (2, 4):
-            fedsub_app.client_app._texts.clear()
+            fedsub_app.node._texts.clear()
             for file in tmp_path.rglob(".settings-*"):
                 file.unlink()
         return app(message=message, context=context)

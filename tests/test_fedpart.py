@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, forgetful, merge_round, read
+from helpers import SAME, away, forgetful, merge_round, problem_of, read
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -96,7 +96,8 @@ def reference(keys: dict[str, Value]) -> Tensors:
     """
     s = resolve(keys)
     options: Any = s.options
-    data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    data = load_dataset(s.data)
+    partition = make_partition(data, s.partitioning)
     model = build_model(s.model, (5,), 4, s.seed).double()
     layers = [list(names) for names in layer_groups(model)]
     x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
@@ -216,8 +217,8 @@ def test_only_the_trained_group_travels(run_local: Run) -> None:
 def test_flops_and_gradients_end_at_the_trained_group(run_local: Run) -> None:
     model = build_model("fedpart-cnn", (3, 32, 32), 10, 0)
     groups = layer_groups(model)
-    flops = [training_flops(model, (3, 32, 32), 1, names) for names in groups]
-    whole = training_flops(model, (3, 32, 32), 1)
+    flops = [training_flops(problem_of((3, 32, 32)), model, names) for names in groups]
+    whole = training_flops(problem_of((3, 32, 32)), model)
     assert whole > flops[0] > flops[1] > flops[-1]
     _, folder = run_with(run_local, num_rounds=4)
     rounds = read_rounds(folder)

@@ -74,7 +74,8 @@ def reference(settings_keys: dict[str, Value], fixed: list[torch.Tensor] | None 
     """Algorithm 1 as a loop over tensors, with the app's random numbers, in float64; returns the global model."""
     s = resolve(settings_keys)
     options = s.options
-    data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    data = load_dataset(s.data)
+    partition = make_partition(data, s.partitioning)
     model = build_model("fedpews-mlp", (5,), 4, s.seed).double()
     x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
     draws = [torch.randn(256, generator=generator(s.seed, 0, i, "first scores")).double() for i in range(2)]

@@ -130,7 +130,8 @@ def reference(keys: dict[str, Value]) -> list[tuple[list[Tensors], list[Tensors]
     """
     s = resolve(keys)
     o: Any = s.options
-    data, parts = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    data = load_dataset(s.data)
+    parts = make_partition(data, s.partitioning)
     net = build_model(s.model, tuple(data.train_x.shape[1:]), data.num_classes, s.seed).double()
     theta_i = {n: t.detach().clone() for n, t in tensors_of(net).items()}
     weights = [n for n, _ in net.named_parameters() if "weight" in n]

@@ -131,10 +131,8 @@ def test_a_run_goes_on_on_another_device_only_when_told_so(run_local: Run) -> No
 
 
 def test_a_simulated_node_that_sees_no_gpu_is_refused(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fedsub_app.client_app as client_app
-
     with pretended_gpu():
-        monkeypatch.setattr(client_app, "sees_gpu", lambda: False)
+        monkeypatch.setattr("fedsub_app.node.sees_gpu", lambda: False)
         with pytest.raises(UserError, match="it sees no GPU, the server uses one: its connection needs a share"):
             run_local("run", method="fedavg")
 

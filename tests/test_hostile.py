@@ -20,12 +20,11 @@ from helpers import METHOD_KEYS, rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedsub_app import client_app
+from fedsub_app import node
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.data import make_partition
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
@@ -100,9 +99,9 @@ def scene_of(method: str) -> Scene:
     keys = SMALL | keys | {"method": method, "num-clients": 7, "placement": "pinned", "evaluate": "global-local"}
     found = resolve(keys | {"train-per-class": 30, "partition": "iid"})
     place = workplace(found)
-    partition = make_partition(found.data, found.partitioning)
-    examples = [len(index) for index in partition.train]
-    facts = Facts(examples, place.training_flops(place.network), GlobalTest(found).quick_loss)
+    examples = [len(index) for index in place.partition.train]
+    global_test = GlobalTest(place.problem, place.device)
+    facts = Facts(examples, place.training_flops(place.network), global_test.quick_loss)
     strategy = METHODS[method].strategy(found, place.network.module)
     grid = LocalGrid(app, found.flat(), 2)
     header = {"run": "this", "state-dir": "nowhere"}
@@ -128,7 +127,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     """Scenes by method, made once; clients keep their state in a folder of the test's."""
     folder = tmp_path_factory.mktemp("states")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_app, "_state_folder", lambda header, context: folder / header["digest"])
+        patch.setattr(node, "state_folder", lambda header, config: folder / header["digest"])
         yield lru_cache(scene_of)
 
 

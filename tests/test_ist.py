@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round, rounds
+from helpers import SAME, away, merge_round, problem_of, rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -110,7 +110,7 @@ def test_bytes_and_flops_are_those_of_the_slices(model: str, run_local: Run) -> 
         sent = s * 4 * (numbers - classes) + layer  # a tensor that all are sent travels once
         assert sent < line["bytes-down"] < sent + 8000
         assert s * 4 * numbers < line["bytes-up"] < s * 4 * numbers + 8000
-        assert line["flops"] == s * 20 * training_flops(small, (1, 8, 8), 1) < other["flops"]
+        assert line["flops"] == s * 20 * training_flops(problem_of((1, 8, 8)), small) < other["flops"]
 
 
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])

@@ -24,6 +24,7 @@ from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model
+from fedsub_app.problem import Classification
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
 from fedsub_app.training.local import Training, evaluate, evaluation_batch, evaluation_batches
@@ -35,6 +36,7 @@ from strategies.ist import IST
 Run = Callable[..., tuple[Json, Path]]
 # Large enough that FedPeWS leaves units out of the computation, small enough for a second a run.
 CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 20, "test_per_class": 10, "batch_size": 64}
+TASK = Classification()
 
 
 def model_of(folder: Path) -> Tensors:
@@ -366,21 +368,22 @@ def test_tuning_is_without_the_objective(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [Objective, Objective]
 
 
-def test_accuracy_of_a_split_is_that_of_an_evaluation() -> None:
+def test_score_of_a_split_is_that_of_an_evaluation() -> None:
     _, client = made("fedavg", validation_fraction=0.3)
     worker = client(0, 1, {})
     worker.load(worker.initial())
     for split in ("train", "validation", "test"):
-        assert worker.accuracy(split) == evaluate(worker.network.module, *worker.samples(split))[0]  # type: ignore[arg-type]
+        x, y = worker.samples(split)  # type: ignore[arg-type]
+        assert worker.score(split) == evaluate(TASK, worker.network.module, x, y)["accuracy"]  # type: ignore[arg-type]
 
 
 def test_no_evaluation_batch_is_of_one_sample_of_many() -> None:
     """IST's network has the statistics of the batch in evaluation as well; one sample has none."""
     assert [evaluation_batch(count) for count in (1, 2, 512, 513, 7169, 512 * 511 + 1)] == [1, 512, 512, 511, 511, 510]
     network = build_model("feature-mlp", (8,), 3, 0)
-    accuracy, loss = evaluate(network, torch.randn(513, 8), torch.zeros(513, dtype=torch.int64))
-    assert 0 <= accuracy <= 100
-    assert loss > 0
+    found = evaluate(TASK, network, torch.randn(513, 8), torch.zeros(513, dtype=torch.int64))
+    assert 0 <= found["accuracy"] <= 100
+    assert found["loss"] > 0
 
 
 def test_the_order_of_samples_is_nothing_to_batch_statistics() -> None:
@@ -396,8 +399,7 @@ def test_the_order_of_samples_is_nothing_to_batch_statistics() -> None:
             optimizer.step()
     by_class = torch.cat([(data.train_y == label).nonzero().flatten() for label in range(10)])
     x, y = data.train_x[by_class], data.train_y[by_class]
-    accuracy, _ = evaluate(network, x, y)
-    assert accuracy > 97
+    assert evaluate(TASK, network, x, y)["accuracy"] > 97
     network.eval()
     lost = sum(int((network(x[part]).argmax(1) == y[part]).sum()) for part in torch.arange(len(y)).split(100))
     assert 100 * lost / len(y) < 70  # what is measured without

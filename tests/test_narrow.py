@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -214,8 +215,9 @@ def test_its_flops_are_those_that_are_reported_of_a_subnetwork(name):
     groups = unit_groups(model)
     units = every_other(groups)
     small = narrowed(model, groups, {group: int(mask.sum()) for group, mask in units.items()})
-    assert training_flops(small, INPUTS[name], 3) == subnet_flops(model, INPUTS[name], 3, groups, units)
-    assert forward_flops(small, INPUTS[name], 3) == subnet_flops(model, INPUTS[name], 3, groups, units, training=False)
+    problem = problem_of(INPUTS[name])
+    assert training_flops(problem, small) == subnet_flops(problem, model, groups, units)
+    assert forward_flops(problem, small) == subnet_flops(problem, model, groups, units, training=False)
 
 
 def test_networks_of_two_widths_live_side_by_side():

@@ -20,7 +20,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS, Method
-from fedsub_app.models import build_model, narrowed, tensors_of, unit_groups
+from fedsub_app.models import build_model, narrowed, unit_groups
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
 from fedsub_app.subnets.masks import expand
@@ -80,12 +80,12 @@ def test_a_whole_run_trains_and_sends_slices(model: str, run_local: Run) -> None
         bytes_ += sum(4 * tensor.numel() for tensor in take(strategy.current, strategy.units, units).values())
         widths = {name: int(mask.sum()) for name, mask in units.items()}
         small = narrowed(place.network.module, strategy.units, widths)
-        flops += training_flops(small, place.in_shape, 1) * len(place.partition.train[client])
+        flops += training_flops(place.problem, small) * len(place.partition.train[client])
     for line in lines:
         assert line["dropped"] == []
         assert line["formula-bytes-down"] == line["formula-bytes-up"] == bytes_
         assert line["flops"] == flops
-    start, end = tensors_of(build_model(model, place.in_shape, 10, 0)), load_file(folder / "model.safetensors")
+    start, end = place.initial(), load_file(folder / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in start.items()}
     covered = [expand(strategy.units, strategy.units_of(client), shapes) for client in range(3)]
     for name, tensor in start.items():
@@ -105,7 +105,7 @@ def test_a_slice_is_trained_as_the_network_that_it_is() -> None:
         sent = strategy.task(client).tensors
         worker = Client(place, client, 1, {})
         answer = worker.train(dict(sent), {})
-        small = build_model("feature-mlp", place.in_shape, 10, 0)
+        small = build_model("feature-mlp", place.problem.data.in_shape, 10, 0)
         small = narrowed(small, unit_groups(small), {"fc1": len(sent["fc1.bias"])}).double()
         with torch.no_grad():
             for name, parameter in small.named_parameters():

@@ -128,7 +128,7 @@ def test_a_clients_own_model_is_the_one_that_was_measured(method: str, run_local
     assert len(measured) == 3
     for client in measured:
         own = client_of(folder, int(client))
-        assert own.accuracy("test") == pytest.approx(measured[client]["personal-accuracy"], abs=1e-4)
+        assert own.score("test") == pytest.approx(measured[client]["personal-accuracy"], abs=1e-4)
 
 
 def test_clients_that_are_not_there(run_local: Run) -> None:

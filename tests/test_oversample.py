@@ -10,7 +10,7 @@ import pytest
 from flwr.app import Message, MessageType
 from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 
-from fedsub_app import client_app
+from fedsub_app import node
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -198,7 +198,7 @@ class Paced(LocalGrid):
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nodes say that they are machines of their own."""
-    monkeypatch.setattr(client_app, "simulated", lambda: False)
+    monkeypatch.setattr(node, "simulated", lambda: False)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedpews"])

@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {"partition": "iid", "num_clients": 10, "classes_per_clie
 
 
 def make(data: DataSettings = DIGITS, **changes: Any) -> Partition:
-    return make_partition(data, PartitionSettings(**BASE | changes))
+    return make_partition(load_dataset(data), PartitionSettings(**BASE | changes))
 
 
 def labels_of(partition: Partition, data: DataSettings = DIGITS) -> list[set[int]]:
@@ -62,7 +62,7 @@ def test_covering_partitions_hold_every_sample_once(
         assert held_out == (max(1, int(own * 0.2)) if client_test == "holdout" else 0)
         assert len(made.validation[i]) == int((own - held_out) * validation)
         assert len(made.train[i]) >= 1
-    make_partition.__globals__["_make"].cache_clear()
+    make_partition.cache_clear()
     again = make(**changes)
     assert again is not made
     for name in ("train", "validation", "test"):
@@ -150,7 +150,7 @@ def test_classes_may_repeat_as_published() -> None:
     twice = sum(any(len(set(labels)) < 2 for labels in lists) for lists in hands)
     assert 60 < twice < 105  # the probability is 0.41, by the note
     seed = next(seed for seed, lists in enumerate(hands) if any(len(set(labels)) < 2 for labels in lists))
-    made = make_partition(DIGITS, dealt.model_copy(update={"seed": seed}))
+    made = make_partition(load_dataset(DIGITS), dealt.model_copy(update={"seed": seed}))
     assert everything(made) == list(range(SAMPLES))  # two shards of one class, not one of them twice
     assert sorted(map(len, labels_of(made)))[0] == 1
 

@@ -57,7 +57,8 @@ class Reference:
 
     def __init__(self, settings: Settings) -> None:
         self.s = settings
-        self.data, self.parts = load_dataset(settings.data), make_partition(settings.data, settings.partitioning)
+        self.data = load_dataset(settings.data)
+        self.parts = make_partition(self.data, settings.partitioning)
         self.net = build_model(settings.model, (1, 8, 8), 10, settings.seed).double()
         self.start = {n: t.detach().clone() for n, t in tensors_of(self.net).items()}
         self.clients = range(settings.num_clients)

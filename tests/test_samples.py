@@ -143,6 +143,6 @@ def test_server_and_clients_of_a_process_share_what_is_on_the_device(data_dir: P
     with pretended_gpu():
         place = workplace(settings)
         assert place.test_x.stored.is_cuda
-        assert GlobalTest(settings).x is place.test_x
-        assert torch.equal(place.train_x[:4].cpu(), place.dataset.train_x[:4])
+        assert GlobalTest(place.problem, place.device).x is place.test_x
+        assert torch.equal(place.train_x[:4].cpu(), place.problem.data.train_x[:4])
     workplace.cache_clear()

@@ -111,7 +111,8 @@ def test_three_numbers_by_hand() -> None:
 
 def reference(s: Any, rounds: Sequence[Sequence[int]]) -> tuple[Tensors, Tensors, list[Tensors]]:
     """Algorithm 1 with option II, clients one after the other, float64; ``rounds``: S of each. Returns x, c, c_i."""
-    data, partition = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    data = load_dataset(s.data)
+    partition = make_partition(data, s.partitioning)
     model = build_model(s.model, (5,), 4, s.seed).double()
     weights = dict(model.named_parameters())
     x = {n: p.detach().clone() for n, p in weights.items()}

@@ -121,7 +121,7 @@ def test_fednova_against_a_slow_reference(objective: str, run_local: Run) -> Non
     }  # fmt: skip
     _, folder = run_local(**keys)
     place = workplace(resolve({key.replace("_", "-"): value for key, value in keys.items()}))
-    start = tensors_of(build_model("feature-mlp", place.in_shape, 10, 0))
+    start = tensors_of(build_model("feature-mlp", place.problem.data.in_shape, 10, 0))
     w = {name: tensor.detach().clone() for name, tensor in start.items()}
     unequal = set()
     for number in (1, 2):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import SAME, away, fedsub, merge_round, result
+from helpers import SAME, away, fedsub, merge_round, problem_of, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -278,7 +278,8 @@ def algorithm_1(keys: dict[str, Value]) -> Written:
     """
     s = resolve(keys)
     o: Any = s.options
-    data, parts = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    data = load_dataset(s.data)
+    parts = make_partition(data, s.partitioning)
     net = build_model(s.model, IN_SHAPE, 10, s.seed).double()
     theta_g = {n: t.detach().clone() for n, t in tensors_of(net).items()}
     clients = range(s.num_clients)
@@ -355,7 +356,8 @@ def algorithm_2(keys: dict[str, Value]) -> Written:
     """
     s = resolve(keys)
     o: Any = s.options
-    data, parts = load_dataset(s.data), make_partition(s.data, s.partitioning)
+    data = load_dataset(s.data)
+    parts = make_partition(data, s.partitioning)
     net = build_model(s.model, IN_SHAPE, 10, s.seed).double()
     theta_g = {n: t.detach().clone() for n, t in tensors_of(net).items()}
     statistics = [n for n in theta_g if "running" in n]
@@ -577,9 +579,9 @@ def test_a_client_whose_channels_are_gone_trains_and_sends_a_smaller_network() -
         n: tuple(t.shape) for n, t in tensors_of(small).items()
     }
     batches = 2 * len(worker.y)
-    per_sample = training_flops(small, IN_SHAPE, 1)
+    per_sample = training_flops(problem_of(IN_SHAPE), small)
     assert update.metrics["flops"] == batches * per_sample
-    assert per_sample < 0.5 * training_flops(whole, IN_SHAPE, 1)
+    assert per_sample < 0.5 * training_flops(problem_of(IN_SHAPE), whole)
     assert {n: len(t.flatten()) for n, t in update.tensors.items() if n in expected} == expected
 
 
@@ -803,13 +805,13 @@ def test_the_gate_looks_at_the_samples_of_its_setting(
 ) -> None:
     """The authors' gate is on test data, and every line says so."""
     seen = []
-    accuracy = SubFedAvgClient.accuracy
+    score = SubFedAvgClient.score
 
     def watch(self: SubFedAvgClient, split: Any) -> float:
         seen.append(split)
-        return accuracy(self, split)
+        return score(self, split)
 
-    monkeypatch.setattr(SubFedAvgClient, "accuracy", watch)
+    monkeypatch.setattr(SubFedAvgClient, "score", watch)
     _, folder = run_with(run_local, num_rounds=1, subfedavg__gate_data=data)
     assert set(seen) == {data}
     assert read_rounds(folder)[-1].get("gate") == ("on test data" if data == "test" else None)
@@ -1082,7 +1084,7 @@ def test_the_papers_flops() -> None:
     """2.4 x: LeNet-5 with 3 and 8 channels, convolutions and linear layers; not convolutions alone (2.51)."""
     model = build_model("lenet5-bn", (3, 32, 32), 10, 0)
     small = narrowed(model, prunable(model, "hybrid").groups, {"conv1": 3, "conv2": 8})
-    flops = [forward_flops(network, (3, 32, 32), 1) for network in (model, small)]
+    flops = [forward_flops(problem_of((3, 32, 32)), network) for network in (model, small)]
     assert flops == [2 * 651_720, 2 * 271_320]
     assert round(flops[0] / flops[1], 1) == 2.4
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import METHOD_KEYS, PATIENCE, fedsub, result, rounds
 
-import fedsub_app.client_app
+import fedsub_app.node
 from fedsub_app.federation import workers
 from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
@@ -142,7 +142,7 @@ def test_an_exception_in_a_worker_is_one_line(run_local, grids, monkeypatch):
     def broken(*_: Any) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(fedsub_app.client_app, "update_part", broken)
+    monkeypatch.setattr(fedsub_app.node, "update_part", broken)
     with pytest.raises(Exception, match="node failed: RuntimeError: no memory left"):
         run_local(grid=grids(2), num_clients=4)
 

@@ -15,9 +15,10 @@ from fedsub_app.analysis.overlap import draw_overlap
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
-from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.data import make_partition
 from fedsub_app.models import load_tensors
 from fedsub_app.models.units import UnitGroup
+from fedsub_app.problem import Problem
 from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
@@ -129,13 +130,14 @@ def _activations(
 ) -> list[Path]:
     """``warm_up``: number of the last warm-up round, 0 without one."""
     settings, model, groups = strategy.settings, strategy.model.eval(), strategy.units
-    dataset, partition = load_dataset(settings.data), make_partition(settings.data, settings.partitioning)
+    data = Problem.of(settings).data
+    partition = make_partition(data, settings.partitioning)
     clients = range(min(settings.num_clients, 4))
     batches = []
     for client in clients:
         index = partition.train[client]
         order = torch.randperm(len(index), generator=generator(settings.seed, 0, client, "activations"))
-        batches.append(dataset.train_x[index[order[:samples]]])
+        batches.append(data.train_x[index[order[:samples]]])
     rounds, history = [], []  # history[checkpoint][client]: group name -> [size]
     for path in paths:
         checkpoint = read_checkpoint(path)

@@ -14,7 +14,7 @@ from fedsub_app.training.workplace import workplace
 def client_of(folder: Path, client: int) -> Client:
     """Return a client of a run as of the last checkpoint, its own model loaded: what ``personal`` accuracy is of.
 
-    ``network.module`` is the network, ``samples("test")`` are the client's images and labels, ``accuracy("test")`` is
+    ``network.module`` is the network, ``samples("test")`` are the client's images and labels, ``score("test")`` is
     the model's accuracy on them in percent. A method without models of the clients' own has the global one there; one
     that fine-tunes for its evaluation does so here. All clients of a process share the network, so that the next call
     loads another model into it; ``trained()`` is a copy of this one's tensors.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import load_dataset, make_partition
+from fedsub_app.data import make_partition
+from fedsub_app.problem import Problem
 from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
 from fedsub_app.runs.checkpoint import read_checkpoint
 from fedsub_app.runs.masks import overlap, overlap_by_chance
@@ -82,7 +83,8 @@ def _by_labels(
     folder: Path, settings: Settings, found: Mapping[str, Tensor], chance: Mapping[str, Tensor]
 ) -> list[Path]:
     """``found``, ``chance``: layer -> overlap of every pair of clients, as it is and of independent masks."""
-    counts = make_partition(settings.data, settings.partitioning).class_counts(load_dataset(settings.data))
+    data = Problem.of(settings).data
+    counts = make_partition(data, settings.partitioning).class_counts(data)
     pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
     labels = overlap(list(counts > 0))[pairs]
     rows: list[list[Any]] = []

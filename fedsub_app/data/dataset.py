@@ -83,6 +83,11 @@ class Dataset:
     sources: tuple[str, ...]
     notes: tuple[str, ...]
 
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        """Shape of one sample, a network's input."""
+        return tuple(self.train_x.shape[1:])
+
 
 def load_dataset(settings: DataSettings) -> Dataset:
     """Return the data set, normalised, images channels-last; loaded once per process, so treat it as read-only.

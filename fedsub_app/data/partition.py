@@ -25,7 +25,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, CountOrZero, Listed, Positive, SeedSettings
 from fedsub_app.common.seeds import derive, generator
-from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
+from fedsub_app.data.dataset import Dataset
 
 ClassLists = Annotated[
     tuple[Annotated[tuple[CountOrZero, ...], Field(min_length=1)], ...],
@@ -96,19 +96,15 @@ class Partition:
         )
 
 
-def make_partition(data: DataSettings, settings: PartitionSettings) -> Partition:
-    """Return the partition of ``load_dataset(data)``; made once per process, so treat it as read-only.
+@lru_cache(maxsize=8)
+def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
+    """Return the partition of a data set; made once per process, so treat it as read-only.
 
     Raises
     ------
     UserError
-        Impossible settings, a client without a training or test sample, and whatever :func:`load_dataset` raises.
+        Impossible settings, or a client without a training or test sample.
     """
-    return _make(load_dataset(data), settings)
-
-
-@lru_cache(maxsize=8)
-def _make(dataset: Dataset, settings: PartitionSettings) -> Partition:
     if settings.private_examples:  # the whole set is one client's, whichever it is
         train = [torch.arange(len(dataset.train_y))] * settings.num_clients
     else:

@@ -80,7 +80,7 @@ class WorkerGrid(LocalGrid):
         self._module = app
         self._start = start
         self._gpus = visible_gpus() if start == "spawn" else []
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, WorkerProcess] = {}
 
     @_limits()
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -118,7 +118,7 @@ class WorkerGrid(LocalGrid):
     def _begin(self, node: int) -> None:
         others = [worker.socket for worker in self._workers.values()]
         gpu = self._gpus[(node - min(self.contexts)) % len(self._gpus)] if self._gpus else None
-        self._workers[node] = Worker(self._module, node, len(self.contexts), self._start, others, gpu)
+        self._workers[node] = WorkerProcess(self._module, node, len(self.contexts), self._start, others, gpu)
 
     @_limits()
     def _collect(self, seconds: float) -> None:
@@ -148,7 +148,7 @@ class WorkerGrid(LocalGrid):
             self._workers[node].send(message)
 
 
-class Worker:
+class WorkerProcess:
     """One process and the messages that it has not answered yet, in order; ``leaves``: it answers no more.
 
     ``others`` are the sockets that a forked process inherits, and closes; ``gpu`` is the one that it sees.

@@ -1,18 +1,18 @@
 """A network together with what the methods ask of it: its tensors by name, its hidden units, its features."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.networks import load_tensors, tensors_of
 from fedsub_app.models.units import UnitGroup, head_names, unit_groups
 
+Loss = Callable[[Tensor, Tensor], Tensor]  # (batch, labels) -> scalar
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
@@ -68,14 +68,17 @@ class Network:
         return Output(logits, entered[-1])
 
     @cached_property
-    def compiled_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The mean cross-entropy of a mini-batch, compiled with its backward pass; on CUDA captured as graphs."""
+    def compiled(self) -> Callable[[Loss], Loss]:
+        """Returns a loss of the model's output as one of its input, compiled with the backward pass.
 
-        def loss(x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.module(x), y)
+        On CUDA it is captured as graphs.
+        """
 
-        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
-        return torch.compile(loss, dynamic=False, mode=mode)
+        def made(loss: Loss) -> Loss:
+            mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+            return torch.compile(lambda x, y: loss(self.module(x), y), dynamic=False, mode=mode)
+
+        return cache(made)
 
     def load(self, new: Mapping[str, Tensor]) -> None:
         """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""

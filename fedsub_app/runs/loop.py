@@ -7,17 +7,17 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import Dataset, Partition, load_dataset, make_partition, partition_summary
+from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network, build_model, load_tensors
+from fedsub_app.models import Network, load_tensors
+from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command
 from fedsub_app.runs.rounds import ended_by
@@ -35,22 +35,17 @@ QUICK_SAMPLES = 32
 
 
 class GlobalTest:
-    """Accuracy and loss of the global model on the global test set, on the server."""
+    """Score and loss of the global model on the global test set, on the server."""
 
-    def __init__(self, settings: Settings) -> None:
-        dataset = load_dataset(settings.data)
-        device = pick_device(settings.device, settings.gpu_exact)
-        in_shape = tuple(dataset.train_x.shape[1:])
-        self.model = build_model(
-            settings.model, in_shape, dataset.num_classes, settings.seed, settings.hidden_width
-        ).to(device)
-        self.x, self.y = dataset.test_x.to(device), dataset.test_y.to(device)
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self.task = problem.task
+        self.model = problem.network().to(device)
+        self.x, self.y = problem.data.test_x.to(device), problem.data.test_y.to(device)
 
     def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
-        """Return ``global-accuracy`` in percent and ``global-loss``."""
+        """Return the task's metrics as ``global-<name>``, such as ``global-accuracy`` in percent, ``global-loss``."""
         load_tensors(self.model, to_tensors(arrays))
-        accuracy, loss = evaluate(self.model, self.x, self.y)
-        return {"global-accuracy": accuracy, "global-loss": loss}
+        return {f"global-{name}": value for name, value in evaluate(self.task, self.model, self.x, self.y).items()}
 
     @torch.no_grad()
     def quick_loss(self, tensors: Tensors) -> float:
@@ -63,11 +58,11 @@ class GlobalTest:
         x, y = self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES]
         self.model.train(len(x) > 1)  # one sample has no statistics
         with torch.no_grad():
-            return float(cross_entropy(self.model(x), y))
+            return float(self.task.loss(self.model(x), y))
 
 
-def prepare(settings: Settings) -> tuple[Dataset, Partition | None, SubnetStrategy]:
-    """Return the data, what each client has of them, and the method's server side, whose ``model`` is the network.
+def prepare(settings: Settings) -> tuple[Problem, Partition | None, SubnetStrategy]:
+    """Return the problem, what each client has of its data, and the method's server side.
 
     Where the clients' data are their nodes' own there is no partition.
 
@@ -76,19 +71,16 @@ def prepare(settings: Settings) -> tuple[Dataset, Partition | None, SubnetStrate
     UserError
         Bad input; nothing is written.
     """
-    dataset = load_dataset(settings.data)
-    if settings.augment != "none" and len(dataset.train_x.shape) != 4:
+    problem = Problem.of(settings)
+    if settings.augment != "none" and len(problem.data.in_shape) != 3:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
-    partition = None if settings.private_examples else make_partition(settings.data, settings.partitioning)
-    model = build_model(
-        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
-    )
-    strategy = METHODS[settings.method].strategy(settings, model)
+    partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
+    strategy = METHODS[settings.method].strategy(settings, problem.network())
     check_defences(strategy)
     check_tracker(settings.track)
     if settings.stack_clients:
-        _check_stacked(settings, model)
-    return dataset, partition, strategy
+        _check_stacked(settings, strategy.model)
+    return problem, partition, strategy
 
 
 def run_experiment(grid: Grid, settings: Settings) -> Json:
@@ -104,15 +96,15 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)
-    dataset, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
-    run = open_run(settings, device)
+    problem, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
+    dataset, run = problem.data, open_run(settings, device)
     try:
         told = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
         if not partition:  # what a node's own data must be like
-            header |= {"shape": list(dataset.train_x.shape[1:]), "classes": dataset.num_classes}
-        global_test = GlobalTest(settings)
-        sample_flops = training_flops(strategy.model, tuple(dataset.train_x.shape[1:]), 1)
+            header |= {"shape": list(dataset.in_shape), "classes": dataset.num_classes}
+        global_test = GlobalTest(problem, device)
+        sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients
         examples = [len(indices) for indices in partition.train] if partition else private
         held_out = (*partition.validation, *partition.test) if partition else ()

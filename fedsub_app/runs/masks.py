@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsub_app.data import load_dataset
 from fedsub_app.methods import METHODS
-from fedsub_app.models import build_model
+from fedsub_app.problem import Problem
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.settings import Settings
@@ -19,11 +18,7 @@ from strategies.base import SubnetStrategy
 
 def strategy_of(settings: Settings) -> SubnetStrategy:
     """Return the server side of the run's method, which reads the clients' masks from its state."""
-    dataset = load_dataset(settings.data)
-    model = build_model(
-        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
-    )
-    return METHODS[settings.method].strategy(settings, model)
+    return METHODS[settings.method].strategy(settings, Problem.of(settings).network())
 
 
 def overlap(masks: Sequence[Tensor]) -> Tensor:

@@ -30,10 +30,9 @@ def plan(settings: Settings) -> str:
         What a run refuses before round 1.
     """
     settings.need_data()
-    dataset, partition, strategy = prepare(settings)
+    problem, partition, strategy = prepare(settings)
     assert partition
-    in_shape = tuple(dataset.train_x.shape[1:])
-    sample_flops = training_flops(strategy.model, in_shape, 1)
+    dataset, sample_flops = problem.data, training_flops(problem, strategy.model)
     facts = Facts([len(indices) for indices in partition.train], sample_flops, lambda _: 0.0)
     strategy.connect(Federation(settings, {}), facts)
     usual = defaults()
@@ -106,7 +105,7 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     server = data + (3 + held) * model + 2 * messages  # current, mean and weights; two messages at a node
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
     together = min(MOST, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
-    taken = max(map(len, partition.train)) * 4 * math.prod(dataset.train_x.shape[1:])  # as float32
+    taken = max(map(len, partition.train)) * 4 * math.prod(dataset.in_shape)  # as float32
     own = (3 + state) * model + taken  # network, gradients, what was sent
     worker = data + together * own + messages
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"

@@ -1,4 +1,4 @@
-"""What a round costs in FLOPs, by counting operations.
+"""What a sample costs in FLOPs, by counting operations.
 
 FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations
 and pooling are free. The IST paper counts otherwise: :func:`published_flops`.
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedsub_app.models.units import UnitGroup
+from fedsub_app.problem import Problem
 
 
 def _flops_by_module(
-    model: nn.Module, in_shape: tuple[int, ...], training: bool, names: Collection[str] | None = None
+    problem: Problem, model: nn.Module, training: bool, names: Collection[str] | None = None
 ) -> dict[str, int]:
     """FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
 
@@ -24,7 +25,7 @@ def _flops_by_module(
     """
     ghost = copy.deepcopy(model).to("meta").train(training)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        out = ghost(torch.empty(2, *in_shape, device="meta"))
+        out = ghost(torch.empty(2, *problem.data.in_shape, device="meta"))
         if training:
             trained = [p for name, p in ghost.named_parameters() if names is None or name in names]
             torch.autograd.grad(out.sum(), trained)
@@ -36,22 +37,20 @@ def _flops_by_module(
     }
 
 
-def forward_flops(model: nn.Module, in_shape: tuple[int, ...], batch_size: int) -> int:
-    """Return the FLOPs of one forward pass of ``batch_size`` inputs of shape ``in_shape``."""
-    return _flops_by_module(model, in_shape, training=False)[""] * batch_size // 2
+def forward_flops(problem: Problem, model: nn.Module) -> int:
+    """Return the FLOPs of one forward pass of one of the problem's inputs through ``model``."""
+    return _flops_by_module(problem, model, training=False)[""] // 2
 
 
-def training_flops(
-    model: nn.Module, in_shape: tuple[int, ...], batch_size: int, names: Collection[str] | None = None
-) -> int:
-    """Return the FLOPs of one forward and backward pass of ``batch_size`` inputs of shape ``in_shape``.
+def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | None = None) -> int:
+    """Return the FLOPs of one forward and backward pass of one of the problem's inputs through ``model``.
 
     With ``names`` only these tensors are trained: the backward pass ends at the first of them.
 
     The backward pass counts the gradients of weights and activations, but not that of the network's input, which nobody
     needs: the total is a little below three times the forward pass. The optimizer's step is not counted.
     """
-    return _flops_by_module(model, in_shape, training=True, names=names)[""] * batch_size // 2
+    return _flops_by_module(problem, model, training=True, names=names)[""] // 2
 
 
 def published_flops(forward: float, contrastive: bool) -> float:
@@ -69,9 +68,8 @@ def published_flops(forward: float, contrastive: bool) -> float:
 
 
 def subnet_flops(
+    problem: Problem,
     model: nn.Module,
-    in_shape: tuple[int, ...],
-    batch_size: int,
     groups: Sequence[UnitGroup],
     unit_masks: Mapping[str, Tensor],
     training: bool = True,
@@ -83,7 +81,7 @@ def subnet_flops(
 
     Parameters
     ----------
-    model, in_shape, batch_size : as for :func:`training_flops`.
+    problem, model : as for :func:`training_flops`.
     groups : the model's unit groups.
     unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
     training : forward and backward pass (default), or the forward pass alone.
@@ -97,7 +95,7 @@ def subnet_flops(
             size[name] = size.get(name, 1) * group.size
     # The backward pass is two such products, one for the weights and one for the inputs; the first layer needs the one
     # only. (The counter's own backward numbers by module are wrong where a network branches; its total is right.)
-    flops = _flops_by_module(model, in_shape, training=False)
+    flops = _flops_by_module(problem, model, training=False)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     total = 0
     for k, name in enumerate(layers):
@@ -105,4 +103,4 @@ def subnet_flops(
         weight = f"{name}.weight"
         # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
         total += passes * flops[name] * kept.get(weight, 1) // size.get(weight, 1)
-    return total * batch_size // 2
+    return total // 2

@@ -1,59 +1,27 @@
 """Local training and evaluation on samples that are already in memory."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedsub_app.common.seeds import generator as seeded
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.data import Samples
-from fedsub_app.models import Network, Output
-from fedsub_app.settings import Settings
+from fedsub_app.models import Output
+from fedsub_app.problem import Task
 from fedsub_app.training import costs
 from fedsub_app.training.objectives import Forward, Objective
 from fedsub_app.training.optimizer import Optimizer
-from fedsub_app.training.workplace import Workplace
 
-Loss = Callable[[Output, Tensor], Tensor]
+if TYPE_CHECKING:
+    from fedsub_app.training.client import ClientTools
+
+Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
 Correct = Callable[[Tensors], None]
 EVALUATION_BATCH = 512  # samples, at most
 CPU = torch.device("cpu")
-
-
-class Trainee(Protocol):
-    """What :class:`Training` needs of a client."""
-
-    id: int
-    place: Workplace
-    settings: Settings
-    network: Network
-    round: int
-    state: Tensors
-    metrics: dict[str, float]
-    flops: float
-    published_flops: float
-
-    @property
-    def x(self) -> Tensor:
-        """Training samples."""
-
-    @property
-    def y(self) -> Tensor:
-        """Training labels."""
-
-    def objective(self) -> Objective:
-        """Return the objective of the settings, around the model that was loaded last."""
-
-    def augmentation(self) -> torch.Generator | None:
-        """Return the generator of the next run's augmentation, ``None`` without any."""
-
-
-def cross_entropy(output: Output, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a mini-batch."""
-    return F.cross_entropy(output.logits, y)
 
 
 class Training:
@@ -65,7 +33,7 @@ class Training:
     names : tensors that are trained, ``None`` for all. The others are frozen: no gradient of theirs is computed, and
         the statistics of a frozen BatchNorm are used and stay.
     lr : learning rate; default: the setting's of this round.
-    loss : ``(output, labels) -> scalar`` instead of the cross-entropy; the objective's term comes on top.
+    loss : ``(output, labels) -> scalar`` instead of the task's; the objective's term comes on top.
     step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; its passes beyond ``descend`` are for it to
         :meth:`spend`.
     correct : changes the gradients, named tensors, in place before the optimizer's step, after the objective has.
@@ -82,11 +50,11 @@ class Training:
 
     def __init__(
         self,
-        client: Trainee,
+        client: "ClientTools",
         names: Iterable[str] | None = None,
         *,
         lr: float | None = None,
-        loss: Loss = cross_entropy,
+        loss: Loss | None = None,
         step: "Callable[[Training, Tensor, Tensor], Tensor] | None" = None,
         correct: Correct | None = None,
         keep: Mapping[str, Tensor] | None = None,
@@ -98,11 +66,11 @@ class Training:
         self.names = None if names is None else frozenset(names)
         trained = {n: p for n, p in self.network.parameters.items() if self.names is None or n in self.names}
         self.optimizer = Optimizer(client.settings, trained, client.settings.lr_at(client.round) if lr is None else lr)
-        self.loss, self.step, self.correct = loss, step or Training.descend, correct
+        self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
         self.factors = _factors(keep or {}, trained, self.network.device)
         self.objective = client.objective() if objective is None else objective
         self.batch_statistics = batch_statistics
-        plain = names is None and loss is cross_entropy and not self.objective.forwards
+        plain = names is None and loss is None and not self.objective.forwards
         self.compiled = plain and client.settings.compile_steps
         self.steps = self.samples = 0
         self._extra = 0.0
@@ -135,7 +103,7 @@ class Training:
         ``forward`` runs the network in another way, under a mask for example.
         """
         if self.compiled and forward is None and len(y) == self.client.settings.batch_size:
-            loss = self.network.compiled_loss(x, y)
+            loss = self.network.compiled(self.client.place.problem.task.loss)(x, y)
         else:
             forward = forward or self.network
             output = forward(x, None)
@@ -218,14 +186,13 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, x: Tensor | Samples, y: Tensor) -> tuple[float, float]:
-    """Return accuracy in percent and mean cross-entropy of ``model`` in evaluation mode; leaves its mode as it was."""
+def evaluate(task: Task, model: nn.Module, x: Tensor | Samples, y: Tensor) -> dict[str, float]:
+    """Return the task's metrics of ``model`` in evaluation mode, by name; leaves its mode as it was."""
     training = model.training
     model.eval()
-    correct, loss = 0, 0.0
+    sums: dict[str, float] = {}
     for part in evaluation_batches(model, len(y), y.device):
-        output, labels = model(x[part]), y[part]
-        correct += int((output.argmax(1) == labels).sum())
-        loss += float(F.cross_entropy(output, labels, reduction="sum"))
+        for name, value in task.sums(model(x[part]), y[part]).items():
+            sums[name] = sums.get(name, 0) + value
     model.train(training)
-    return 100.0 * correct / len(y), loss / len(y)
+    return task.metrics(sums)

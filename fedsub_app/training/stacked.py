@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
-from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models import Network
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
+from fedsub_app.training.client import ClientTools
 from fedsub_app.training.optimizer import Optimizer
-from fedsub_app.training.worker import Worker
 
 MOST = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
 
@@ -35,8 +34,8 @@ def unstackable(settings: Settings, network: Network) -> str:
     return ""
 
 
-def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Tensors]:
-    """Train what was sent to clients of equally many samples as :meth:`Worker.fit` does; returns their tensors.
+def fit_together(clients: Sequence[ClientTools], sent: Sequence[Tensors]) -> list[Tensors]:
+    """Train what was sent to clients of equally many samples as :meth:`ClientTools.fit` does; returns their tensors.
 
     Parameters
     ----------
@@ -44,7 +43,7 @@ def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Ten
     sent : of each client the tensors of the whole network, or of one narrower, of one shape for all.
     """
     first, count = clients[0], len(clients)
-    place, settings = first.place, first.settings
+    place, settings, task = first.place, first.settings, first.place.problem.task
     network = place.network_for(sent[0])
     network.training_mode()
     there = brought({name: torch.stack([one[name] for one in sent]) for name in network.tensors}, place.device)
@@ -58,7 +57,7 @@ def fit_together(clients: Sequence[Worker], sent: Sequence[Tensors]) -> list[Ten
     for batches in zip(*orders, strict=True):
         batch = torch.stack(batches).to(x.device)
         logits: Tensor = forward(tensors, x[each, batch])
-        losses = F.cross_entropy(logits.flatten(0, 1), y[each, batch].flatten(), reduction="none").view(count, -1)
+        losses = task.loss(logits.flatten(0, 1), y[each, batch].flatten(), "none").view(count, -1)
         optimizer.step(optimizer.gradients(losses.mean(1).sum()))  # a client's weights move only its own loss
         total += losses.detach().sum(1)
     for client, loss in zip(clients, total.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What all clients of one process share: data on the device, partition, one model object."""
+"""What all clients of one process share: the problem, its data on the device, partition, one model object."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from torch import Tensor
 
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.data import Dataset, Partition, Samples, load_dataset, make_partition
-from fedsub_app.models import Network, build_model, narrowed, tensors_of, widths_of
+from fedsub_app.data import Partition, Samples, make_partition
+from fedsub_app.models import Network, narrowed, tensors_of, widths_of
+from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 
 
 @dataclass(frozen=True, eq=False)
 class Workplace:
-    """Settings, data on the device, partition, and the networks, of which there is one object a width."""
+    """Settings, problem, data on the device, partition, and the networks, of which there is one object a width."""
 
     settings: Settings
-    dataset: Dataset
+    problem: Problem
     partition: Partition
     network: Network
     device: torch.device
@@ -28,11 +29,6 @@ class Workplace:
     train_y: Tensor
     test_x: Samples
     test_y: Tensor
-
-    @property
-    def in_shape(self) -> tuple[int, ...]:
-        """Shape of one sample."""
-        return tuple(self.dataset.train_x.shape[1:])
 
     @cached_property
     def black(self) -> Tensor:
@@ -71,31 +67,25 @@ class Workplace:
     def _flops(self) -> Callable[[Network, bool, frozenset[str] | None], int]:
         def count(network: Network, training: bool, names: frozenset[str] | None) -> int:
             if training:
-                return costs.training_flops(network.module, self.in_shape, 1, names)
-            return costs.forward_flops(network.module, self.in_shape, 1)
+                return costs.training_flops(self.problem, network.module, names)
+            return costs.forward_flops(self.problem, network.module)
 
         return lru_cache(maxsize=256)(count)
 
     def initial(self, seed: int | None = None) -> Tensors:
         """Return the initial global model, which every client can rebuild from the seed, or that of another seed."""
-        settings = self.settings
-        seed = settings.seed if seed is None else seed
-        return tensors_of(
-            build_model(settings.model, self.in_shape, self.dataset.num_classes, seed, settings.hidden_width)
-        )
+        return tensors_of(self.problem.network(seed))
 
 
 @lru_cache(maxsize=1)
 def workplace(settings: Settings) -> Workplace:
     """Load data, partition and model once per process and settings."""
-    dataset = load_dataset(settings.data)
-    partition = make_partition(settings.data, settings.partitioning)
+    problem = Problem.of(settings)
+    data = problem.data
+    partition = make_partition(data, settings.partitioning)
     device = pick_device(settings.device, settings.gpu_exact)
-    model = build_model(
-        settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed, settings.hidden_width
-    )
     # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
-    train_x, test_x = dataset.train_x.to(device), dataset.test_x.to(device)
-    train_y, test_y = dataset.train_y.to(device), dataset.test_y.to(device)
-    network = Network(model.to(device))
-    return Workplace(settings, dataset, partition, network, device, train_x, train_y, test_x, test_y)
+    train_x, test_x = data.train_x.to(device), data.test_x.to(device)
+    train_y, test_y = data.train_y.to(device), data.test_y.to(device)
+    network = Network(problem.network().to(device))
+    return Workplace(settings, problem, partition, network, device, train_x, train_y, test_x, test_y)

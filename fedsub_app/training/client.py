@@ -20,8 +20,8 @@ OWN = "own/"  # prefix of the client's own model in its state
 Split = Literal["train", "validation", "test"]
 
 
-class Worker:
-    """One client during one task.
+class ClientTools:
+    """One client during one task: the base of every method's client.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Worker:
         if split == "test" and not len(index):
             raise UserError(f"client {self.id} has no test samples")
         if split == "train" and self.attack == "label-flip":
-            return x[index], place.dataset.num_classes - 1 - y[index]
+            return x[index], place.problem.data.num_classes - 1 - y[index]
         return x[index], y[index]
 
     def generator(self, purpose: str) -> torch.Generator:
@@ -126,6 +126,10 @@ class Worker:
         return self.place.initial()
 
     # --- passes over the data ---------------------------------------------------------------------------------------
+
+    def loss(self, output: Output, y: Tensor) -> Tensor:
+        """Return the task's loss of a mini-batch, a scalar."""
+        return self.place.problem.task.loss(output.logits, y)
 
     def objective(self) -> Objective:
         """Return the objective of the settings, around the model that was loaded last."""
@@ -187,7 +191,8 @@ class Worker:
         seen = torch.cat([torch.arange(len(x), device=x.device)[batch] for batch in batches])
         return Output(*(torch.cat(parts)[seen.argsort()] for parts in zip(*found, strict=True)))
 
-    def accuracy(self, split: Split) -> float:
-        """Return the network's accuracy on a split in percent."""
+    def score(self, split: Split) -> float:
+        """Return the network's score on a split, the task's: for a classification the accuracy in percent."""
+        task = self.place.problem.task
         _, y = self.samples(split)
-        return 100.0 * int((self.outputs(split).logits.argmax(1) == y).sum()) / len(y)
+        return task.metrics(task.sums(self.outputs(split).logits, y))[task.score]

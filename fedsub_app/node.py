@@ -1,0 +1,252 @@
+"""A node: the settings, data and folders of the runs that it takes part in, and the clients that it hosts.
+
+A header is that of a message (federation/wire.py); ``config`` is the node's own, ``--node-config``.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import MessageType, RecordDict
+
+from fedsub_app.common.code import code_digest, text_digest
+from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.failures import MachineFailed, machine_failure
+from fedsub_app.common.files import write_atomic
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+from fedsub_app.data import private_name
+from fedsub_app.federation.protocol import MEASURE, Update
+from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, update_part
+from fedsub_app.methods import METHODS
+from fedsub_app.settings import Settings
+from fedsub_app.training.client_state import ClientState, StateGone
+from fedsub_app.training.stacked import MOST
+from fedsub_app.training.workplace import Workplace, workplace
+
+Config = Mapping[str, Any]
+_texts: dict[Path, str] = {}  # settings, as JSON, by the file that they are kept in
+
+
+def simulated() -> bool:
+    """Say whether this process serves simulated nodes (Ray, in-process grid), which share one disk."""
+    return Path(sys.argv[0]).stem != "flwr-clientapp"
+
+
+def sees_gpu() -> bool:
+    """Say whether this process may use a GPU: Ray hides those that a node was given no share of."""
+    return torch.cuda.is_available()
+
+
+def roll_call(header: Json, config: Config) -> Json:
+    """Return which partition this node is, or why it cannot take part; keep the settings of the run that asks."""
+    answer: Json = {"simulated": simulated()}
+    if header["code"] != code_digest():
+        return answer | {"error": _other_code(header["code"])}
+    partition, count = config.get("partition-id"), config.get("num-partitions")
+    if not isinstance(partition, int) or not isinstance(count, int):
+        return answer | {"error": f"--node-config = {dict(config)}: needs partition-id=<int> num-partitions=<int>"}
+    if not 0 <= partition < count:
+        return answer | {"error": f"partition-id = {partition}: must be 0 to num-partitions - 1"}
+    if "settings" in header:
+        _keep_settings(header, state_folder(header, config))
+    return answer | {"partition-id": partition, "num-partitions": count, "gpu": sees_gpu()}
+
+
+def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], config: Config) -> RecordDict:
+    """Run the clients of a message, one a part; returns what the reply holds.
+
+    A failure of the message as a whole is an ``error`` in it; ``fatal`` one of the machine, which ends the run.
+    """
+    stamp = {key: header[key] for key in STAMP}
+    try:
+        return _content(header, parts, stamp, config)
+    except UserError as error:
+        return pack(stamp | {"error": str(error)}, [])
+    except Exception as error:
+        failure = machine_failure(error) if simulated() else ""
+        if not failure:
+            raise
+        return pack(stamp | {"error": printable(failure), "fatal": True}, [])
+
+
+def _content(header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, config: Config) -> RecordDict:
+    place = place_of(header, config)
+    if place is None:
+        return pack(UNKNOWN_SETTINGS | stamp, [])
+    if place.settings.stack_clients and header["phase"] == MessageType.TRAIN:
+        updates = _run_together(place, header, parts)
+    else:
+        folder = state_folder(header, config)
+        updates = [_run(place, folder, header, task, tensors) for task, tensors in parts]
+    return pack(stamp, [update_part(update) for update in updates])
+
+
+def _run(place: Workplace, folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
+    """Run one client's task; where it fails, only this client's update says so."""
+    client, count = task["client"], place.settings.num_clients
+    try:
+        if type(client) is not int or not 0 <= client < count:
+            raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
+        store, merged = ClientState(folder, client), task.get("state", 0)
+        state = store.load(merged)
+        before = merged if state else 0
+        worker = METHODS[place.settings.method].client(place, client, header["round"], state)
+        if header["phase"] == MessageType.EVALUATE:
+            return replace(worker.run_evaluation(sent, task, header["evaluate"]), state=(before, before))
+        if merged and not state:
+            worker.lost_state()
+        if header["phase"] == MEASURE:
+            return replace(worker.run_measurement(sent, task), state=(before, before))
+        update = worker.run_training(sent, task)
+        if worker.state:
+            store.save(header["round"], worker.state, merged, header["checkpoints"])
+        return replace(update, state=(before, update.state[1] or before))
+    except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
+        return _failed(client, error)
+
+
+def _failed(client: int, error: BaseException) -> Update:
+    """Return the update of a client that has failed.
+
+    Raises
+    ------
+    MachineFailed
+        A simulated node's machine has failed, which is the run's and would be the next client's failure as well. A real
+        node is one of many machines: the others go on.
+    """
+    if simulated() and (said := machine_failure(error)):
+        raise MachineFailed(f"client {client}: {said}") from error
+    return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
+
+
+def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
+    """Train clients whose tensors and numbers of samples are alike together; they have no state (setting)."""
+    kind = METHODS[place.settings.method].client
+    groups: dict[object, list[int]] = {}
+    for number, (task, sent) in enumerate(parts):
+        shapes = tuple((name, tensor.shape) for name, tensor in sent.items())
+        groups.setdefault((len(place.partition.train[task["client"]]), shapes), []).append(number)
+    updates: dict[int, Update] = {}
+    for alike in groups.values():
+        for some in (alike[start : start + MOST] for start in range(0, len(alike), MOST)):
+            clients = [kind(place, parts[number][0]["client"], header["round"], {}) for number in some]
+            try:
+                found = kind.run_together(clients, [parts[number][1] for number in some])
+            except Exception as error:  # a failure of one operation is one of all these clients
+                found = [_failed(client.id, error) for client in clients]
+            updates |= dict(zip(some, found, strict=True))
+    return [updates[number] for number in range(len(parts))]
+
+
+# --- what a run's clients share -------------------------------------------------------------------------------------
+
+
+def place_of(header: Json, config: Config) -> Workplace | None:
+    """Return the workplace of a message; ``None`` where its settings are not known here.
+
+    Raises
+    ------
+    UserError
+        The server's code, the run's id or the settings' digest is wrong, or the node's own data are.
+    """
+    if header["code"] != code_digest():
+        raise UserError(_other_code(header["code"]))
+    folder = state_folder(header, config)
+    if "settings" in header:
+        _keep_settings(header, folder)
+    text = _kept_settings(folder, header["digest"])
+    if not text:
+        return None
+    private = str(config.get("private-data", ""))
+    if json.loads(text).get("private-examples", 0) or private:
+        return _private_place(text, private, header)
+    return workplace(_settings(text, str(config.get("data-dir", ""))))
+
+
+def _private_place(text: str, path: str, header: Json) -> Workplace:
+    """Return the workplace of a node's own data, which must be like the server's."""
+    settings = _settings(text, "")
+    if not path:
+        said = f"private-examples = {settings.private_examples}"
+        raise UserError(f"--node-config: {said} needs private-data=<path of an .npz file or image folder>")
+    if not settings.private_examples:
+        raise UserError(f"private-data = {path!r}: not used in a run with private-examples = 0")
+    shape, classes = tuple(header["shape"]), header["classes"]
+    square = len(shape) == 3 and shape[1] == shape[2]
+    place = workplace(_private_settings(text, path, shape[1] if square else 0))
+    data = place.problem.data
+    for what, have, wanted in (("classes", data.num_classes, classes), ("samples", data.in_shape, shape)):
+        if have != wanted:
+            raise UserError(f"private-data = {path!r}: {what} {have}, the server's data set has {wanted}")
+    return place
+
+
+@lru_cache(maxsize=4)
+def _private_settings(text: str, path: str, image_size: int) -> Settings:
+    """Settings from a message, with all samples of a data set of this node in the place of the run's."""
+    name = private_name(Path(path))
+    own: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
+    return resolve(json.loads(text) | own | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
+
+
+@lru_cache(maxsize=4)
+def _settings(text: str, data_dir: str) -> Settings:
+    """Settings from a message; a node's own ``data-dir`` (node config) wins."""
+    return resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
+
+
+# --- what a run's messages have in common ---------------------------------------------------------------------------
+
+
+def _keep_settings(header: Json, folder: Path) -> None:
+    """Keep a run's settings beside its clients' state; later messages, maybe to other processes, have their digest."""
+    text = header["settings"]
+    if header["digest"] != text_digest(text):
+        raise UserError(f"digest = {header['digest']!r}: not that of the settings")
+    path = _settings_file(folder, header["digest"])
+    if path not in _texts:
+        _texts[path] = text
+        with suppress(OSError):  # a process that finds no file asks for them
+            write_atomic(path, text.encode())
+
+
+def _kept_settings(folder: Path, digest: str) -> str:
+    """Return a run's settings, JSON; "" where this node has not got them, or not whole."""
+    path = _settings_file(folder, digest)
+    if path not in _texts:
+        with suppress(OSError, UnicodeDecodeError):
+            text = path.read_text()
+            if text_digest(text) == digest:
+                _texts[path] = text
+    return _texts.get(path, "")
+
+
+def _settings_file(folder: Path, digest: str) -> Path:
+    return folder / f".settings-{digest}.json"
+
+
+def state_folder(header: Json, config: Config) -> Path:
+    """Return where client state lies: in the run directory on one machine, else in a folder of the node's own."""
+    run, folder = str(header["run"]), str(config.get("state-dir", ""))
+    if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
+        raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
+    if simulated() and not folder:
+        return Path(header["state-dir"])
+    return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
+
+
+def _other_code(theirs: str) -> str:
+    return (
+        f"this node runs other code (digest {code_digest()}) than the server ({theirs}): "
+        "stop the SuperLink or SuperNode that was started from another checkout"
+    )
