@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -22,8 +22,9 @@ from pydantic.fields import FieldInfo
 from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
 from fedsub_app.methods import METHODS, Method, check_name
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 
+AnySection = TypeVar("AnySection", bound=Section)
 TABLE = "tool.flwr.app.config"
 RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true | false", "string": "text", "array": "text"}
@@ -241,6 +242,16 @@ def _check_known(values: Mapping[str, Value], source: str) -> None:
             raise UserError(f"{key} = {shown(value)}{source}: unknown key; {hint}")
 
 
+def _check_values(values: Mapping[str, Value]) -> None:
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key} = {value}: must be a finite number")
+        if not isinstance(value, str | int | float):
+            raise UserError(f"{key} = {shown(value)}: must be one text, number, true or false")
+        if isinstance(value, str) and not value.isprintable():
+            raise UserError(f"{key} = {shown(value)}: must be printable text")
+
+
 def _one_line(error: ValidationError, prefix: str = "") -> str:
     first = error.errors()[0]
     key = f"{prefix}{'.'.join(map(str, first['loc']))}"
@@ -292,14 +303,9 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     _check_known(overrides, "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
-    values = defaults() | chosen | dict(overrides)
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key} = {value}: must be a finite number")
-        if not isinstance(value, str | int | float):
-            raise UserError(f"{key} = {shown(value)}: must be one text, number, true or false")
-        if isinstance(value, str) and not value.isprintable():
-            raise UserError(f"{key} = {shown(value)}: must be printable text")
+    given = chosen | dict(overrides)
+    _check_values(given)
+    values = defaults() | given
     method = values["method"]
     if method not in METHODS:
         raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
@@ -308,20 +314,24 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         if "." in key and not key.startswith(f"{method}."):
             raise UserError(f"{key} = {shown(value)}: does nothing with method = {method!r}")
     # A method given by hand goes before the experiment that it is tried on; what stands beside it must agree with it.
-    beside = overrides if "method" in overrides else chosen | dict(overrides)
+    beside = overrides if "method" in overrides else given
     for key, preset in METHODS[str(method)].preset.items():
         if beside.get(key, preset) not in (preset, defaults()[key]):
             raise UserError(f"{key} = {beside[key]!r}: must be {preset!r} with method = {method!r}")
         values[key] = preset
-    options: dict[str, MethodSettings] = {}
-    for section, entry in METHODS.items():  # all of them: a wrong value is wrong even where another method runs
-        own = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
-        try:
-            options[section] = entry.settings.model_validate(own)
-        except ValidationError as error:
-            raise UserError(_one_line(error, f"{section}.")) from None
+    sections: dict[str, dict[str, Value]] = {str(method): {}}  # the running method's, and others that are given keys
+    for key, value in given.items():
+        section, dot, own_key = key.partition(".")
+        if dot:
+            sections.setdefault(section, {})[own_key] = value
+    options = {name: _validated(METHODS[name].settings, own, f"{name}.") for name, own in sections.items()}
     general = {key: value for key, value in values.items() if "." not in key}
+    return _validated(Settings, general | {"options": options[str(method)]})
+
+
+def _validated(section: type[AnySection], values: Mapping[str, Any], prefix: str = "") -> AnySection:
+    """Return a section of these values, or raise :class:`UserError` for the first wrong one: ``prefix`` + its key."""
     try:
-        return Settings.model_validate(general | {"options": options[str(method)]})
+        return section.model_validate(values)
     except ValidationError as error:
-        raise UserError(_one_line(error)) from None
+        raise UserError(_one_line(error, prefix)) from None

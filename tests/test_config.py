@@ -109,6 +109,13 @@ def test_a_wrong_experiment_is_one_line_that_names_the_file(conf: Path, text: st
     assert str(caught.value) == line
 
 
+def test_a_wrong_value_is_refused_where_another_method_runs(conf: Path) -> None:
+    """Keys that the experiment gives to other methods are validated as well; those that it does not give are not."""
+    (conf / "paper/a.toml").write_text('method = "fedavg"\n[fedpews]\nlambda = -1.0\n')
+    with pytest.raises(UserError, match=r"^fedpews\.lambda = -1\.0: must be greater than or equal to 0$"):
+        resolve({"experiment": "paper/a"})
+
+
 @pytest.mark.parametrize("name", sorted(experiments()))
 def test_every_experiment_resolves_for_every_method(name: str) -> None:
     for method in METHODS:
