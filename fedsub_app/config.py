@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
+from fedsub_app.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
 from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import Settings
 
@@ -63,52 +63,6 @@ def register(name: str, method: Method) -> None:
     METHODS[name] = method
     _fields.cache_clear()
     defaults.cache_clear()
-
-
-def conf_folder() -> Path:
-    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
-
-    It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
-    """
-    here = Path(__file__).resolve().parent
-    return here / "conf" if (here / "conf").exists() else here.parent / "conf"
-
-
-def experiments() -> dict[str, Path]:
-    """Names of the experiments, ``<paper>/<experiment>``, and their files."""
-    return {f"{path.parent.name}/{path.stem}": path for path in sorted(conf_folder().glob("*/*.toml"))}
-
-
-def tables() -> dict[str, Path]:
-    """Names of the tables, ``<paper>-<name>``, and their files."""
-    found = sorted(conf_folder().glob("*/tables/*.toml"))
-    return {f"{path.parent.parent.name}-{path.stem}": path for path in found}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return a file of conf/ as TOML has it.
-
-    Raises
-    ------
-    UserError
-        It is not valid TOML.
-    """
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
-
-
-def conf_name(path: Path) -> str:
-    """Return how a message names a file: ``conf/<paper>/<experiment>.toml``, or as it is where it lies elsewhere."""
-    inside = path.is_relative_to(conf_folder())
-    return f"conf/{path.relative_to(conf_folder()).as_posix()}" if inside else str(path)
-
-
-def is_file(name: str) -> bool:
-    """Say whether the name of an experiment or a table is that of a file of one's own: it ends in ``.toml``."""
-    return name.endswith(".toml")
 
 
 def describe() -> dict[str, str]:
@@ -196,10 +150,10 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
 
     ``extending``: the experiments that led to this one, each of which extends the next.
     """
-    source = f"{conf_name(_file(extending[-1]))}: extends" if extending else "experiment"
+    source = f"{conf_name(experiment_file(extending[-1]))}: extends" if extending else "experiment"
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
-    path = _file(name)
+    path = experiment_file(name)
     if not os.path.isfile(path):  # Path.is_file raises OSError where a name is longer than a file's can be
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -216,11 +170,6 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     elif "/" not in base and not is_file(name):
         base = f"{path.parent.name}/{base}"
     return _read_experiment(base, (*extending, name)) | own
-
-
-def _file(experiment: str) -> Path:
-    """Return the file of an experiment: of conf/, or one's own."""
-    return Path(experiment) if is_file(experiment) else conf_folder() / f"{experiment}.toml"
 
 
 def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:

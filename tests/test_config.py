@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from fedsub_app import config
+from fedsub_app import conf_files
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
+from fedsub_app.conf_files import experiments
 from fedsub_app.config import (
     as_toml,
     defaults,
     describe,
-    experiments,
     flatten,
     own_keys,
     parse_pairs,
@@ -76,7 +76,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A conf/ with the folder of one paper, empty."""
     (tmp_path / "paper").mkdir()
     (tmp_path / "other").mkdir()
-    monkeypatch.setattr(config, "conf_folder", lambda: tmp_path)
+    monkeypatch.setattr(conf_files, "conf_folder", lambda: tmp_path)
     return tmp_path
 
 

@@ -21,7 +21,8 @@ from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import experiments, own_keys, parse_pairs, resolve
+from fedsub_app.conf_files import experiments
+from fedsub_app.config import own_keys, parse_pairs, resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import comparisons
 from fedsub_app.reports.html import write_html

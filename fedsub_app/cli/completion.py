@@ -38,7 +38,8 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
         raise UserError(
             "completion: needs the package shtab; `pip install -e '.[completion]'` in the checkout"
         ) from None
-    from fedsub_app.config import defaults, experiments, tables
+    from fedsub_app.conf_files import experiments, tables
+    from fedsub_app.config import defaults
 
     names: dict[str, Iterable[str]] = {
         "experiment": experiments(),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.conf_files import experiments, tables
 
 KINDS = ("methods", "datasets", "models", "experiments", "tables", "settings")
 
@@ -49,11 +50,11 @@ def _entries(kind: str) -> dict[str, str]:
             from fedsub_app.models import model_names
 
             return model_names()
-    from fedsub_app import config
+        case "settings":
+            from fedsub_app.config import describe
 
-    if kind == "settings":
-        return config.describe()
-    files = config.experiments() if kind == "experiments" else config.tables()
+            return describe()
+    files = experiments() if kind == "experiments" else tables()
     return {name: _first_comment(path) for name, path in files.items()}
 
 

@@ -68,7 +68,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def overrides_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the single keys that a command line of ``fedsub run`` asks for."""
-    from fedsub_app.config import is_file, parse_pairs
+    from fedsub_app.conf_files import is_file
+    from fedsub_app.config import parse_pairs
 
     overrides = parse_pairs(options.set)
     if options.experiment:

@@ -35,7 +35,8 @@ from fedsub_app.common.files import read_json, sweep, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import is_file, resolve, spelled
+from fedsub_app.conf_files import is_file
+from fedsub_app.config import resolve, spelled
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import LOCATION_KEYS, Settings, digest

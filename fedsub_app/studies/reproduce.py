@@ -15,7 +15,8 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
-from fedsub_app.config import is_file, own_keys
+from fedsub_app.conf_files import is_file
+from fedsub_app.config import own_keys
 from fedsub_app.reports.compare import summary_text
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
 from fedsub_app.reports.cost_to_accuracy import cells as reached_cells

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, Value
-from fedsub_app.config import conf_name, is_file, own_keys, read_toml, tables
+from fedsub_app.conf_files import conf_name, is_file, read_toml, tables
+from fedsub_app.config import own_keys
 
 
 class Entry(BaseModel):
