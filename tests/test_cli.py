@@ -26,8 +26,9 @@ from fedsub_app.studies import reproduce
 from fedsub_app.studies.batch import run_job
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.search_space import read_space
-from fedsub_app.studies.sweep import Sweep, metric_of
+from fedsub_app.studies.sweep import metric_of
 from fedsub_app.studies.tables import read_table
+from fedsub_app.studies.trials import Search
 
 Run = Callable[..., tuple[Json, Path]]
 OWN = """extends = "quickstart/digits"
@@ -91,8 +92,8 @@ def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) ->
             assert {*options.only} <= {row.label for row in table.rows}
         elif words[0] == "sweep":
             fixed, space = read_space(options.set)
-            made = Sweep(options.experiment, fixed, space, "random", "", 1, options.trials, desk)
-            assert metric_of(resolve(made.overrides(made.plan[0])), options.metric) == "personal-validation"
+            search = Search(options.experiment, fixed, space, "random", options.trials)
+            assert metric_of(resolve(search.overrides(search.plan[0])), options.metric) == "personal-validation"
         elif words[0] in ("report", "export", "list", "completion") or words[:3] == ["analyse", "runs/A"]:
             assert cli.main(words) == 0, line
     assert "error" not in capsys.readouterr().err

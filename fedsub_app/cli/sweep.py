@@ -49,7 +49,7 @@ def _sweep(options: argparse.Namespace) -> int:
         options.experiment,
         options.set,
         trials=trials,
-        search=options.search,
+        method=options.search,
         metric=options.metric,
         seeds=seeds or 1,
         workers=workers,
