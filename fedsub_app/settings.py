@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -64,7 +64,12 @@ def digest(flat: Mapping[str, Value]) -> str:
 
 
 class MethodSettings(Section):
-    """The keys of one method (``[tool.flwr.app.config.<method>]``); a method without keys uses this class itself."""
+    """The keys of one method (``[tool.flwr.app.config.<method>]``); a method without keys uses this class itself.
+
+    ``objectives``: values of the setting ``objective`` that the method can train with.
+    """
+
+    objectives: ClassVar[tuple[str, ...]] = ("none", "prox", "moon")
 
     def check(self, settings: "Settings") -> None:
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
@@ -302,5 +307,9 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     @model_validator(mode="after")
     def _method_agrees(self) -> "Settings":
+        allowed = self.options.objectives
+        if self.objective not in allowed:
+            names = " or ".join(map(repr, allowed))
+            raise ValueError(f"objective = {self.objective!r}: must be {names} with method = {self.method!r}")
         self.options.check(self)
         return self

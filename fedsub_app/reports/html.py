@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsub_app.analysis.activations import COVERED_BY
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.tensors import Json
+from fedsub_app.methods import reported
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.reports.pictures import (
     AXES,
@@ -42,11 +42,6 @@ MEANING = {
     "personal-accuracy": "each client's own model on its own test set, mean over the clients",
     "global-local-validation-accuracy": "the global model on each client's validation samples, mean over the clients",
     "personal-validation-accuracy": "each client's own model on its validation samples, mean over the clients",
-}
-# What a method's line says of its sub-networks: key -> title, axis, unit.
-MASK_LINES = {
-    "personal-fraction": ("Personal part of the model, mean over the clients", "personal (%)", 0.01),
-    "pruned-fraction": ("Pruned part of the model, mean over the clients", "pruned (%)", 0.01),
 }
 MOST_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 DARK = 0.55  # of a cell, from which on its number is white
@@ -199,22 +194,22 @@ def _clients(groups: Sequence[Group]) -> list[str]:
 def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
     pictures: list[tuple[str, str, bool]] = []  # title, picture, whether a curve is a group
     masks: list[dict[str, Any]] = []
-    for key, (title, ylabel, unit) in MASK_LINES.items():
+    for key, about in reported([str(group.records[0].settings["method"]) for group in groups]).items():
         lines = {}
         for number, group in enumerate(groups):
-            points = [(line["round"], line[key] / unit) for line in group.records[0].lines if key in line]
-            if points:
-                lines[number] = (group.label, [float(x) for x, _ in points], [y for _, y in points])
+            of_group = [line for line in group.records[0].lines if key in line]
+            x = [float(line["round"]) for line in of_group]
+            curves = list(zip(*(about.points(line[key]) for line in of_group), strict=True))
+            scaled = [[about.scale * y for y in curve] for curve in curves]
+            if scaled and about.curves:
+                title = f"{group.label}: {about.title}"
+                of_run = {k: (name, x, scaled[k]) for k, name in enumerate(about.curves)}
+                pictures.append((title, svg_of_lines(title, about.axis, "round", of_run), False))
+            elif scaled:
+                lines[number] = (group.label, x, scaled[0])
         if lines:
-            pictures.append((title, svg_of_lines(title, ylabel, "round", lines), True))
+            pictures.append((about.title, svg_of_lines(about.title, about.axis, "round", lines), True))
     for group in groups:
-        lines_of = [line for line in group.records[0].lines if "units-covered-by" in line]
-        if lines_of:
-            title = f"{group.label}: hidden units covered by"
-            x = [float(line["round"]) for line in lines_of]
-            counts = [(none, one, sum(several)) for none, one, *several in (c["units-covered-by"] for c in lines_of)]
-            lines = {k: (name, x, [float(of[k]) for of in counts]) for k, name in enumerate(COVERED_BY)}
-            pictures.append((title, svg_of_lines(title, "hidden units", "round", lines), False))
         try:
             found = last_masks(group.records[0].folder)
         except UserError as error:
