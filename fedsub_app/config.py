@@ -47,7 +47,7 @@ def _fields() -> dict[str, FieldInfo]:
 
 @cache
 def defaults() -> dict[str, Value]:
-    """Every key with its default."""
+    """Return every key with its default."""
     return {f"{prefix}{k}": v for prefix, section in _sections().items() for k, v in section().toml().items()}
 
 
@@ -66,7 +66,7 @@ def register(name: str, method: Method) -> None:
 
 
 def describe() -> dict[str, str]:
-    """Every key with its default, what is allowed and what it means, for people."""
+    """Return every key with its default, its allowed values and its meaning, as text."""
     return {
         key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(field)))
         for key, field in _fields().items()
@@ -120,8 +120,8 @@ def is_list(key: str) -> bool:
     return key in _fields() and any(isinstance(about, Listed) for about in _fields()[key].metadata)
 
 
-def spelled(key: str, value: Value) -> Value:
-    """Return a value as :meth:`Settings.flat` writes it (``"a,b"`` as ``"a, b"``); as it is where it is not allowed."""
+def canonical(key: str, value: Value) -> Value:
+    """Return a value as :meth:`Settings.flat` writes it, ``"a, b"`` for ``"a,b"``; invalid values are unchanged."""
     if key in _fields():
         adapter = _adapter(_fields()[key])
         with suppress(ValidationError):
@@ -138,10 +138,10 @@ def parse_pairs(pairs: list[str]) -> dict[str, Value]:
         if not sign or not key.strip():
             raise UserError(f"{pair!r}: expected key=value")
         try:
-            found = tomllib.loads(f"value = {text}")
+            parsed = tomllib.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, a number of 5,000 digits, 5,000 brackets
-            found = {}
-        values[key.strip()] = found["value"] if found.keys() == {"value"} else text.strip()
+            parsed = {}
+        values[key.strip()] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
     return values
 
 
@@ -158,29 +158,29 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{source} = {shown(name)}: no {printable(conf_name(path))}{hint}")
-    own = flatten(read_toml(path))
-    base = own.pop("extends", None)
-    _check_known(own, f" in {conf_name(path)}")
+    keys = flatten(read_toml(path))
+    base = keys.pop("extends", None)
+    _check_known(keys, f" in {conf_name(path)}")
     if base is None:
-        return own
+        return keys
     if not isinstance(base, str) or not base:
         raise UserError(f"{conf_name(path)}: extends = {base!r}: must be the name of an experiment")
     if is_file(base):
         base = str(path.parent / base)
     elif "/" not in base and not is_file(name):
         base = f"{path.parent.name}/{base}"
-    return _read_experiment(base, (*extending, name)) | own
+    return _read_experiment(base, (*extending, name)) | keys
 
 
 def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys with those of an experiment of one's own, whose file other machines do not have."""
+    """Return single keys with an experiment's file resolved into them, for machines that do not have that file."""
     name = str(overrides.get("experiment", ""))
     if not is_file(name):
         return dict(overrides)
     given = {key: value for key, value in overrides.items() if key != "experiment"}
-    found = own_keys(_read_experiment(name) | given)
-    preset = METHODS[str(found.get("method", defaults()["method"]))].preset
-    return {key: value for key, value in found.items() if key in given or key not in preset}
+    keys = applicable_keys(_read_experiment(name) | given)
+    preset = METHODS[str(keys.get("method", defaults()["method"]))].preset
+    return {key: value for key, value in keys.items() if key in given or key not in preset}
 
 
 def _check_known(values: Mapping[str, Value], source: str) -> None:
@@ -205,14 +205,14 @@ def _one_line(error: ValidationError, prefix: str = "") -> str:
     first = error.errors()[0]
     key = f"{prefix}{'.'.join(map(str, first['loc']))}"
     if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all of it
-        said = str(first["ctx"]["error"])
-        return f"{key} = {shown(first['input'])}: {said}" if first["loc"] else said
+        reason = str(first["ctx"]["error"])
+        return f"{key} = {shown(first['input'])}: {reason}" if first["loc"] else reason
     text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     return f"{key} = {shown(first['input'])}: must be {text}"
 
 
-def before_keys(experiment: str, method: str) -> dict[str, Value]:
-    """Return what the keys of a method are before single ones are set: the defaults, an experiment, presets.
+def base_keys(experiment: str, method: str) -> dict[str, Value]:
+    """Return the keys of a method before single keys are set: defaults, experiment, presets.
 
     Raises
     ------
@@ -222,13 +222,13 @@ def before_keys(experiment: str, method: str) -> dict[str, Value]:
     if method not in METHODS:
         raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
     chosen = _read_experiment(experiment) if experiment else {}
-    found = defaults() | {key: spelled(key, value) for key, value in chosen.items()}
-    kept = {key: value for key, value in found.items() if "." not in key or key.startswith(f"{method}.")}
+    keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
+    kept = {key: value for key, value in keys.items() if "." not in key or key.startswith(f"{method}.")}
     return kept | dict(METHODS[method].preset)
 
 
-def own_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys without those of methods that they do not run: a table's settings are for several methods.
+def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
+    """Return single keys without those of methods that they do not run; a table sets keys of several methods.
 
     Raises
     ------

@@ -58,12 +58,12 @@ from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 
 @dataclass(frozen=True)
 class Method:
-    """One method: what it is, its own settings, its server side, its client side.
+    """One method: a description, its own settings, its server side, its client side.
 
     ``preset``: general keys that make it this method; a run that sets them otherwise is refused.
     """
 
-    about: str
+    description: str
     settings: type[MethodSettings]
     strategy: type[SubnetStrategy]
     client: type[Client]
@@ -99,7 +99,7 @@ BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs
 
 
 def reported(methods: Collection[str]) -> dict[str, Reported]:
-    """Return what the rounds of these methods report besides what all do: key -> how it is drawn.
+    """Return the declared reports of these methods: key of a round's line -> its picture.
 
     Names that are not registered, such as that of a removed method, report nothing.
     """

@@ -15,7 +15,7 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import own_keys, resolve
+from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.reports.pictures import figure, labelled, legend_beside
@@ -68,7 +68,7 @@ def test_what_analyse_writes_agrees_with_the_run(
 
 
 def strategy_of(**changes: Value) -> SubnetStrategy:
-    settings = resolve(own_keys(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}))
+    settings = resolve(applicable_keys(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}))
     model = build_model(settings.model, (5,), 4, settings.seed)
     return METHODS[settings.method].strategy(settings, model)
 

@@ -19,14 +19,14 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.conf_files import experiments
 from fedsub_app.config import (
+    applicable_keys,
     as_toml,
+    canonical,
     defaults,
     describe,
     flatten,
-    own_keys,
     parse_pairs,
     resolve,
-    spelled,
 )
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.local_grid import LocalGrid
@@ -150,10 +150,10 @@ def test_settings_come_back_from_their_flat_form() -> None:
     )
 )
 def test_flat_settings_resolve_to_the_same_ones(keys: dict[str, Value]) -> None:
-    keys = own_keys(keys)
+    keys = applicable_keys(keys)
     settings = resolve(keys)
     assert resolve(settings.flat()) == settings
-    assert all(settings.flat().get(key, spelled(key, value)) == spelled(key, value) for key, value in keys.items())
+    assert all(settings.flat().get(key, canonical(key, value)) == canonical(key, value) for key, value in keys.items())
     assert all(isinstance(value, str | int | float | bool) for value in settings.flat().values())
 
 

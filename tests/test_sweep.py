@@ -172,7 +172,7 @@ def test_optuna_goes_where_it_was_good_and_proposes_the_same_again(tmp_path: Pat
     for number in range(30):
         trial = search.trial(number)
         finish(trial, 90 - 100 * abs(float(trial.keys["lr"]) - 0.7) - 10 * float(trial.keys["momentum"]))
-    rates = [float(trial.keys["lr"]) for trial in search.begun()]
+    rates = [float(trial.keys["lr"]) for trial in search.started()]
     assert statistics.fmean(abs(rate - 0.7) for rate in rates[15:]) < 0.2  # random: 0.29
     file = tmp_path / "trial-029.json"
     before = file.read_text()

@@ -1,4 +1,4 @@
-"""What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
+"""Analysis of a run's masks and models: the units of clients, activations, overlap of masks, clients' accuracies.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15).
 """
@@ -20,7 +20,7 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.methods import reported
 from fedsub_app.models import load_tensors
 from fedsub_app.models.units import UnitGroup
-from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
+from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.masks import strategy_of
@@ -32,7 +32,7 @@ log = logging.getLogger("fedsub")
 
 
 def analyse(folder: Path, samples: int) -> list[Path]:
-    """Write and draw what a run's directory can tell; returns the files.
+    """Analyse the directory of a run; write tables and pictures into it and return their paths.
 
     ``coverage``, ``personal``, ``pruned``: each number that the method's rounds report (``SubnetStrategy.reports``), a
     single one beside the bytes of its round.
@@ -41,9 +41,9 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where several clients have personal positions: intersection
     over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
-    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, of pairs that have so many labels in common,
-    what independent masks of those sizes would have, and the correlation over all pairs of what is above that with the
-    labels in common.
+    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, by the number of labels
+    that a pair has in common; the overlap of independent masks of those sizes; and the correlation over all pairs
+    between the overlap above that and the labels in common.
     ``mask-size.csv`` and ``.png``: accuracy of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
@@ -123,11 +123,11 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -
     -------
     group name -> float ``[group.size]``.
     """
-    found: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            found[name] = torch.relu(output.detach()).transpose(0, 1).flatten(1).sum(1)
+            activations[name] = torch.relu(output.detach()).transpose(0, 1).flatten(1).sum(1)
 
         return hook
 
@@ -139,7 +139,7 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return activations
 
 
 def _activations(
@@ -161,15 +161,15 @@ def _activations(
         rounds.append(checkpoint.round)
         history.append([unit_activations(model, groups, x) for x in batches])
     strategy.load_state(checkpoint.state)
-    own = strategy.unit_masks()
+    unit_masks = strategy.unit_masks()
     rows = []
     for number, found in zip(rounds, history, strict=True):
         for client in clients:
             for group in groups:
                 per_unit = found[client][group.name] / len(batches[client])
                 parts = [per_unit]
-                if own is not None:
-                    mask = split(own[client], groups)[group.name]
+                if unit_masks is not None:
+                    mask = split(unit_masks[client], groups)[group.name]
                     parts += [per_unit[mask], per_unit[~mask]]
                 rows.append([number, client, group.name, *(f"{part.mean():.5g}" for part in parts)])
     drawing = figure(3.2 * len(groups), 2.4 * len(clients))
@@ -181,13 +181,13 @@ def _activations(
             axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
             if rounds[0] < last_staged < rounds[-1]:
                 axes.axvline(last_staged, color="white", linestyle="--", linewidth=1)
-            axes.set_xticks(labelled(rounds, 6))
+            axes.set_xticks(spaced(rounds, 6))
             axes.set_title(f"client {client}, {group.name}", fontsize="small")
         grid[client][0].set_ylabel("unit")
     for axes in grid[-1]:
         axes.set_xlabel("round")
     drawing.savefig(folder / "activations.png", dpi=120)
-    header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if own is None else 6]
+    header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if unit_masks is None else 6]
     return [write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
 
 
@@ -214,16 +214,16 @@ def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
 
 
 def _clients(folder: Path, line: Json) -> list[Path]:
-    found = {int(client): metrics for client, metrics in line["evaluated"].items()}
-    kinds = sorted({key for metrics in found.values() for key in metrics if key.endswith("-accuracy")})
-    drawing = figure(min(16.0, 5 + 0.3 * len(found)), 3.5)
+    evaluated = {int(client): metrics for client, metrics in line["evaluated"].items()}
+    kinds = sorted({key for metrics in evaluated.values() for key in metrics if key.endswith("-accuracy")})
+    drawing = figure(min(16.0, 5 + 0.3 * len(evaluated)), 3.5)
     axes = drawing.subplots()
     for colour, kind in enumerate(kinds):
-        values = sorted(metrics[kind] for metrics in found.values() if kind in metrics)
+        values = sorted(metrics[kind] for metrics in evaluated.values() if kind in metrics)
         label = f"{kind.removesuffix('-accuracy')}: {values[0]:.1f} to {values[-1]:.1f} %"
         axes.plot(range(len(values)), values, "o-", color=COLOURS[colour], label=label)
     axes.set(xlabel="clients, sorted by accuracy", ylabel="accuracy (%)", title=f"round {line['round']}")
     legend_beside(drawing)
     drawing.savefig(folder / "clients.png", dpi=120)
-    rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(found.items())]
+    rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(evaluated.items())]
     return [write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]

@@ -41,7 +41,7 @@ def _entries(kind: str) -> dict[str, str]:
         case "methods":
             from fedsub_app.methods import METHODS
 
-            return {name: method.about for name, method in METHODS.items()}
+            return {name: method.description for name, method in METHODS.items()}
         case "datasets":
             from fedsub_app.data import dataset_names
 

@@ -1,7 +1,7 @@
 """``fedsub new-method``: the files of a method of one's own, as docs/adding-a-method.md has them, to be filled in.
 
-What is written is a whole method already, with one setting, and passes its test: FedAvg whose clients send a fraction
-of their change.
+The files are a complete method with one setting, which passes its test: FedAvg whose clients send a fraction of their
+change.
 """
 
 import argparse
@@ -158,7 +158,7 @@ def new_method(name: str, project: Path) -> list[Path]:
         write_atomic(project / path, text.encode())
     for path, text in changed.items():
         write_atomic(project / path, text.encode())
-    _tell_flower(project)
+    _write_defaults(project)
     return [project / path for path in (*texts, *changed, "pyproject.toml")]
 
 
@@ -180,13 +180,13 @@ def _registered(register: Path, name: str, module: str, class_name: str) -> str:
 
 
 def _after(path: Path, pattern: str, line: str) -> str:
-    text, count = re.subn(f"(?m)^{pattern}", lambda found: found.group() + line, path.read_text(), count=1)
+    text, count = re.subn(f"(?m)^{pattern}", lambda match: match.group() + line, path.read_text(), count=1)
     if not count:
         raise UserError(f"{path}: no line {pattern.strip()!r} to add {line.strip()!r} behind")
     return text
 
 
-def _tell_flower(project: Path) -> None:
+def _write_defaults(project: Path) -> None:
     """Write the copy of the defaults that pyproject.toml has to hold; a fresh process knows the new ones."""
     from fedsub_app.config import TABLE
 

@@ -1,4 +1,4 @@
-"""How reports draw what a method adds to the lines of its rounds."""
+"""Pictures of the numbers that a method adds to the lines of its rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Reported:
     curves: tuple[str, ...] = ()
 
     def points(self, value: float | Sequence[float]) -> list[float]:
-        """Return what each curve shows of a round's value, unscaled; of a number one element."""
+        """Return the value of each curve for a round's value, unscaled; a number has one curve."""
         if isinstance(value, int | float):
             return [value]
         last = len(self.curves) - 1

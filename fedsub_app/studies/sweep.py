@@ -2,8 +2,8 @@
 
 Every trial is written (``trial-007.json``) before it starts and is a run, or one for each seed, in a directory of its
 own. The same command goes on where a sweep was stopped: finished trials are kept, begun ones continue from their last
-checkpoint. A grid and random search have the same trials each time; what Optuna proposes depends on the trials that
-have ended by then, so that with one worker it is the same each time.
+checkpoint. A grid and random search have the same trials each time; Optuna's proposals depend on the trials that
+have ended by then, so that they are the same with one worker.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def sweep(
     planned.claim()
     print(f"{search.count} trials in {planned.out}, chosen by {metric_in_words(chosen_metric)}", flush=True)
     if search.method == "optuna":
-        done = sum(job.summary() is not None for trial in planned.begun() for job in trial.jobs)
+        done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
         failures = run_all(planned.jobs(), workers, gpus_of(settings), seeds * search.count - done)
     else:
         failures = run_all(list(planned.jobs()), workers, gpus_of(settings))

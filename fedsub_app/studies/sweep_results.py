@@ -39,7 +39,7 @@ def write_results(sweep: Sweep, command: str) -> None:
     """Write ``sweep.md``, ``sweep.csv`` and, of a sweep with a complete trial, ``best.toml``, ``sweep.png``,
     ``report.html``; print the table and the files.
     """
-    results = [Result(trial, trial.values(sweep.metric)) for trial in sweep.begun()]
+    results = [Result(trial, trial.values(sweep.metric)) for trial in sweep.started()]
     ranked = sorted(results, key=lambda result: -result.mean)
     best = ranked[0].trial if ranked[0].values else None
     verdict = _verdict(best, sweep.metric) if best else "No trial has a result."

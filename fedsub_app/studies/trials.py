@@ -1,4 +1,4 @@
-"""The trials of a sweep: which settings are tried, their runs, and what of both is on disk."""
+"""The trials of a sweep: their settings, their runs, and their files on disk."""
 
 import itertools
 import json
@@ -13,14 +13,14 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.files import read_json, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
-from fedsub_app.config import defaults, own_keys
+from fedsub_app.config import applicable_keys, defaults
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.search_space import Range, Space, draw, each_value, propose
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and how.
+    """The settings that are tried.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Search:
     def overrides(self, keys: Mapping[str, Value]) -> dict[str, Value]:
         """Return the single keys of a trial without those of methods that it does not run."""
         experiment = {"experiment": self.experiment} if self.experiment else {}
-        return own_keys({**experiment, **self.fixed, **keys})
+        return applicable_keys({**experiment, **self.fixed, **keys})
 
     @cached_property
     def plan(self) -> list[dict[str, Value]]:
@@ -66,7 +66,7 @@ class Search:
         return grid[: self.trials]
 
     def examples(self) -> list[dict[str, Value]]:
-        """Return searched keys in which every value occurs that a trial can have, as far as it is known before."""
+        """Return searched keys in which every value occurs that is known before the first trial ends."""
         return each_value(self.space) + ([] if self.method == "optuna" else self.plan)
 
     def describe(self, metric: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Sweep:
             jobs.append(Job(name, self.search.overrides(keys) | {"seed": seed, "run-dir": str(folder)}, folder))
         return Trial(number, keys, tuple(jobs))
 
-    def begun(self) -> list[Trial]:
+    def started(self) -> list[Trial]:
         """Return the trials that are written."""
         numbers = itertools.takewhile(lambda number: self._path(number).exists(), range(self.search.count))
         return [self.trial(number) for number in numbers]
@@ -163,7 +163,7 @@ class Sweep:
     def _new_keys(self, number: int) -> dict[str, Value]:
         if self.search.method != "optuna":
             return self.search.plan[number]
-        results = [(trial.keys, trial.values(self.metric)) for trial in self.begun()]
+        results = [(trial.keys, trial.values(self.metric)) for trial in self.started()]
         ended = [(keys, statistics.fmean(values)) for keys, values in results if values]
         return propose(self.search.space, derive(self.search.seed, "sweep", number), ended)
 
