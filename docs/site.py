@@ -105,8 +105,8 @@ def methods() -> dict[str, str]:
     known, pages = describe(), {}
     rows = ["# Methods", "", "| `method` | what |", "|---|---|"]
     for name, method in METHODS.items():
-        rows.append(f"| [`{name}`]({name}.md) | {method.about} |")
-        parts = [f"# {name}", method.about + ".", ""]
+        rows.append(f"| [`{name}`]({name}.md) | {method.description} |")
+        parts = [f"# {name}", method.description + ".", ""]
         if method.preset:
             parts += ["Sets " + ", ".join(f"`{key} = {value!r}`" for key, value in method.preset.items()) + ".", ""]
         for side, cls in (("server", method.strategy), ("client", method.client)):

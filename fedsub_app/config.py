@@ -13,17 +13,18 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
+from fedsub_app.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
 from fedsub_app.methods import METHODS, Method, check_name
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 
+AnySection = TypeVar("AnySection", bound=Section)
 TABLE = "tool.flwr.app.config"
 RULES = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true | false", "string": "text", "array": "text"}
@@ -46,7 +47,7 @@ def _fields() -> dict[str, FieldInfo]:
 
 @cache
 def defaults() -> dict[str, Value]:
-    """Every key with its default."""
+    """Return every key with its default."""
     return {f"{prefix}{k}": v for prefix, section in _sections().items() for k, v in section().toml().items()}
 
 
@@ -64,54 +65,8 @@ def register(name: str, method: Method) -> None:
     defaults.cache_clear()
 
 
-def conf_folder() -> Path:
-    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
-
-    It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
-    """
-    here = Path(__file__).resolve().parent
-    return here / "conf" if (here / "conf").exists() else here.parent / "conf"
-
-
-def experiments() -> dict[str, Path]:
-    """Names of the experiments, ``<paper>/<experiment>``, and their files."""
-    return {f"{path.parent.name}/{path.stem}": path for path in sorted(conf_folder().glob("*/*.toml"))}
-
-
-def tables() -> dict[str, Path]:
-    """Names of the tables, ``<paper>-<name>``, and their files."""
-    found = sorted(conf_folder().glob("*/tables/*.toml"))
-    return {f"{path.parent.parent.name}-{path.stem}": path for path in found}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return a file of conf/ as TOML has it.
-
-    Raises
-    ------
-    UserError
-        It is not valid TOML.
-    """
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
-
-
-def conf_name(path: Path) -> str:
-    """Return how a message names a file: ``conf/<paper>/<experiment>.toml``, or as it is where it lies elsewhere."""
-    inside = path.is_relative_to(conf_folder())
-    return f"conf/{path.relative_to(conf_folder()).as_posix()}" if inside else str(path)
-
-
-def is_file(name: str) -> bool:
-    """Say whether the name of an experiment or a table is that of a file of one's own: it ends in ``.toml``."""
-    return name.endswith(".toml")
-
-
 def describe() -> dict[str, str]:
-    """Every key with its default, what is allowed and what it means, for people."""
+    """Return every key with its default, its allowed values and its meaning, as text."""
     return {
         key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(field)))
         for key, field in _fields().items()
@@ -165,8 +120,8 @@ def is_list(key: str) -> bool:
     return key in _fields() and any(isinstance(about, Listed) for about in _fields()[key].metadata)
 
 
-def spelled(key: str, value: Value) -> Value:
-    """Return a value as :meth:`Settings.flat` writes it (``"a,b"`` as ``"a, b"``); as it is where it is not allowed."""
+def canonical(key: str, value: Value) -> Value:
+    """Return a value as :meth:`Settings.flat` writes it, ``"a, b"`` for ``"a,b"``; invalid values are unchanged."""
     if key in _fields():
         adapter = _adapter(_fields()[key])
         with suppress(ValidationError):
@@ -183,10 +138,10 @@ def parse_pairs(pairs: list[str]) -> dict[str, Value]:
         if not sign or not key.strip():
             raise UserError(f"{pair!r}: expected key=value")
         try:
-            found = tomllib.loads(f"value = {text}")
+            parsed = tomllib.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, a number of 5,000 digits, 5,000 brackets
-            found = {}
-        values[key.strip()] = found["value"] if found.keys() == {"value"} else text.strip()
+            parsed = {}
+        values[key.strip()] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
     return values
 
 
@@ -195,42 +150,37 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
 
     ``extending``: the experiments that led to this one, each of which extends the next.
     """
-    source = f"{conf_name(_file(extending[-1]))}: extends" if extending else "experiment"
+    source = f"{conf_name(experiment_file(extending[-1]))}: extends" if extending else "experiment"
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
-    path = _file(name)
+    path = experiment_file(name)
     if not os.path.isfile(path):  # Path.is_file raises OSError where a name is longer than a file's can be
         near = difflib.get_close_matches(name, experiments(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{source} = {shown(name)}: no {printable(conf_name(path))}{hint}")
-    own = flatten(read_toml(path))
-    base = own.pop("extends", None)
-    _check_known(own, f" in {conf_name(path)}")
+    keys = flatten(read_toml(path))
+    base = keys.pop("extends", None)
+    _check_known(keys, f" in {conf_name(path)}")
     if base is None:
-        return own
+        return keys
     if not isinstance(base, str) or not base:
         raise UserError(f"{conf_name(path)}: extends = {base!r}: must be the name of an experiment")
     if is_file(base):
         base = str(path.parent / base)
     elif "/" not in base and not is_file(name):
         base = f"{path.parent.name}/{base}"
-    return _read_experiment(base, (*extending, name)) | own
-
-
-def _file(experiment: str) -> Path:
-    """Return the file of an experiment: of conf/, or one's own."""
-    return Path(experiment) if is_file(experiment) else conf_folder() / f"{experiment}.toml"
+    return _read_experiment(base, (*extending, name)) | keys
 
 
 def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys with those of an experiment of one's own, whose file other machines do not have."""
+    """Return single keys with an experiment's file resolved into them, for machines that do not have that file."""
     name = str(overrides.get("experiment", ""))
     if not is_file(name):
         return dict(overrides)
     given = {key: value for key, value in overrides.items() if key != "experiment"}
-    found = own_keys(_read_experiment(name) | given)
-    preset = METHODS[str(found.get("method", defaults()["method"]))].preset
-    return {key: value for key, value in found.items() if key in given or key not in preset}
+    keys = applicable_keys(_read_experiment(name) | given)
+    preset = METHODS[str(keys.get("method", defaults()["method"]))].preset
+    return {key: value for key, value in keys.items() if key in given or key not in preset}
 
 
 def _check_known(values: Mapping[str, Value], source: str) -> None:
@@ -241,18 +191,28 @@ def _check_known(values: Mapping[str, Value], source: str) -> None:
             raise UserError(f"{key} = {shown(value)}{source}: unknown key; {hint}")
 
 
+def _check_values(values: Mapping[str, Value]) -> None:
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key} = {value}: must be a finite number")
+        if not isinstance(value, str | int | float):
+            raise UserError(f"{key} = {shown(value)}: must be one text, number, true or false")
+        if isinstance(value, str) and not value.isprintable():
+            raise UserError(f"{key} = {shown(value)}: must be printable text")
+
+
 def _one_line(error: ValidationError, prefix: str = "") -> str:
     first = error.errors()[0]
     key = f"{prefix}{'.'.join(map(str, first['loc']))}"
     if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all of it
-        said = str(first["ctx"]["error"])
-        return f"{key} = {shown(first['input'])}: {said}" if first["loc"] else said
+        reason = str(first["ctx"]["error"])
+        return f"{key} = {shown(first['input'])}: {reason}" if first["loc"] else reason
     text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     return f"{key} = {shown(first['input'])}: must be {text}"
 
 
-def before_keys(experiment: str, method: str) -> dict[str, Value]:
-    """Return what the keys of a method are before single ones are set: the defaults, an experiment, presets.
+def base_keys(experiment: str, method: str) -> dict[str, Value]:
+    """Return the keys of a method before single keys are set: defaults, experiment, presets.
 
     Raises
     ------
@@ -262,13 +222,13 @@ def before_keys(experiment: str, method: str) -> dict[str, Value]:
     if method not in METHODS:
         raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
     chosen = _read_experiment(experiment) if experiment else {}
-    found = defaults() | {key: spelled(key, value) for key, value in chosen.items()}
-    kept = {key: value for key, value in found.items() if "." not in key or key.startswith(f"{method}.")}
+    keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
+    kept = {key: value for key, value in keys.items() if "." not in key or key.startswith(f"{method}.")}
     return kept | dict(METHODS[method].preset)
 
 
-def own_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys without those of methods that they do not run: a table's settings are for several methods.
+def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
+    """Return single keys without those of methods that they do not run; a table sets keys of several methods.
 
     Raises
     ------
@@ -292,14 +252,9 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     _check_known(overrides, "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
-    values = defaults() | chosen | dict(overrides)
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key} = {value}: must be a finite number")
-        if not isinstance(value, str | int | float):
-            raise UserError(f"{key} = {shown(value)}: must be one text, number, true or false")
-        if isinstance(value, str) and not value.isprintable():
-            raise UserError(f"{key} = {shown(value)}: must be printable text")
+    given = chosen | dict(overrides)
+    _check_values(given)
+    values = defaults() | given
     method = values["method"]
     if method not in METHODS:
         raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
@@ -308,20 +263,24 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         if "." in key and not key.startswith(f"{method}."):
             raise UserError(f"{key} = {shown(value)}: does nothing with method = {method!r}")
     # A method given by hand goes before the experiment that it is tried on; what stands beside it must agree with it.
-    beside = overrides if "method" in overrides else chosen | dict(overrides)
+    beside = overrides if "method" in overrides else given
     for key, preset in METHODS[str(method)].preset.items():
         if beside.get(key, preset) not in (preset, defaults()[key]):
             raise UserError(f"{key} = {beside[key]!r}: must be {preset!r} with method = {method!r}")
         values[key] = preset
-    options: dict[str, MethodSettings] = {}
-    for section, entry in METHODS.items():  # all of them: a wrong value is wrong even where another method runs
-        own = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
-        try:
-            options[section] = entry.settings.model_validate(own)
-        except ValidationError as error:
-            raise UserError(_one_line(error, f"{section}.")) from None
+    sections: dict[str, dict[str, Value]] = {str(method): {}}  # the running method's, and others that are given keys
+    for key, value in given.items():
+        section, dot, own_key = key.partition(".")
+        if dot:
+            sections.setdefault(section, {})[own_key] = value
+    options = {name: _validated(METHODS[name].settings, own, f"{name}.") for name, own in sections.items()}
     general = {key: value for key, value in values.items() if "." not in key}
+    return _validated(Settings, general | {"options": options[str(method)]})
+
+
+def _validated(section: type[AnySection], values: Mapping[str, Any], prefix: str = "") -> AnySection:
+    """Return a section of these values, or raise :class:`UserError` for the first wrong one: ``prefix`` + its key."""
     try:
-        return Settings.model_validate(general | {"options": options[str(method)]})
+        return section.model_validate(values)
     except ValidationError as error:
-        raise UserError(_one_line(error)) from None
+        raise UserError(_one_line(error, prefix)) from None

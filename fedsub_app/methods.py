@@ -10,7 +10,7 @@ FedProx and MOON are FedAvg with an objective that any method can take (``traini
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from client_apps.base import Client
@@ -26,6 +26,7 @@ from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClie
 from client_apps.scaffold import ScaffoldClient
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
@@ -57,12 +58,12 @@ from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 
 @dataclass(frozen=True)
 class Method:
-    """One method: what it is, its own settings, its server side, its client side.
+    """One method: a description, its own settings, its server side, its client side.
 
     ``preset``: general keys that make it this method; a run that sets them otherwise is refused.
     """
 
-    about: str
+    description: str
     settings: type[MethodSettings]
     strategy: type[SubnetStrategy]
     client: type[Client]
@@ -95,6 +96,15 @@ METHODS = {
     "fedpews": Method("FedPeWS, Tastan et al. 2024", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }
 BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
+
+
+def reported(methods: Collection[str]) -> dict[str, Reported]:
+    """Return the declared reports of these methods: key of a round's line -> its picture.
+
+    Names that are not registered, such as that of a removed method, report nothing.
+    """
+    strategies = [METHODS[name].strategy for name in METHODS if name in methods]
+    return {key: about for strategy in strategies for key, about in strategy.reports.items()}
 
 
 def check_name(name: str) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -50,21 +50,26 @@ Evaluations = Annotated[
 ]
 
 
-LEAST_NOISE = 0.01  # with less there is no privacy to be counted
+MIN_NOISE = 0.01  # with less there is no privacy to be counted
 Rounds = Annotated[tuple[Count, ...], Listed("must be rounds from 1 on, such as '200, 400', or ''", read=int)]
 
 
 def digest(flat: Mapping[str, Value]) -> str:
     """Hash of everything that decides the result of a run, from its settings in TOML spelling.
 
-    Those of a run of an earlier version, which had not all of today's keys, still have the digest that they had.
+    Settings that an earlier version recorded keep their digest, also without keys that were added since.
     """
     deciding = {key: value for key, value in flat.items() if key not in LOCATION_KEYS}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class MethodSettings(Section):
-    """The keys of one method (``[tool.flwr.app.config.<method>]``); a method without keys uses this class itself."""
+    """The keys of one method (``[tool.flwr.app.config.<method>]``); a method without keys uses this class itself.
+
+    ``objectives``: values of the setting ``objective`` that the method can train with.
+    """
+
+    objectives: ClassVar[tuple[str, ...]] = ("none", "prox", "moon")
 
     def check(self, settings: "Settings") -> None:
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
@@ -75,7 +80,7 @@ class MethodSettings(Section):
 
 
 class RunSettings(Section):
-    """What is run, how long, what is measured, and where it is written."""
+    """The run: method, length, evaluation and files."""
 
     experiment: TextOrNone = None
     """conf/<experiment>.toml lies between these defaults and single keys; "": none."""
@@ -84,38 +89,38 @@ class RunSettings(Section):
     num_rounds: Count = 50
     """Rounds of the run."""
     max_flops: AmountOrNone = None
-    """FLOPs of all clients' training with which the run is over; 0: no limit.
+    """Stop after the round in which the clients' training FLOPs reach this; 0: no limit.
 
-    The round in which they are reached is the last one and is evaluated; the run is complete, and the summary's
+    That round is evaluated; the run is complete, and the summary's
     ``ended-by`` names the key. Clients whose answers were refused do not count. Flower's own loop knows no budgets.
     """
     max_bytes: AmountOrNone = None
-    """Bytes of all messages by the papers' formula, down and up, with which the run is over; 0: no limit."""
+    """Stop after the round in which the bytes of all messages, by the papers' formula, reach this; 0: no limit."""
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Accuracies to measure, any of global, global-local, personal: "global, personal".
 
-    Of the global model on the whole test set; of the global model, or of the clients' own models, on each client's test
-    set. The first one is that of ``target-accuracy``.
+    global: global model, whole test set; global-local and personal: global model and the clients' own models, each
+    client's test set. ``target-accuracy`` refers to the first one.
     """
     eval_every: Count = 1
     """Rounds from one evaluation to the next; the last round ends with one."""
     target_accuracy: PercentOrNone = None
-    """Percent; the summary says in which round it was reached; 0: none."""
+    """Accuracy in percent; the summary names the round that reached it; 0: none."""
     stop_at_accuracy: PercentOrNone = None
-    """Percent of the first accuracy of ``evaluate`` with which the run is over, as with max-flops; 0: no limit."""
+    """Stop, as max-flops does, when the first accuracy of ``evaluate`` reaches this percentage; 0: no limit."""
     run_dir: TextOrNone = None
     """Run directory; "": a new folder under $FEDSUB_RUNS.
 
-    `make setup` sets that to the checkout's runs/, for every command of its .venv; where it is not set it is ./runs.
+    `make setup` sets $FEDSUB_RUNS to the checkout's runs/ for every command of its .venv; the default is ./runs.
     """
     resume: bool = False
     """Continue the run in run-dir."""
     checkpoint_every: Count = 1
     """Rounds from one checkpoint to the next; the last round has one."""
     keep_checkpoints: CountOrNone = 2
-    """Checkpoints that are kept, the latest; 0: all."""
+    """Number of latest checkpoints that are kept; 0: all."""
     track: Literal["none", "tensorboard", "mlflow", "wandb"] = "none"
-    """Tracker that is told every round as well, a package of its own (`pip install -e '.[mlflow]'`)."""
+    """Tracker that also gets every round's numbers, a package of its own (`pip install -e '.[mlflow]'`)."""
 
     @model_validator(mode="after")
     def _resume_needs_a_run(self) -> "RunSettings":
@@ -125,38 +130,38 @@ class RunSettings(Section):
 
 
 class TrainingSettings(Section):
-    """What a client trains, and how."""
+    """The network and the local training of a client."""
 
     model: str = "fedpews-cnn"
     """A name of `fedsub list models`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: on a GPU if there is one."""
+    """Device; auto: a GPU if there is one."""
     stack_clients: bool = False
     """Train clients of equal shape together: several times as fast on small networks, equal up to float rounding."""
     compile_steps: bool = False
     """Compile the steps that train the whole network on a full mini-batch; on a GPU replay them as CUDA graphs.
 
     Equal up to float rounding. Every process compiles at its first step, which takes up to minutes, and needs a C++
-    compiler, or Triton on a GPU. Other steps stay as they are: of parts of a network, under masks, of MOON and FedPAC.
+    compiler, or Triton on a GPU. Steps of parts of a network, under masks, of MOON and FedPAC are not compiled.
     """
     gpu_exact: bool = True
-    """On a GPU: deterministic kernels and no TF32; false: the fastest, not repeatable bit for bit."""
+    """On a GPU: deterministic kernels, no TF32; false: fastest kernels, not repeatable bit for bit."""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """Fresh in every round unless a method says otherwise."""
+    """Optimizer, reset in every round unless a method says otherwise."""
     lr: Positive = 0.05
     """Learning rate of the first round."""
     lr_decay_at: Rounds = ()
-    """Rounds from which on lr is multiplied by lr-decay: "200, 400"."""
+    """Rounds that multiply lr by lr-decay, from then on: "200, 400"."""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Factor of lr at each round of lr-decay-at."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of SGD; not with adam."""
     weight_decay: NonNegative = 0.0
-    """Pull of all weights towards 0, added to the gradients."""
+    """L2 penalty, added to the gradients of all weights."""
     augment: Literal["none", "crop-flip"] = "none"
-    """Training images: as they are, or random crops with padding 4 and horizontal flips."""
+    """Training images: unchanged, or random crops with padding 4 and horizontal flips."""
     objective: Literal["none", "prox", "moon"] = "none"
-    """Term that any method's local loss gets on top: FedProx's or MOON's."""
+    """Term added to any method's local loss: FedProx's or MOON's."""
     prox_mu: NonNegative = 0.01
     """Weight of objective = "prox"."""
     moon_mu: NonNegative = 1.0
@@ -170,8 +175,8 @@ class TrainingSettings(Section):
     local_steps: CountOrNone = None
     """Mini-batches of a round instead of local-epochs; 0: by local-epochs.
 
-    They are the first of as many passes as it takes, each in an order of its own. What a method counts in epochs by a
-    key of its own, such as ``tune-epochs``, ``head-epochs`` and both of FedRep's, stays in epochs.
+    They come from as many passes as needed, each in its own order. Keys of methods that count epochs, such as
+    ``tune-epochs``, ``head-epochs`` and both of FedRep's, still count epochs.
     """
 
     def lr_at(self, server_round: int) -> float:
@@ -192,21 +197,21 @@ class TrainingSettings(Section):
 
 
 class DefenceSettings(FederationSettings):
-    """What one client can do to the model, and how much the model tells of it (docs/security.md)."""
+    """Bounds on one client's influence, and differential privacy (docs/security.md)."""
 
     clip_norm: NonNegative = 0.0
-    """L2 norm to which each client's change of the model is scaled down before the mean; 0: none is.
+    """L2 norm to which each client's change of the model is scaled down before the mean; 0: no clipping.
 
-    In the model's own units, so it depends on network, learning rate and local steps: an undisturbed run's
-    ``update-norm`` in rounds.jsonl says what is usual. What is larger still counts, with less weight.
+    Choose it by ``update-norm`` in rounds.jsonl of an undisturbed run: it depends on network, learning rate and local
+    steps. A larger change still counts, with less weight.
     """
     mean: Literal["average", "median", "trimmed", "krum"] = "average"
-    """The mean of the answers: weighted; or, position by position, median or trimmed mean; or the answer Krum chooses.
+    """Aggregation: weighted mean; or median or trimmed mean of each position; or the update that Krum chooses.
 
-    The last three count every client once, whatever its examples, and the server holds all answers of a round.
+    The last three count every client once, whatever its examples, and the server holds all updates of a round.
     """
     trim_fraction: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
-    """Of the values of a position, so many of the smallest and of the largest are left out with mean = "trimmed"."""
+    """Fraction of a position's smallest and of its largest values that mean = "trimmed" leaves out."""
     byzantine_clients: CountOrZero = 1
     """Hostile clients of a round that mean = "krum" withstands: f of at least 2 f + 3."""
     dp_noise_multiplier: NonNegative = 0.0
@@ -216,7 +221,7 @@ class DefenceSettings(FederationSettings):
 
     @property
     def least_replies(self) -> int:
-        """Valid replies with fewer of which a round is abandoned."""
+        """Least number of valid replies; a round with fewer is abandoned."""
         return max(self.min_replies, 2 * self.byzantine_clients + 3 if self.mean == "krum" else 1)
 
     @model_validator(mode="after")
@@ -232,8 +237,8 @@ class DefenceSettings(FederationSettings):
                 raise ValueError(f"{said} mean = 'krum' {least}, {self.sample_size} take part")
             beside = f"mean = 'krum' and the {self.sample_size} clients that take part in a round"
             raise ValueError(f"{said} at most {most} with {beside}")
-        if 0 < self.dp_noise_multiplier < LEAST_NOISE:
-            raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {LEAST_NOISE}")
+        if 0 < self.dp_noise_multiplier < MIN_NOISE:
+            raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {MIN_NOISE}")
         if self.dp_noise_multiplier and not self.clip_norm:
             raise ValueError("clip-norm = 0: must be above 0 with dp-noise-multiplier above 0")
         if self.dp_noise_multiplier and self.oversample > 1:
@@ -247,14 +252,14 @@ class AttackSettings(ClientsSettings):
     """Simulated attackers: a switch for research, of no use to a real federation."""
 
     attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
-    """What attackers do: send minus their change, or a multiple of it; or train on labels counted from the last class.
+    """Attack: send minus the change, or a multiple of it; or train on labels counted from the last class.
 
-    Trainable parameters alone are changed; what else they send is honest.
+    Attackers change trainable parameters alone; the rest of their replies is honest.
     """
     attackers: CountOrZero = 1
     """Clients 0 to attackers - 1 attack."""
     attack_scale: Positive = 10.0
-    """The multiple that attack = "scale" and, negative, "sign-flip" send of their change."""
+    """Factor of the change that attack = "scale" sends, and with a minus sign "sign-flip"."""
 
     @model_validator(mode="after")
     def _attackers_are_clients(self) -> "AttackSettings":
@@ -281,12 +286,12 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     @property
     def data(self) -> DataSettings:
-        """What the data set depends on."""
+        """The settings of the data set."""
         return self._part(DataSettings)
 
     @property
     def partitioning(self) -> PartitionSettings:
-        """What the clients' shares of it depend on."""
+        """The settings of the partition."""
         return self._part(PartitionSettings)
 
     def _part(self, section: type[Part]) -> Part:
@@ -302,5 +307,9 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     @model_validator(mode="after")
     def _method_agrees(self) -> "Settings":
+        allowed = self.options.objectives
+        if self.objective not in allowed:
+            names = " or ".join(map(repr, allowed))
+            raise ValueError(f"objective = {self.objective!r}: must be {names} with method = {self.method!r}")
         self.options.check(self)
         return self

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -24,6 +24,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
@@ -70,6 +71,7 @@ class SubnetStrategy(Strategy):
         the checkpoint, and :meth:`merge` alone gives them new values.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
+    reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     settings, options : the run's settings and the method's own.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
@@ -80,6 +82,7 @@ class SubnetStrategy(Strategy):
 
     remembers: tuple[str, ...] = ()
     holds_all = False
+    reports: ClassVar[Mapping[str, Reported]] = {}
     measurement: "Measurement | None" = None
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:

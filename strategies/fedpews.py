@@ -25,11 +25,12 @@ Read into the paper, which is silent or contradicts itself there:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
@@ -98,6 +99,11 @@ class FedPeWS(SubnetStrategy):
 
     options: FedPeWSSettings
     remembers = ("theta",)
+    reports: ClassVar = {
+        "units-covered-by": Reported(
+            "hidden units covered by", "hidden units", "coverage", curves=("no client", "one client", "several clients")
+        )
+    }
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)

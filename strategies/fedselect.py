@@ -28,12 +28,13 @@ in the next.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Count, Fraction, TextOrNone
 from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
@@ -89,6 +90,11 @@ class FedSelect(SubnetStrategy):
 
     options: FedSelectSettings
     remembers = ("masks", "held")
+    reports: ClassVar = {
+        "personal-fraction": Reported(
+            "Personal part of the model, mean over the clients", "personal (%)", file="personal", scale=100
+        )
+    }
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)

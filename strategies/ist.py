@@ -30,7 +30,7 @@ Where this leaves the papers or the authors' code (IST_FL):
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -50,6 +50,8 @@ from strategies.sliced import Sliced
 class ISTSettings(MethodSettings):
     """Keys of IST."""
 
+    objectives: ClassVar = ("none", "prox")  # MOON's previous model would be of other units
+
     width: CountOrNone = None
     """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own are shared out.
 
@@ -61,11 +63,6 @@ class ISTSettings(MethodSettings):
     def hidden_width(self, settings: Settings) -> int | None:
         """Return the global width: that of a client, times the clients of a round."""
         return self.width and self.width * settings.sample_size
-
-    def check(self, settings: Settings) -> None:
-        """MOON's previous model would be of other units."""
-        if settings.objective == "moon":
-            raise ValueError(f"objective = 'moon': must be 'none' or 'prox' with method = {settings.method!r}")
 
 
 class IST(Sliced):

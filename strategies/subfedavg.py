@@ -34,13 +34,14 @@ whole network.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Fraction, NonNegative
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
@@ -98,6 +99,11 @@ class SubFedAvg(SubnetStrategy):
 
     options: SubFedAvgSettings
     remembers = ("masks", "fractions")
+    reports: ClassVar = {
+        "pruned-fraction": Reported(
+            "Pruned part of the model, mean over the clients", "pruned (%)", file="pruned", scale=100
+        )
+    }
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)

@@ -13,7 +13,7 @@ from hypothesis import settings
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import own_keys
+from fedsub_app.config import applicable_keys
 from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
@@ -85,7 +85,7 @@ def run_local(tmp_path: Path) -> Callable[..., tuple[Json, Path]]:
 
     def run(folder: str = "run", grid: Any = LocalGrid, **keys: Value) -> tuple[Json, Path]:
         overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
-        overrides = own_keys(overrides) | {"run-dir": str(tmp_path / folder)}
+        overrides = applicable_keys(overrides) | {"run-dir": str(tmp_path / folder)}
         summary = run_experiment(grid(app, overrides), settings_of(overrides))
         return summary, tmp_path / folder
 

@@ -12,9 +12,10 @@ from torch import nn
 
 from fedsub_app.analysis.activations import unit_activations
 from fedsub_app.cli import main as cli
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import own_keys, resolve
+from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.reports.pictures import figure, labelled, legend_beside
@@ -67,7 +68,7 @@ def test_what_analyse_writes_agrees_with_the_run(
 
 
 def strategy_of(**changes: Value) -> SubnetStrategy:
-    settings = resolve(own_keys(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}))
+    settings = resolve(applicable_keys(SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}))
     model = build_model(settings.model, (5,), 4, settings.seed)
     return METHODS[settings.method].strategy(settings, model)
 
@@ -94,6 +95,13 @@ def test_methods_without_masks_say_so() -> None:
     strategy = strategy_of(method="fedavg")
     assert strategy.unit_masks() is None
     assert strategy.position_masks() is None
+
+
+def test_a_list_has_a_curve_for_each_name_and_the_last_one_has_the_rest() -> None:
+    about = Reported("title", "axis", "file", curves=("none", "one", "several"))
+    assert about.points([3, 0, 2, 5]) == [3, 0, 7]
+    assert about.points([3, 1]) == [3, 1, 0]
+    assert Reported("title", "axis", "file").points(0.25) == [0.25]
 
 
 def test_nothing_to_analyse_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

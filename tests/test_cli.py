@@ -15,6 +15,7 @@ from helpers import rounds, tree
 
 import fedsub_app
 from fedsub_app.cli import main as cli
+from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve, without_file
@@ -25,8 +26,9 @@ from fedsub_app.studies import reproduce
 from fedsub_app.studies.batch import run_job
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.search_space import read_space
-from fedsub_app.studies.sweep import Sweep, metric_of
+from fedsub_app.studies.sweep import metric_of
 from fedsub_app.studies.tables import read_table
+from fedsub_app.studies.trials import Search
 
 Run = Callable[..., tuple[Json, Path]]
 OWN = """extends = "quickstart/digits"
@@ -79,10 +81,10 @@ def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(lines) > 15
     for line in lines:
         words = ["runs/A" if word.startswith("runs/2") else word for word in shlex.split(line)[1:]]
-        options: Any = cli._parser().parse_args(words)
+        options: Any = cli.build_parser().parse_args(words)
         if words[0] == "run":
             if not options.resume:
-                resolve(cli._overrides(options))
+                resolve(overrides_of(options))
             if options.dry_run:
                 assert cli.main(words) == 0, line
         elif words[0] == "reproduce":
@@ -90,8 +92,8 @@ def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) ->
             assert {*options.only} <= {row.label for row in table.rows}
         elif words[0] == "sweep":
             fixed, space = read_space(options.set)
-            made = Sweep(options.experiment, fixed, space, "random", "", 1, options.trials, desk)
-            assert metric_of(resolve(made.overrides(made.plan[0])), options.metric) == "personal-validation"
+            search = Search(options.experiment, fixed, space, "random", options.trials)
+            assert metric_of(resolve(search.overrides(search.plan[0])), options.metric) == "personal-validation"
         elif words[0] in ("report", "export", "list", "completion") or words[:3] == ["analyse", "runs/A"]:
             assert cli.main(words) == 0, line
     assert "error" not in capsys.readouterr().err
@@ -113,9 +115,9 @@ def test_the_pages_commands_can_be_read(page: str, least: int) -> None:
     lines = commands(page, "fedsub ")
     assert len(lines) >= least
     for line in lines:
-        options: Any = cli._parser().parse_args(shlex.split(line)[1:])
+        options: Any = cli.build_parser().parse_args(shlex.split(line)[1:])
         if line.startswith("fedsub run "):
-            resolve(cli._overrides(options))
+            resolve(overrides_of(options))
 
 
 def test_an_experiment_in_a_file_of_ones_own(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +191,8 @@ def test_a_table_in_a_file_of_ones_own(
     assert "runs/reproduce/mine/mine.md" in out
     page = (desk / "runs/reproduce/mine/mine.md").read_text()
     (command,) = re.findall("(?m)^- command: fedsub reproduce (.*)$", page)
-    again: Any = cli._parser().parse_args(["reproduce", "--workers", "1", *shlex.split(command)])
-    assert again == cli._parser().parse_args(["reproduce", *arguments])
+    again: Any = cli.build_parser().parse_args(["reproduce", "--workers", "1", *shlex.split(command)])
+    assert again == cli.build_parser().parse_args(["reproduce", *arguments])
 
 
 def test_the_opening_line_and_the_warm_up(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,20 +13,20 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from fedsub_app import config
+from fedsub_app import conf_files
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
+from fedsub_app.conf_files import experiments
 from fedsub_app.config import (
+    applicable_keys,
     as_toml,
+    canonical,
     defaults,
     describe,
-    experiments,
     flatten,
-    own_keys,
     parse_pairs,
     resolve,
-    spelled,
 )
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.local_grid import LocalGrid
@@ -76,7 +76,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A conf/ with the folder of one paper, empty."""
     (tmp_path / "paper").mkdir()
     (tmp_path / "other").mkdir()
-    monkeypatch.setattr(config, "conf_folder", lambda: tmp_path)
+    monkeypatch.setattr(conf_files, "conf_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -107,6 +107,13 @@ def test_a_wrong_experiment_is_one_line_that_names_the_file(conf: Path, text: st
     with pytest.raises(UserError) as caught:
         resolve({"experiment": "paper/a"})
     assert str(caught.value) == line
+
+
+def test_a_wrong_value_is_refused_where_another_method_runs(conf: Path) -> None:
+    """Keys that the experiment gives to other methods are validated as well; those that it does not give are not."""
+    (conf / "paper/a.toml").write_text('method = "fedavg"\n[fedpews]\nlambda = -1.0\n')
+    with pytest.raises(UserError, match=r"^fedpews\.lambda = -1\.0: must be greater than or equal to 0$"):
+        resolve({"experiment": "paper/a"})
 
 
 @pytest.mark.parametrize("name", sorted(experiments()))
@@ -143,10 +150,10 @@ def test_settings_come_back_from_their_flat_form() -> None:
     )
 )
 def test_flat_settings_resolve_to_the_same_ones(keys: dict[str, Value]) -> None:
-    keys = own_keys(keys)
+    keys = applicable_keys(keys)
     settings = resolve(keys)
     assert resolve(settings.flat()) == settings
-    assert all(settings.flat().get(key, spelled(key, value)) == spelled(key, value) for key, value in keys.items())
+    assert all(settings.flat().get(key, canonical(key, value)) == canonical(key, value) for key, value in keys.items())
     assert all(isinstance(value, str | int | float | bool) for value in settings.flat().values())
 
 

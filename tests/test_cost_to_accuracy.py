@@ -11,7 +11,7 @@ from helpers import problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsub_app import config
+from fedsub_app import conf_files
 from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.tensors import Json
@@ -211,9 +211,9 @@ def test_reproduce_and_report_say_the_same(
 ) -> None:
     conf = tmp_path / "conf"
     (conf / "my/tables").mkdir(parents=True)
-    (conf / "fedpews").symlink_to(config.conf_folder() / "fedpews")
+    (conf / "fedpews").symlink_to(conf_files.conf_folder() / "fedpews")
     (conf / "my/tables/small.toml").write_text(TABLE)
-    monkeypatch.setattr(config, "conf_folder", lambda: conf)
+    monkeypatch.setattr(conf_files, "conf_folder", lambda: conf)
     out = tmp_path / "out"
     for row in read_table("my-small").rows:  # in this process, which is faster than reproduce's own
         keys = dict(row.overrides) | {"seed": 0, "run-dir": str(out / row.slug / "seed0")}

@@ -21,7 +21,8 @@ import pytest
 from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, run_flower
 
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import experiments, resolve
+from fedsub_app.conf_files import experiments
+from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import PROJECT, environment
 from fedsub_app.runs.rounds import read_rounds
 

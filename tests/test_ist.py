@@ -292,8 +292,6 @@ def test_in_one_step_the_proximal_term_is_nothing(with_term: str, without: str, 
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^objective = 'moon': must be 'none' or 'prox' with method = 'ist'$"):
-        resolve({"method": "ist", "objective": "moon"})
     with pytest.raises(UserError, match=r"^model = 'lenet5': its layers' width is its own; with a width set, allowed"):
         made(model="lenet5", image_size=32, ist__width=10)
     with pytest.raises(UserError, match=r"layer conv1 has 6 units for the 7 clients of a round; allowed is at least"):

@@ -94,12 +94,23 @@ def test_a_strategy_that_is_asked_does_not_change(method: str) -> None:
     assert same(strategy.current, model)
 
 
-@pytest.mark.parametrize("objective", ["prox", "moon"])
-@pytest.mark.parametrize("method", [name for name in METHOD_KEYS if not METHODS[name].preset])
-def test_any_method_takes_any_objective(method: str, objective: str, run_local: Run) -> None:
+OBJECTIVES = [
+    (method, objective, objective in METHODS[method].settings.objectives)
+    for method in METHOD_KEYS
+    for objective in ("prox", "moon")
+    if not METHODS[method].preset
+]
+
+
+@pytest.mark.parametrize(("method", "objective"), [(method, name) for method, name, fits in OBJECTIVES if not fits])
+def test_an_objective_that_does_not_fit_is_refused(method: str, objective: str) -> None:
+    with pytest.raises(UserError, match=f"^objective = '{objective}': must be .* with method = '{method}'$"):
+        resolve({"method": method, "objective": objective})
+
+
+@pytest.mark.parametrize(("method", "objective"), [(method, name) for method, name, fits in OBJECTIVES if fits])
+def test_any_method_takes_any_other_objective(method: str, objective: str, run_local: Run) -> None:
     """On a network whose units FedPeWS cuts out (B1, B8); the term changes what is trained."""
-    if (method, objective) == ("ist", "moon"):
-        pytest.skip("refused: test_ist.py")
     keys = CNN | METHOD_KEYS[method] | {"method": method, "num_rounds": 3, "evaluate": "personal", "eval_every": 3}
     _, plain = run_local("plain", **keys)
     _, changed = run_local("changed", **keys, objective=objective, prox_mu=1.0, moon_mu=5.0)

@@ -98,7 +98,7 @@ def test_reading_and_features_are_shown(
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (40 * number,) * 3).save(file)
     settings = DataSettings(dataset="pets", features=kind)
-    monkeypatch.setattr(progress, "SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)
     with terminal(monkeypatch) as written:
         log_to_stdout()
         load_dataset(settings)
@@ -122,8 +122,8 @@ def test_a_batch_shows_its_runs(run_local: RunLocal, monkeypatch: pytest.MonkeyP
     ended = Job("over", SMALL | {"num-rounds": 4}, folder.parent / "nothing")
     assert Job("another", SMALL | {"num-rounds": 2}, folder).lines() == []  # what is there will be taken away
     with terminal(monkeypatch) as written, BatchProgress(3) as progress:
-        progress.begin(begun)
-        progress.begin(ended)
+        progress.start(begun)
+        progress.start(ended)
         progress.end(ended, failed=False)
         progress.look()
     text = ESCAPES.sub("", written[0])

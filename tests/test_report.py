@@ -21,7 +21,8 @@ from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import experiments, own_keys, parse_pairs, resolve
+from fedsub_app.conf_files import experiments
+from fedsub_app.config import applicable_keys, parse_pairs, resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import comparisons
 from fedsub_app.reports.html import write_html
@@ -46,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Four runs: FedAvg with two seeds, FedSelect, FedPeWS."""
     root = tmp_path_factory.mktemp("runs")
     for name, method, seed in (("a0", "fedavg", 0), ("a1", "fedavg", 1), ("b", "fedselect", 0), ("c", "fedpews", 0)):
-        keys = own_keys(KEYS | {"method": method, "seed": seed, "fedpews.warmup-rounds": 1})
+        keys = applicable_keys(KEYS | {"method": method, "seed": seed, "fedpews.warmup-rounds": 1})
         keys |= {"run-dir": str(root / name)}
         run_experiment(LocalGrid(app, keys), settings_of(keys))
     return {path.name: path for path in sorted(root.iterdir())}
@@ -83,7 +84,7 @@ def test_seeds_are_one_group(runs: dict[str, Path]) -> None:
 def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
     def with_lr(lr: float) -> Record:
         record = read_run(runs["a0"])
-        return replace(record, about=record.about | {"settings": record.settings | {"lr": lr}})
+        return replace(record, provenance=record.provenance | {"settings": record.settings | {"lr": lr}})
 
     from fedsub_app.reports import records
 
@@ -182,7 +183,7 @@ def test_the_command_repeats_the_run(name: str) -> None:
         {"method": "fedavg", "lr-decay-at": "7"},
     ):
         asked: dict[str, Value] = ({"experiment": name} if name else {}) | changes
-        settings = resolve(own_keys(asked))
+        settings = resolve(applicable_keys(asked))
         command = Record(Path(), {"settings": settings.flat()}, []).command
         words = shlex.split(command)[2:]
         named = {"experiment": words.pop(0)} if words and words[0] != "-s" else {}

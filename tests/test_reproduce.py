@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedsub_app import config
+from fedsub_app import conf_files, config
 from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
@@ -50,13 +50,13 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """FedPeWS's experiments and one more table."""
     conf = tmp_path / "conf"
     (conf / "my/tables").mkdir(parents=True)
-    (conf / "fedpews").symlink_to(config.conf_folder() / "fedpews")
+    (conf / "fedpews").symlink_to(conf_files.conf_folder() / "fedpews")
     (conf / "my/tables/small.toml").write_text(TABLE)
-    monkeypatch.setattr(config, "conf_folder", lambda: conf)
+    monkeypatch.setattr(conf_files, "conf_folder", lambda: conf)
     return "my-small"
 
 
-@pytest.mark.parametrize("name", sorted(config.tables()))
+@pytest.mark.parametrize("name", sorted(conf_files.tables()))
 def test_every_table_resolves(name: str) -> None:
     table = read_table(name)
     for row in table.rows:
@@ -106,7 +106,7 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
 def test_a_wrong_table_is_one_line(
     table: str, old: str, new: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = config.tables()[table]
+    file = conf_files.tables()[table]
     file.write_text(TABLE.replace(old, new))
     assert cli.main(["reproduce", table]) == 2
     said = capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
-    file = config.tables()[table]
+    file = conf_files.tables()[table]
     file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))
     keys = ["-s", "evaluate=personal,global", "-s", "validation-fraction=0.5", "-s", "num-rounds=1"]
     assert cli.main(["reproduce", table, "--out", str(tmp_path), "--only", "local", *keys]) == 0

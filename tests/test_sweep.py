@@ -16,7 +16,7 @@ from fedsub_app.common.files import write_json
 from fedsub_app.common.section import Value
 from fedsub_app.studies import batch, sweep
 from fedsub_app.studies.search_space import Range, Space, read_space
-from fedsub_app.studies.sweep import Sweep, Trial
+from fedsub_app.studies.trials import Search, Sweep, Trial
 
 KEYS = ["evaluate=personal", "validation-fraction=0.2", "num-rounds=4", "method=fedselect"]
 VALIDATED = [word for key in KEYS for word in ("-s", key)]
@@ -123,31 +123,31 @@ def test_without_optuna_it_says_what_to_install(
     )
 
 
-def made(out: Path, space: Space, search: str, trials: int, **fixed: Value) -> Sweep:
+def search_of(space: Space, method: str, trials: int, **fixed: Value) -> Search:
     keys = {"evaluate": "personal", "validation-fraction": 0.2, "model": "feature-mlp"} | fixed
-    return Sweep("", keys, space, search, "personal-validation", 1, trials, out)
+    return Search("", keys, space, method, trials)
 
 
-def test_a_grid_has_every_pair_once_and_methods_only_their_own_keys(tmp_path: Path) -> None:
-    grid = made(tmp_path, {"method": ("fedavg", "ditto"), "ditto.lambda": (0.1, 1.0), "lr": (0.1, 0.2)}, "grid", 100)
+def test_a_grid_has_every_pair_once_and_methods_only_their_own_keys() -> None:
+    grid = search_of({"method": ("fedavg", "ditto"), "ditto.lambda": (0.1, 1.0), "lr": (0.1, 0.2)}, "grid", 100)
     assert len(grid.plan) == 2 + 4  # FedAvg has no lambda
-    shuffled = made(tmp_path, {"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 4)
+    shuffled = search_of({"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 4)
     drawn = [tuple(keys.values()) for keys in shuffled.plan]
     assert len(set(drawn)) == 4
-    more = made(tmp_path, {"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 100)
+    more = search_of({"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 100)
     assert [tuple(keys.values()) for keys in more.plan][:4] == drawn
     assert len(more.plan) == 6
 
 
-def test_random_trials_are_in_range_and_the_same_however_many(tmp_path: Path) -> None:
+def test_random_trials_are_in_range_and_the_same_however_many() -> None:
     space: Space = {
         "lr": Range(1e-4, 1.0, log=True, whole=False),
         "local-epochs": Range(1, 3, log=False, whole=True),
         "optimizer": ("sgd", "adam"),
     }
-    plan = made(tmp_path, space, "random", 200).plan
-    assert made(tmp_path, space, "random", 3).plan == plan[:3]
-    assert made(tmp_path, space, "random", 3, seed=1).plan != plan[:3]
+    plan = search_of(space, "random", 200).plan
+    assert search_of(space, "random", 3).plan == plan[:3]
+    assert search_of(space, "random", 3, seed=1).plan != plan[:3]
     rates = [float(keys["lr"]) for keys in plan]
     assert min(rates) >= 1e-4
     assert max(rates) <= 1.0
@@ -167,11 +167,12 @@ def finish(trial: Trial, accuracy: float) -> None:
 
 def test_optuna_goes_where_it_was_good_and_proposes_the_same_again(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    search = made(tmp_path, {"lr": Range(0.0, 1.0, log=False, whole=False), "momentum": (0.0, 0.9)}, "optuna", 30)
+    space: Space = {"lr": Range(0.0, 1.0, log=False, whole=False), "momentum": (0.0, 0.9)}
+    search = Sweep(search_of(space, "optuna", 30), "personal-validation", 1, tmp_path)
     for number in range(30):
         trial = search.trial(number)
         finish(trial, 90 - 100 * abs(float(trial.keys["lr"]) - 0.7) - 10 * float(trial.keys["momentum"]))
-    rates = [float(trial.keys["lr"]) for trial in search.begun()]
+    rates = [float(trial.keys["lr"]) for trial in search.started()]
     assert statistics.fmean(abs(rate - 0.7) for rate in rates[15:]) < 0.2  # random: 0.29
     file = tmp_path / "trial-029.json"
     before = file.read_text()
@@ -236,9 +237,7 @@ def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path) -
     assert "The search" in (out / "report.html").read_text()
     # What the killed trial came to is what it comes to in one go.
     keys = json.loads(planned["trial-001.json"])["keys"]
-    alone = Sweep(
-        "quickstart/digits", dict(config.parse_pairs([*KEYS, "local-epochs=2"])), {}, "random", "", 1, 1, tmp_path
-    )
+    alone = Search("quickstart/digits", config.parse_pairs([*KEYS, "local-epochs=2"]), {}, "random", 1)
     folder = tmp_path / "alone"
     overrides = alone.overrides(keys) | {"run-dir": str(folder)}
     assert batch.run_job(overrides, folder) == ""

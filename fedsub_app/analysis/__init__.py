@@ -1,1 +1,1 @@
-"""What a run's checkpoints and client states tell of its sub-networks."""
+"""Analyses of a run's sub-networks from its checkpoints and client states."""

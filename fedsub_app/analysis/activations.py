@@ -1,4 +1,4 @@
-"""What a run's masks and models show: which clients cover a unit, activations, overlap of masks, clients' accuracies.
+"""Analysis of a run's masks and models: the units of clients, activations, overlap of masks, clients' accuracies.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15).
 """
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from fedsub_app.analysis.overlap import draw_overlap
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
+from fedsub_app.methods import reported
 from fedsub_app.models import load_tensors
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.problem import Problem
-from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
+from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.masks import strategy_of
@@ -28,26 +30,25 @@ from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy
 
 log = logging.getLogger("fedsub")
-COVERED_BY = ("no client", "one client", "several clients")
 
 
 def analyse(folder: Path, samples: int) -> list[Path]:
-    """Write and draw what a run's directory can tell; returns the files.
+    """Analyse the directory of a run; write tables and pictures into it and return their paths.
 
-    ``coverage.csv`` and ``.png``: how many hidden units no client, one and several cover, per warm-up round.
+    ``coverage``, ``personal``, ``pruned``: each number that the method's rounds report (``SubnetStrategy.reports``), a
+    single one beside the bytes of its round.
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where several clients have personal positions: intersection
     over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
-    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, of pairs that have so many labels in common,
-    what independent masks of those sizes would have, and the correlation over all pairs of what is above that with the
-    labels in common.
+    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, by the number of labels
+    that a pair has in common; the overlap of independent masks of those sizes; and the correlation over all pairs
+    between the overlap above that and the labels in common.
     ``mask-size.csv`` and ``.png``: accuracy of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
-    ``personal.csv`` and ``.png``: personal fraction and bytes per round. ``clients.csv`` and ``.png``: each client's
-    last measured accuracies.
+    ``clients.csv`` and ``.png``: each client's last measured accuracies.
 
     Raises
     ------
@@ -57,19 +58,18 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
     lines, files = read_rounds(folder), []
-    masked = [line for line in lines if "units-covered-by" in line]
-    if masked:
-        files += _coverage(folder, masked)
+    for key, about in reported([settings.method]).items():
+        if of_key := [line for line in lines if key in line]:
+            files += (_curves if about.curves else _number)(folder, key, about, of_key)
     if paths := checkpoints(folder):
         if settings.keep_checkpoints and len(paths) < max((line["round"] for line in lines), default=0):
             kept = ", ".join(str(int(path.stem.rpartition("-")[2])) for path in paths)
             log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
         strategy = strategy_of(settings)
-        files += _activations(folder, strategy, paths, samples, masked[-1]["round"] if masked else 0)
+        staged = [line["round"] for line in lines if "stage" in line]
+        files += _activations(folder, strategy, paths, samples, max(staged, default=0))
         files += _units(folder, strategy)
         files += draw_overlap(folder, strategy, paths, lines)
-    if growing := [line for line in lines if "personal-fraction" in line]:
-        files += _personal(folder, growing)
     if measured := [line for line in lines if line.get("evaluated")]:
         files += _clients(folder, measured[-1])
     if not files:
@@ -77,20 +77,38 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     return files
 
 
-def _coverage(folder: Path, lines: Sequence[Json]) -> list[Path]:
-    rows = []
-    for line in lines:
-        none, one, *several = line["units-covered-by"]
-        rows.append([line["round"], none, one, sum(several)])
+def _curves(folder: Path, key: str, about: Reported, lines: Sequence[Json]) -> list[Path]:
+    rows = [[line["round"], *about.points(line[key])] for line in lines]
     drawing = figure(8, 4)
     axes = drawing.subplots()
-    for column, name in enumerate(COVERED_BY, 1):
-        axes.plot([row[0] for row in rows], [row[column] for row in rows], color=COLOURS[column - 1], label=name)
-    axes.set(xlabel="round", ylabel="hidden units covered by", ylim=(0, None))
+    for column, name in enumerate(about.curves, 1):
+        values = [about.scale * row[column] for row in rows]
+        axes.plot([row[0] for row in rows], values, color=COLOURS[column - 1], label=name)
+    axes.set(xlabel="round", ylabel=about.title, ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
     legend_beside(drawing)
-    drawing.savefig(folder / "coverage.png", dpi=120)
-    return [write_csv(folder / "coverage.csv", ("round", *COVERED_BY), rows), folder / "coverage.png"]
+    table, picture = folder / f"{about.file}.csv", folder / f"{about.file}.png"
+    drawing.savefig(picture, dpi=120)
+    return [write_csv(table, ("round", *about.curves), rows), picture]
+
+
+def _number(folder: Path, key: str, about: Reported, lines: Sequence[Json]) -> list[Path]:
+    drawing = figure(9, 3.5)
+    left, right = drawing.subplots(1, 2)
+    rounds = [line["round"] for line in lines]
+    left.plot(rounds, [about.scale * line[key] for line in lines], color=COLOURS[0])
+    left.set(xlabel="round", ylabel=about.axis, ylim=(0, None))
+    for colour, direction in enumerate(("down", "up")):
+        megabytes = [line[f"bytes-{direction}"] / 1e6 for line in lines]
+        right.plot(rounds, megabytes, color=COLOURS[colour], label=direction)
+    right.set(xlabel="round", ylabel="MB sent a round", ylim=(0, None))
+    legend_beside(drawing)
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
+    table, picture = folder / f"{about.file}.csv", folder / f"{about.file}.png"
+    drawing.savefig(picture, dpi=120)
+    rows = [[line["round"], f"{line[key]:.5f}", line["bytes-down"], line["bytes-up"]] for line in lines]
+    return [write_csv(table, ("round", key.replace("-", " "), "bytes down", "bytes up"), rows), picture]
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -> dict[str, Tensor]:
@@ -106,11 +124,11 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -
     -------
     group name -> float ``[group.size]``.
     """
-    found: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            found[name] = torch.relu(output.detach()).transpose(0, 1).flatten(1).sum(1)
+            activations[name] = torch.relu(output.detach()).transpose(0, 1).flatten(1).sum(1)
 
         return hook
 
@@ -122,13 +140,13 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return activations
 
 
 def _activations(
-    folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], samples: int, warm_up: int
+    folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], samples: int, last_staged: int
 ) -> list[Path]:
-    """``warm_up``: number of the last warm-up round, 0 without one."""
+    """``last_staged``: last round of a stage of its own, such as a warm-up; 0 without one."""
     settings, model, groups = strategy.settings, strategy.model.eval(), strategy.units
     data = Problem.of(settings).data
     partition = make_partition(data, settings.partitioning)
@@ -145,15 +163,15 @@ def _activations(
         rounds.append(checkpoint.round)
         history.append([unit_activations(model, groups, x) for x in batches])
     strategy.load_state(checkpoint.state)
-    own = strategy.unit_masks()
+    unit_masks = strategy.unit_masks()
     rows = []
     for number, found in zip(rounds, history, strict=True):
         for client in clients:
             for group in groups:
                 per_unit = found[client][group.name] / len(batches[client])
                 parts = [per_unit]
-                if own is not None:
-                    mask = split(own[client], groups)[group.name]
+                if unit_masks is not None:
+                    mask = split(unit_masks[client], groups)[group.name]
                     parts += [per_unit[mask], per_unit[~mask]]
                 rows.append([number, client, group.name, *(f"{part.mean():.5g}" for part in parts)])
     drawing = figure(3.2 * len(groups), 2.4 * len(clients))
@@ -163,15 +181,15 @@ def _activations(
             axes = grid[client][column]
             values = torch.stack([found[client][group.name] for found in history]).T
             axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
-            if rounds[0] < warm_up < rounds[-1]:
-                axes.axvline(warm_up, color="white", linestyle="--", linewidth=1)
-            axes.set_xticks(labelled(rounds, 6))
+            if rounds[0] < last_staged < rounds[-1]:
+                axes.axvline(last_staged, color="white", linestyle="--", linewidth=1)
+            axes.set_xticks(spaced(rounds, 6))
             axes.set_title(f"client {client}, {group.name}", fontsize="small")
         grid[client][0].set_ylabel("unit")
     for axes in grid[-1]:
         axes.set_xlabel("round")
     drawing.savefig(folder / "activations.png", dpi=120)
-    header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if own is None else 6]
+    header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if unit_masks is None else 6]
     return [write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
 
 
@@ -197,35 +215,17 @@ def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
     return [write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]
 
 
-def _personal(folder: Path, lines: Sequence[Json]) -> list[Path]:
-    rows = [[line["round"], f"{line['personal-fraction']:.5f}", line["bytes-down"], line["bytes-up"]] for line in lines]
-    drawing = figure(9, 3.5)
-    left, right = drawing.subplots(1, 2)
-    numbers = [line["round"] for line in lines]
-    left.plot(numbers, [line["personal-fraction"] for line in lines], color=COLOURS[0])
-    left.set(xlabel="round", ylabel="personal fraction", ylim=(0, 1))
-    for colour, way in enumerate(("down", "up")):
-        right.plot(numbers, [line[f"bytes-{way}"] / 1e6 for line in lines], color=COLOURS[colour], label=way)
-    right.set(xlabel="round", ylabel="MB sent a round", ylim=(0, None))
-    legend_beside(drawing)
-    for axes in (left, right):
-        axes.locator_params(axis="x", integer=True)
-    drawing.savefig(folder / "personal.png", dpi=120)
-    header = ("round", "personal fraction", "bytes down", "bytes up")
-    return [write_csv(folder / "personal.csv", header, rows), folder / "personal.png"]
-
-
 def _clients(folder: Path, line: Json) -> list[Path]:
-    found = {int(client): metrics for client, metrics in line["evaluated"].items()}
-    kinds = sorted({key for metrics in found.values() for key in metrics if key.endswith("-accuracy")})
-    drawing = figure(min(16.0, 5 + 0.3 * len(found)), 3.5)
+    evaluated = {int(client): metrics for client, metrics in line["evaluated"].items()}
+    kinds = sorted({key for metrics in evaluated.values() for key in metrics if key.endswith("-accuracy")})
+    drawing = figure(min(16.0, 5 + 0.3 * len(evaluated)), 3.5)
     axes = drawing.subplots()
     for colour, kind in enumerate(kinds):
-        values = sorted(metrics[kind] for metrics in found.values() if kind in metrics)
+        values = sorted(metrics[kind] for metrics in evaluated.values() if kind in metrics)
         label = f"{kind.removesuffix('-accuracy')}: {values[0]:.1f} to {values[-1]:.1f} %"
         axes.plot(range(len(values)), values, "o-", color=COLOURS[colour], label=label)
     axes.set(xlabel="clients, sorted by accuracy", ylabel="accuracy (%)", title=f"round {line['round']}")
     legend_beside(drawing)
     drawing.savefig(folder / "clients.png", dpi=120)
-    rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(found.items())]
+    rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(evaluated.items())]
     return [write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]

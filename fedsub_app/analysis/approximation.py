@@ -53,7 +53,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
 
     Parameters
     ----------
-    folder : of the run whose method and clients are compared; nothing else in it changes.
+    folder : directory of the run whose method and clients are compared; nothing else in it changes.
     rounds : federated rounds from each checkpoint, at least 1: those that follow it in a run of these settings.
     starts : run whose checkpoints are the models M, ``None`` for this one's. Its server's and clients' states are not
         used.
@@ -66,11 +66,11 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
     place = workplace(settings)
-    found = checkpoints(starts or folder)
-    if not found:
+    paths = checkpoints(starts or folder)
+    if not paths:
         raise UserError(f"{starts or folder}: no checkpoint to start from")
     rows: list[tuple[int, float, float]] = []
-    for path in found:
+    for path in paths:
         start = read_checkpoint(path)
         shapes = {name: tuple(tensor.shape) for name, tensor in start.model.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in place.network.tensors.items()}:
@@ -116,16 +116,16 @@ def _federated(
     with TemporaryDirectory(prefix="fedsub-") as scratch:
         if states and states.is_dir():
             shutil.copytree(states, scratch, dirs_exist_ok=True)
-        told = settings.flat() | {"experiment": "", "resume": False}
-        strategy.connect(Federation(settings, {"run": "approximation", "state-dir": scratch}, told))
+        sent = settings.flat() | {"experiment": "", "resume": False}
+        strategy.connect(Federation(settings, {"run": "approximation", "state-dir": scratch}, sent))
         arrays = to_arrays({name: start.model[name] for name in strategy.current})
         for number in range(start.round + 1, start.round + rounds + 1):
             config = ConfigRecord({"checkpoints": [start.round]})
             phase = strategy.configure_train(number, arrays, config, grid)
             merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
             if merged is None:
-                said = strategy.phase.report
-                reasons = [said["abandoned"], *(drop["reason"] for drop in said["dropped"][:1])]
+                report = strategy.phase.report
+                reasons = [report["abandoned"], *(drop["reason"] for drop in report["dropped"][:1])]
                 raise UserError(f"round {number} from checkpoint {start.round} was abandoned: {'; '.join(reasons)}")
             arrays = strategy.measurement.run(number, merged, config, grid) if strategy.measurement else merged
             clients.append(sorted(set(strategy.phase.asked) - set(strategy.phase.report.get("not-waited-for", ()))))
@@ -143,25 +143,25 @@ def train_centrally(place: Workplace, model: Tensors, number: int, clients: Sequ
 
 
 def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return what some clients train on in a round as the samples of one, and mini-batches of it.
+    """Return the training samples of some clients in a round as those of one client, and mini-batches of them.
 
     Returns
     -------
-    x, y : samples and labels in the order of the clients' steps; one that is used twice is there twice.
+    x, y : samples and labels in the order of the clients' steps; a sample that is used twice is there twice.
     batches : indices into them, int64: as many mini-batches in each step as clients take part in it.
     """
     workers = [Client(place, client, number, {}) for client in clients]
     x, y, batches = [], [], []
     first = 0
     for step, taken in enumerate(zip_longest(*(worker.batches() for worker in workers))):
-        own = [
+        taking_part = [
             (worker, index.to(place.device)) for worker, index in zip(workers, taken, strict=True) if index is not None
         ]
-        x += [worker.x[index] for worker, index in own]
-        y += [worker.y[index] for worker, index in own]
-        size = sum(len(index) for _, index in own)
+        x += [worker.x[index] for worker, index in taking_part]
+        y += [worker.y[index] for worker, index in taking_part]
+        size = sum(len(index) for _, index in taking_part)
         order = torch.randperm(size, generator=generator(place.settings.seed, number, step, "central"))
-        batches += [part + first for part in order.tensor_split(len(own))]
+        batches += [part + first for part in order.tensor_split(len(taking_part))]
         first += size
     return torch.cat(x), torch.cat(y), batches
 

@@ -12,12 +12,12 @@ from fedsub_app.training.workplace import workplace
 
 
 def client_of(folder: Path, client: int) -> Client:
-    """Return a client of a run as of the last checkpoint, its own model loaded: what ``personal`` accuracy is of.
+    """Return a client of a run as of the last checkpoint, its own model loaded, the one of its ``personal`` accuracy.
 
     ``network.module`` is the network, ``samples("test")`` are the client's images and labels, ``score("test")`` is
-    the model's accuracy on them in percent. A method without models of the clients' own has the global one there; one
-    that fine-tunes for its evaluation does so here. All clients of a process share the network, so that the next call
-    loads another model into it; ``trained()`` is a copy of this one's tensors.
+    the model's accuracy on them in percent. For a method without personal models it is the global model; a method that
+    fine-tunes for its evaluation does so here. All clients of a process share the network: the next call loads another
+    model into it; ``trained()`` returns a copy of this one's tensors.
 
     Parameters
     ----------
@@ -34,10 +34,10 @@ def client_of(folder: Path, client: int) -> Client:
     settings.need_data()
     if not 0 <= client < settings.num_clients:
         raise UserError(f"client = {client}: must be an integer from 0 to {settings.num_clients - 1}")
-    found = checkpoints(folder)
-    if not found:
+    paths = checkpoints(folder)
+    if not paths:
         raise UserError(f"{folder}: no checkpoint")
-    last, place, method = read_checkpoint(found[-1]), workplace(settings), METHODS[settings.method]
+    last, place, method = read_checkpoint(paths[-1]), workplace(settings), METHODS[settings.method]
     strategy = method.strategy(settings, place.network.module)
     strategy.round, strategy.current = last.round, {name: last.model[name] for name in strategy.current}
     strategy.load_state(last.state)

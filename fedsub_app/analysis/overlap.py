@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import make_partition
 from fedsub_app.problem import Problem
-from fedsub_app.reports.pictures import COLOURS, figure, labelled, legend_beside, write_csv
+from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
 from fedsub_app.runs.checkpoint import read_checkpoint
 from fedsub_app.runs.masks import overlap, overlap_by_chance
 from fedsub_app.settings import Settings
@@ -38,7 +38,7 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
         of_layers = {name: [of_client[name] for of_client in masks] for name in masks[0]}
         last = {name: overlap(of_clients) for name, of_clients in of_layers.items()}
         rounds.append(checkpoint.round)
-        rows += [[checkpoint.round, name, f"{found[pairs].mean():.4f}"] for name, found in last.items()]
+        rows += [[checkpoint.round, name, f"{overlaps[pairs].mean():.4f}"] for name, overlaps in last.items()]
         outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
     if not pairs.any():  # one client
         return _mask_size(folder, outside, lines)
@@ -46,8 +46,8 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
     high = -(-len(last) // wide)
     drawing = figure(2.2 * wide, 2.3 * high)
     grid = drawing.subplots(high, wide, squeeze=False).flatten()
-    for number, (axes, (name, found)) in enumerate(zip(grid, last.items(), strict=False)):
-        image = axes.imshow(found, vmin=0, vmax=1, cmap="viridis")
+    for number, (axes, (name, overlaps)) in enumerate(zip(grid, last.items(), strict=False)):
+        image = axes.imshow(overlaps, vmin=0, vmax=1, cmap="viridis")
         axes.set_title(name.removesuffix(".weight"), fontsize="small")
         axes.locator_params(integer=True)
         axes.set(xlabel="client", ylabel="" if number % wide else "client")
@@ -60,7 +60,7 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
     axes = over_rounds.subplots()
     means = np.array([float(mean) for _, _, mean in rows]).reshape(-1, len(names)).T
     image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    columns = labelled(range(len(rounds)), 20)
+    columns = spaced(range(len(rounds)), 20)
     axes.set_xticks(columns, [str(rounds[column]) for column in columns], fontsize="small")
     axes.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names], fontsize="x-small")
     axes.set_xlabel("round")
@@ -80,9 +80,9 @@ def correlation(left: Tensor, right: Tensor) -> float:
 
 
 def _by_labels(
-    folder: Path, settings: Settings, found: Mapping[str, Tensor], chance: Mapping[str, Tensor]
+    folder: Path, settings: Settings, overlaps: Mapping[str, Tensor], chance: Mapping[str, Tensor]
 ) -> list[Path]:
-    """``found``, ``chance``: layer -> overlap of every pair of clients, as it is and of independent masks."""
+    """``overlaps``, ``chance``: layer -> overlap of every pair of clients, measured and of independent masks."""
     data = Problem.of(settings).data
     counts = make_partition(data, settings.partitioning).class_counts(data)
     pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
@@ -90,7 +90,7 @@ def _by_labels(
     rows: list[list[Any]] = []
     drawing = figure(8, 4)
     axes = drawing.subplots()
-    for number, (name, of_pairs) in enumerate((name, found[name][pairs]) for name in found):
+    for number, (name, of_pairs) in enumerate((name, overlaps[name][pairs]) for name in overlaps):
         related = correlation(labels, of_pairs - chance[name][pairs])
         alike = [(float(value), labels == value) for value in labels.unique()]
         means = [float(of_pairs[pairs_of].mean()) for _, pairs_of in alike]
@@ -106,7 +106,7 @@ def _by_labels(
         ylabel="mean overlap of masks (dotted: by chance)",
         ylim=(0, 1.02),
     )
-    if len(found) <= len(COLOURS):
+    if len(overlaps) <= len(COLOURS):
         legend_beside(drawing)
     drawing.savefig(folder / "overlap-labels.png", dpi=120)
     header = ("layer", "labels in common", "pairs", "mean overlap", "by chance", "correlation")
@@ -114,7 +114,7 @@ def _by_labels(
 
 
 def _percent_outside(masks: Tensors) -> float:
-    """Return which part of the positions a client's masks leave out, in percent."""
+    """Return the percentage of the positions that a client's masks leave out."""
     return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
 
 
@@ -135,9 +135,13 @@ def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequ
     axes = drawing.subplots()
     axes.scatter([row[2] for row in rows], [row[3] for row in rows], s=4, color="0.7", label="a client in a round")
     for number, client in enumerate(sorted(trained)[:4]):
-        own = [row for row in rows if row[1] == client]
+        of_client = [row for row in rows if row[1] == client]
         axes.plot(
-            [row[2] for row in own], [row[3] for row in own], ".-", color=COLOURS[number], label=f"client {client}"
+            [row[2] for row in of_client],
+            [row[3] for row in of_client],
+            ".-",
+            color=COLOURS[number],
+            label=f"client {client}",
         )
     means = [
         np.mean([row[2:] for row in rows if row[0] == number], axis=0) for number in sorted({row[0] for row in rows})

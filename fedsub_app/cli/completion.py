@@ -1,10 +1,10 @@
-"""Shell completion, made by shtab from the command's own parser: also names of experiments and tables, and keys."""
+"""``fedsub completion``: a shell's completion by shtab from the parser, with names of experiments, tables and keys."""
 
 import argparse
 from collections.abc import Iterable
+from typing import Any
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.config import defaults, experiments, tables
 
 # For both shells, of arguments by their dest: names from here, or a file of one's own.
 BASH = """
@@ -13,6 +13,15 @@ _fedsub_{what}() {{ compgen -W "{names}" -- "$1"; {files} }}
 ZSH = """
 _fedsub_{what}() {{ _alternative 'names:{what}:({names})'{files}; }}
 """
+
+
+def register(commands: Any, parser: argparse.ArgumentParser) -> None:
+    """Add the command to those of ``parser``, which it completes."""
+    command = commands.add_parser(
+        "completion", help='print what completes this command in a shell: eval "$(fedsub completion bash)"'
+    )
+    command.add_argument("shell", choices=("bash", "zsh"))
+    command.set_defaults(command=lambda options: print(completion(parser, options.shell), end=""))
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -29,6 +38,9 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
         raise UserError(
             "completion: needs the package shtab; `pip install -e '.[completion]'` in the checkout"
         ) from None
+    from fedsub_app.conf_files import experiments, tables
+    from fedsub_app.config import defaults
+
     names: dict[str, Iterable[str]] = {
         "experiment": experiments(),
         "name": tables(),

@@ -1,19 +1,18 @@
 """``fedsub new-method``: the files of a method of one's own, as docs/adding-a-method.md has them, to be filled in.
 
-What is written is a whole method already, with one setting, and passes its test: FedAvg whose clients send a fraction
-of their change.
+The files are a complete method with one setting, which passes its test: FedAvg whose clients send a fraction of their
+change.
 """
 
+import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
-from fedsub_app.config import TABLE
-from fedsub_app.deployment.flower import PROJECT
-from fedsub_app.methods import check_name
 
 STRATEGY = '''"""@NAME@, server side: FedAvg's.
 
@@ -106,14 +105,35 @@ def test_the_experiment_is_of_this_method() -> None:
 '''
 
 
-def new_method(name: str, project: Path = PROJECT) -> list[Path]:
-    """Write the files of a method and register it; returns what was written or changed.
+def register(commands: Any) -> None:
+    """Add the command to those of argparse."""
+    command = commands.add_parser("new-method", help="write the files of a method of your own, to be filled in")
+    command.add_argument("name", metavar="NAME", help="of the setting `method`: fedfoo")
+    command.set_defaults(command=_new_method)
+
+
+def _new_method(options: argparse.Namespace) -> None:
+    from fedsub_app.deployment.flower import PROJECT
+
+    for path in new_method(options.name, PROJECT):
+        print(path)
+    print("left to you: the method, its paper in the heads, rows in README.md, docs/bad-input.md and CHANGELOG.md")
+
+
+def new_method(name: str, project: Path) -> list[Path]:
+    """Write the files of a method into the checkout ``project`` and register it.
+
+    Returns
+    -------
+    The files that were written or changed.
 
     Raises
     ------
     UserError
         The name is none, there is a method or a file of that name, or this is no checkout.
     """
+    from fedsub_app.methods import check_name
+
     check_name(name)
     if not (project / "tests/helpers.py").is_file():
         raise UserError(f"{project}: not a checkout of fedsub, which a method is added to")
@@ -138,7 +158,7 @@ def new_method(name: str, project: Path = PROJECT) -> list[Path]:
         write_atomic(project / path, text.encode())
     for path, text in changed.items():
         write_atomic(project / path, text.encode())
-    _tell_flower(project)
+    _write_defaults(project)
     return [project / path for path in (*texts, *changed, "pyproject.toml")]
 
 
@@ -160,14 +180,16 @@ def _registered(register: Path, name: str, module: str, class_name: str) -> str:
 
 
 def _after(path: Path, pattern: str, line: str) -> str:
-    text, count = re.subn(f"(?m)^{pattern}", lambda found: found.group() + line, path.read_text(), count=1)
+    text, count = re.subn(f"(?m)^{pattern}", lambda match: match.group() + line, path.read_text(), count=1)
     if not count:
         raise UserError(f"{path}: no line {pattern.strip()!r} to add {line.strip()!r} behind")
     return text
 
 
-def _tell_flower(project: Path) -> None:
+def _write_defaults(project: Path) -> None:
     """Write the copy of the defaults that pyproject.toml has to hold; a fresh process knows the new ones."""
+    from fedsub_app.config import TABLE
+
     path = project / "pyproject.toml"
     command = [sys.executable, "-m", "fedsub_app.cli", "list", "settings", "--toml"]
     toml = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""``fedsub sweep``: its arguments. What it does is :mod:`fedsub_app.studies.sweep`'s, loaded when it is called."""
+"""``fedsub sweep``: runs of an experiment with many settings."""
 
 import argparse
 from pathlib import Path
@@ -49,7 +49,7 @@ def _sweep(options: argparse.Namespace) -> int:
         options.experiment,
         options.set,
         trials=trials,
-        search=options.search,
+        method=options.search,
         metric=options.metric,
         seeds=seeds or 1,
         workers=workers,

@@ -1,1 +1,1 @@
-"""What every room uses: errors, seeds, tensors by name, files, the base of settings."""
+"""Tools of all packages: errors, seeds, tensors by name, files, the base of settings."""

@@ -16,15 +16,21 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def printable(text: str, most: int = 200) -> str:
-    """Return a text of unknown origin as one line of at most ``most`` printable characters."""
-    cut = text[: most + 1]
+def printable(text: str, limit: int = 200) -> str:
+    """Return a text of unknown origin as one line of at most ``limit`` printable characters."""
+    cut = text[: limit + 1]
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in cut).split())
-    return line[: most - 1] + "…" if len(line) > most or len(text) > len(cut) else line
+    return line[: limit - 1] + "…" if len(line) > limit or len(text) > len(cut) else line
 
 
-def between(option: str, value: int | None, most: int) -> int | None:
-    """Return the value of a command's option, ``None`` for its default; it must be 1 to ``most``."""
-    if value is not None and not 1 <= value <= most:
-        raise UserError(f"{option} {value}: must be 1 to {most}")
+def between(option: str, value: int | None, maximum: int, minimum: int = 1) -> int | None:
+    """Return the value of a command's option, ``None`` for its default, if it is ``minimum`` to ``maximum``.
+
+    Raises
+    ------
+    UserError
+        The value is outside that range.
+    """
+    if value is not None and not minimum <= value <= maximum:
+        raise UserError(f"{option} {value}: must be {minimum} to {maximum}")
     return value

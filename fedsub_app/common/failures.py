@@ -1,4 +1,4 @@
-"""What is no client's failure but the machine's: memory that is used up, a GPU that is lost."""
+"""Failures of the machine, not of a client: memory that is used up, a GPU that is lost."""
 
 import errno
 

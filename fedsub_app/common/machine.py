@@ -1,11 +1,11 @@
-"""What this process may use of the machine."""
+"""Cores and memory of this process."""
 
 import ctypes
 import os
 from contextlib import suppress
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-KEPT = 1 << 28  # bytes
+KEPT_BYTES = 1 << 28
 
 
 def cores() -> int:
@@ -23,4 +23,4 @@ def keep_freed_memory() -> None:
     """
     with suppress(AttributeError, OSError, TypeError):  # the last one is Windows's
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            ctypes.CDLL(None).mallopt(option, KEPT)
+            ctypes.CDLL(None).mallopt(option, KEPT_BYTES)

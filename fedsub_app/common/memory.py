@@ -1,4 +1,4 @@
-"""Whether what is asked for can be held in this machine's memory at all: said before it is tried."""
+"""Check that data fit into this machine's memory, before they are built."""
 
 import os
 from contextlib import suppress
@@ -13,16 +13,16 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 @cache
 def memory_bytes() -> float:
     """Return the bytes of memory that this process may use; infinity where the system does not tell."""
-    found = [float("inf")]
+    limits = [float("inf")]
     if hasattr(os, "sysconf"):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for limit in LIMITS:
         with suppress(OSError, ValueError):
-            found.append(int(Path(limit).read_text()))
-    return min(found)
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
 
 
-def check_memory(what: str, needed: int) -> None:
+def check_memory(subject: str, needed: int) -> None:
     """Raise :class:`UserError` where ``needed`` bytes, and as much again to build them, are more than the memory."""
     if 2 * needed > memory_bytes():
-        raise UserError(f"{what}: {needed / 1e9:.3g} GB in memory, this machine has {memory_bytes() / 1e9:.3g} GB")
+        raise UserError(f"{subject}: {needed / 1e9:.3g} GB in memory, this machine has {memory_bytes() / 1e9:.3g} GB")

@@ -1,4 +1,4 @@
-"""How far long work is, told to the log: in the live line of a terminal as it happens, else a plain line now and then.
+"""Progress of long work in the log: a live line on a terminal, else a plain line now and then.
 
 A handler that shows such a line has the attribute ``live``, and a record for it ``done`` and ``total``; the line stands
 until the next record.
@@ -8,7 +8,7 @@ import logging
 import time
 
 log = logging.getLogger("fedsub")
-SAY_SECONDS, SHOW_SECONDS = 30.0, 0.2  # between two plain lines, and two changes of a live one
+PLAIN_SECONDS, LIVE_SECONDS = 30.0, 0.2  # between two plain lines, and two changes of a live one
 
 
 def human_seconds(seconds: float) -> str:
@@ -23,30 +23,27 @@ def _live() -> bool:
     return any(getattr(handler, "live", False) for handler in log.handlers)
 
 
-def doing(what: str) -> None:
-    """Show what begins, which may take seconds; where there is no live line nothing is said."""
+def show_step(step: str) -> None:
+    """Show the name of a step that may take seconds in the live line, if there is one."""
     if _live():
-        log.info("%s", what, extra={"done": 0, "total": 0})
+        log.info("%s", step, extra={"done": 0, "total": 0})
 
 
 class Progress:
-    """How many images of so many: ``at`` is called for each of them, or for some at a time, and says it when it is due.
+    """Logs now and then how many images of ``total`` are done; a ``total`` of 0 is not known."""
 
-    ``total``: 0 where it is not known.
-    """
+    def __init__(self, task: str, total: int) -> None:
+        self._task, self._total = task, total
+        self._start = self._last = time.monotonic()
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
-        self._start = self._said = time.monotonic()
-
-    def at(self, done: int) -> None:
-        """Take note that so many are done, 1 or more."""
+    def update(self, done: int) -> None:
+        """Log that ``done`` images are done, 1 or more, unless the last line is too recent."""
         now = time.monotonic()
-        if now - self._said < (SHOW_SECONDS if _live() else SAY_SECONDS):
+        if now - self._last < (LIVE_SECONDS if _live() else PLAIN_SECONDS):
             return
-        self._said = now
+        self._last = now
         rate = done / (now - self._start)
         left = f", left {human_seconds((self._total - done) / rate)}" if self._total else ""
         of = f" of {self._total}" if self._total else ""
         extra = {"done": done, "total": self._total}
-        log.info("%s: %d%s images, %.1f a second%s", self._what, done, of, rate, left, extra=extra)
+        log.info("%s: %d%s images, %.1f a second%s", self._task, done, of, rate, left, extra=extra)

@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 
 class SeedSettings(Section):
-    """What everything random depends on."""
+    """The seed of everything random."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Decides everything random, together with round, client and purpose."""
@@ -45,22 +45,22 @@ class ClientsSettings(Section):
     num_clients: Annotated[int, Field(ge=1, le=100_000)] = 2
     """Clients of the federation."""
     private_examples: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Training samples that a client can have, where each node holds private data of its own; 0: all share one set.
+    """Upper bound of a client's training samples where each node has private data; 0: all clients share one data set.
 
-    Such a node is one client: its ``--node-config`` has ``private-data="/path"``, an .npz file or image folder as the
-    server's ``dataset`` is one, with the same classes. The server has its own set for the test of the global model.
+    A node with private data is one client: its ``--node-config`` has ``private-data="/path"``, an .npz file or image
+    folder with the classes of the server's ``dataset``. The server tests the global model on its own data set.
     """
 
 
 class Listed:
     """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
 
-    One integer, which the command line reads ``key=2`` as, is a tuple of one element.
+    A single integer, as the command line reads ``key=2``, is a tuple of one element.
 
     Parameters
     ----------
-    allowed : what is allowed, as the end of an error line: ``"must be …"``.
-    read, write : one element from its text and back.
+    allowed : end of the error line, ``"must be …"``.
+    read, write : functions from the text of one element to it, and back.
     """
 
     def __init__(self, allowed: str, read: Callable[[str], object] = str, write: Callable[[Any], str] = str) -> None:

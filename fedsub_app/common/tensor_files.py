@@ -83,8 +83,8 @@ def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
             start, end = place.span(1)
             del place  # it refers to the file's memory
             with memoryview(data) as view:
-                found = zlib.crc32(view[end:], zlib.crc32(BLANK.encode(), zlib.crc32(view[:start], _start(path))))
-        if found != sealed:
+                checksum = zlib.crc32(view[end:], zlib.crc32(BLANK.encode(), zlib.crc32(view[:start], _start(path))))
+        if checksum != sealed:
             raise ValueError("its checksum is of other content or another file")
         with safe_open(path, "pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}, tensors.metadata()  # noqa: SIM118
@@ -105,10 +105,10 @@ def _seal(data: mmap | bytes) -> re.Match[bytes] | None:
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the tensors on the CPU, copied where they share memory, which safetensors refuses."""
-    found, known = {}, set()
+    copies, known = {}, set()
     for name, tensor in brought(tensors).items():
         values = tensor.detach().contiguous()
         place = values.untyped_storage().data_ptr()
-        found[name] = values.clone() if place in known else values
+        copies[name] = values.clone() if place in known else values
         known.add(place)
-    return found
+    return copies

@@ -21,11 +21,11 @@ def unprefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def brought(tensors: Mapping[str, torch.Tensor], device: torch.device = CPU) -> Tensors:
-    """Return the tensors on a device; those that are elsewhere come by one copy for each dtype, laid out in C order.
+    """Return the tensors on a device; tensors from elsewhere are copied, one copy for each dtype, in C order.
 
     On the way to a GPU the program does not wait for it: the copy is from pinned memory.
     """
-    found = dict(tensors)
+    moved = dict(tensors)
     away = {name: tensor.detach() for name, tensor in tensors.items() if tensor.device != device}
     pinned = device.type == "cuda" and torch.cuda.is_initialized()  # the tests' pretended GPU cannot pin
     for dtype in {tensor.dtype: None for tensor in away.values()}:
@@ -37,8 +37,8 @@ def brought(tensors: Mapping[str, torch.Tensor], device: torch.device = CPU) -> 
         else:
             flat = torch.cat(values)
         parts = flat.to(device, non_blocking=pinned).split(sizes)
-        found |= {name: part.view(some[name].shape) for name, part in zip(some, parts, strict=True)}
-    return found
+        moved |= {name: part.view(some[name].shape) for name, part in zip(some, parts, strict=True)}
+    return moved
 
 
 def chosen(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> Tensors:

@@ -17,7 +17,7 @@ A name is one of (see :func:`dataset_names`):
 * ``a+b+c``: several of these image sets as one, their labels one after the other.
 
 Files are looked for in ``data-dir`` and its direct subfolders; it may be read-only unless something must be downloaded.
-What has to be unpacked or decoded is kept in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
+Unpacked and decoded files are cached in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
 features of images that pretrained networks extract (:mod:`fedsub_app.data.features`).
 """
 

@@ -12,12 +12,12 @@ from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
-from fedsub_app.common.progress import doing
+from fedsub_app.common.progress import show_step
 from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic
 from fedsub_app.data.features import Features, Pictures
-from fedsub_app.data.known import ALIASES, Source, Split, Wanted
+from fedsub_app.data.known import ALIASES, Request, Source, Split
 from fedsub_app.data.samples import Normalise, Samples, in_unit, normalised
 from fedsub_app.data.sources import check_hidden, data_folder, load_sources
 
@@ -29,12 +29,12 @@ def _named(text: str) -> str:
 
 
 class DataSettings(SeedSettings):
-    """Which data, how much of it, in which form."""
+    """The data set, its size and form."""
 
     dataset: Annotated[str, AfterValidator(_named)] = "digits"
     """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
     domains: Names = ()
-    """Of a set that has domains, those to use: "fog, snow-3"; "": all."""
+    """Domains to use of a data set that has some: "fog, snow-3"; "": all."""
     data_dir: TextOrNone = None
     """Folder of the data; "": $FEDSUB_DATA, else ~/.cache/fedsub/data."""
     train_per_class: CountOrNone = None
@@ -55,18 +55,18 @@ class DataSettings(SeedSettings):
     features: Features = "none"
     """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or by random networks.
 
-    Extracted once and kept in $FEDSUB_CACHE, on a GPU if there is one (IST; fedsub_app/data/features.py). Images are
-    brought to the networks' size, so ``image-size`` must be 0.
+    Features are extracted once, on a GPU if there is one, and cached in $FEDSUB_CACHE (data/features.py). Images are
+    resized to the networks' size, so ``image-size`` must be 0.
     """
     backbone_dir: TextOrNone = None
-    """Folder of these networks' weights, in torchvision's files; "": torch's hub folder, downloaded if need be."""
+    """Folder of these networks' weights, in torchvision's files; "": torch's hub folder, downloaded if missing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Training and test samples: x [n, channels, height, width] or [n, features]; y and source int64 [n].
 
-    What is taken of ``train_x`` and ``test_x`` is float32; images of bytes are kept as bytes.
+    Samples taken from ``train_x`` and ``test_x`` are float32; images of bytes are stored as bytes.
 
     ``source`` is the position in ``sources`` (the names joined by ``+``, or the domains). ``notes`` says, one line
     each, what is partial, lossy or substituted.
@@ -103,7 +103,7 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
-    doing(f"reading {settings.dataset}")
+    show_step(f"reading {settings.dataset}")
     for part in settings.dataset.split("+"):
         check_hidden(part, data_folder(settings.data_dir))
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
@@ -125,7 +125,7 @@ def _load(settings: DataSettings) -> Dataset:
     first_label, num_classes = [], 0
     for name in names:
         data = data_folder(settings.data_dir)
-        found = load_sources(Wanted(name, data, settings.seed, settings.image_size, domains, listed))
+        found = load_sources(Request(name, data, settings.seed, settings.image_size, domains, listed))
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         for part, source in found.items():

@@ -61,12 +61,12 @@ DOWNLOAD_SILENCE_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Images of one split of a data set, or some of them, decoded when they are wanted.
+    """Images of one split of a data set, or some of them, decoded when they are read.
 
     Attributes
     ----------
     images : all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
-    index : those that are meant, int64.
+    index : positions of the chosen images, int64.
     """
 
     images: Tensor | Sequence[Path]
@@ -81,7 +81,7 @@ class Pictures:
         return len(self.index)
 
     def __getitem__(self, chosen: Tensor) -> "Pictures":
-        """Return those of these positions, or where a bool tensor is true."""
+        """Return the images at some positions, or where a bool tensor is true."""
         return replace(self, index=self.index[chosen])
 
     def read(self, number: int) -> Image.Image:
@@ -102,22 +102,22 @@ class Pictures:
     @cached_property
     def digest(self) -> str:
         """Hash of all images of the split, 16 hex digits."""
-        found = hashlib.sha256()
+        checksum = hashlib.sha256()
         if isinstance(self.images, Tensor):
-            found.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
-            found.update(self.images.contiguous().numpy().tobytes())
+            checksum.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
+            checksum.update(self.images.contiguous().numpy().tobytes())
         else:
             top = os.path.commonpath([file.parent for file in self.images])
             for file in self.images:
                 stat = file.stat()
                 name = file.relative_to(top).as_posix()
-                found.update(f"{name}\0{stat.st_size}\0{int(stat.st_mtime)}\n".encode())
-        return found.hexdigest()[:16]
+                checksum.update(f"{name}\0{stat.st_size}\0{int(stat.st_mtime)}\n".encode())
+        return checksum.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """One of the networks: its name in torchvision, its weights' file (None: random ones) and that file's SHA-256."""
+    """A network: its name in torchvision, the file of its weights (None: random weights) and the file's SHA-256."""
 
     name: Literal["resnet101", "densenet121"]
     file: Path | None
@@ -166,7 +166,7 @@ def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
     }
     if features.endswith(RANDOM):
         return tuple(Backbone(name, None, "random") for name in published)
-    found = []
+    files = []
     for name, weights in published.items():
         file = Path(folder or f"{torch.hub.get_dir()}/checkpoints").expanduser() / Path(weights.url).name
         reason = "not there"
@@ -179,10 +179,10 @@ def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
                 reason = one_line(error)[:200]
         try:
             with file.open("rb") as content:
-                found.append(Backbone(name, file, hashlib.file_digest(content, "sha256").hexdigest()))
+                files.append(Backbone(name, file, hashlib.file_digest(content, "sha256").hexdigest()))
         except OSError:
             raise UserError(f"features = {features!r}: needs {file}, from {weights.url} ({reason})") from None
-    return tuple(found)
+    return tuple(files)
 
 
 @contextmanager
@@ -203,10 +203,10 @@ def notes(features: Features, folder: str | None) -> tuple[str, ...]:
     names = []
     for backbone in backbones(features, folder):
         assert backbone.file
-        own = (
+        suffix = (
             "" if backbone.sha256.startswith(backbone.file.stem.split("-")[1]) else ", not torchvision's published file"
         )
-        names.append(f"{backbone.file.name} (sha256 {backbone.sha256[:8]}{own})")
+        names.append(f"{backbone.file.name} (sha256 {backbone.sha256[:8]}{suffix})")
     return (f"features by {', '.join(names)}",)
 
 
@@ -215,7 +215,7 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
 
     Parameters
     ----------
-    name : of the data set, for the log.
+    name : name of the data set, for the log.
     random_crops : cut out and flip at random, each image with draws of its own, instead of the central crop.
     features, folder : the settings ``features`` and ``backbone-dir``.
     """
@@ -223,24 +223,24 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
     weights = hashlib.sha256("".join(f"{net.name} {net.sha256}" for net in networks).encode()).hexdigest()[:16]
     crops = "random" if random_crops else "central"
     kept = cache_folder() / "features" / f"{features}-{weights}" / f"{name}-{pictures.digest}-{crops}"
-    found = torch.empty(len(pictures.images), SIZE)
-    known = _read(kept, found)
+    cached = torch.empty(len(pictures.images), SIZE)
+    known = _read(kept, cached)
     if not known[pictures.index].all():
         with _alone(kept):
-            known = _read(kept, found)  # another process may have extracted them meanwhile
+            known = _read(kept, cached)  # another process may have extracted them meanwhile
             missing = pictures.index[~known[pictures.index]].unique()
-            _extract(name, pictures, missing, random_crops, networks, kept, found)
-    return found[pictures.index]
+            _extract(name, pictures, missing, random_crops, networks, kept, cached)
+    return cached[pictures.index]
 
 
-def _read(folder: Path, found: Tensor) -> Tensor:
+def _read(folder: Path, cached: Tensor) -> Tensor:
     """Read a cache folder into ``found``; returns which of its rows are known. Damaged files are deleted."""
-    known = torch.zeros(len(found), dtype=torch.bool)
+    known = torch.zeros(len(cached), dtype=torch.bool)
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
                 index, rows = file.get_tensor("index"), file.get_tensor("features")
-            found[index] = rows
+            cached[index] = rows
             known[index] = True
         except (SafetensorError, IndexError, RuntimeError):
             log.warning("%s: damaged, its images are extracted again", path)
@@ -274,7 +274,7 @@ def _extract(
     random_crops: bool,
     networks: Sequence[Backbone],
     folder: Path,
-    found: Tensor,
+    cached: Tensor,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     built = [network.build().to(device) for network in networks]
@@ -288,12 +288,12 @@ def _extract(
             for batch in group.split(BATCH):
                 x = torch.stack([transform(pictures.read(number), number) for number in batch.tolist()]).to(device)
                 with torch.inference_mode():
-                    found[batch] = torch.cat([network(x) for network in built], dim=1).cpu()
+                    cached[batch] = torch.cat([network(x) for network in built], dim=1).cpu()
                 done += len(batch)
-                progress.at(done)
+                progress.update(done)
             header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
             try:
-                content = save({"index": group, "features": found[group]}, header)
+                content = save({"index": group, "features": cached[group]}, header)
                 write_atomic(folder / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
             except OSError as error:
                 raise _unwritable(folder, error) from error

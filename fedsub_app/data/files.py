@@ -36,8 +36,8 @@ Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 ARCHIVES = (".tar.xz", ".tar.gz", ".tgz", ".tar")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
-MOST_CLASSES = 10_000
-MOST_UNPACKED = 2**31  # bytes of an idx file or of an image; EMNIST's largest file has 550 MB
+MAX_CLASSES = 10_000
+MAX_UNPACKED = 2**31  # bytes of an idx file or of an image; EMNIST's largest file has 550 MB
 NPZ_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -55,8 +55,8 @@ def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
     """Return images [n, h, w] or [n, h, w, 1 or 3] and labels [n] or [n, 1] as tensors, or say what is wrong."""
     prefix = f"{file}: {split}"
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
-        found = f"{images.dtype} {list(images.shape)}"
-        raise UserError(f"{prefix} images are {found}, expected uint8 [n, h, w] or [n, h, w, 1 or 3]")
+        actual = f"{images.dtype} {list(images.shape)}"
+        raise UserError(f"{prefix} images are {actual}, expected uint8 [n, h, w] or [n, h, w, 1 or 3]")
     if 0 in images.shape:
         raise UserError(f"{prefix} images are empty: {list(images.shape)}")
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -65,9 +65,9 @@ def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
         raise UserError(f"{prefix} labels are {labels.dtype} {list(labels.shape)}, expected integers [n] or [n, 1]")
     if len(labels) != len(images):
         raise UserError(f"{prefix} has {len(labels)} labels for {len(images)} images")
-    if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
-        found = f"{prefix} has labels from {labels.min()} to {labels.max()}"
-        raise UserError(f"{found}, expected 0 or more and less than {MOST_CLASSES}")
+    if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
+        actual = f"{prefix} has labels from {labels.min()} to {labels.max()}"
+        raise UserError(f"{actual}, expected 0 or more and less than {MAX_CLASSES}")
     channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
     x = channels_last.permute(0, 3, 1, 2).contiguous()
     # With the strides of a new tensor: an axis of one channel may have any, and torch chooses convolutions by them.
@@ -244,8 +244,8 @@ def _copy(original: Path, target: BinaryIO) -> None:
     try:
         with gzip.open(original) if original.suffix == ".gz" else original.open("rb") as source:
             for number, part in enumerate(iter(lambda: source.read(2**20), b"")):
-                if number >= MOST_UNPACKED // 2**20:
-                    raise ValueError(f"more than {MOST_UNPACKED} bytes unpacked")
+                if number >= MAX_UNPACKED // 2**20:
+                    raise ValueError(f"more than {MAX_UNPACKED} bytes unpacked")
                 target.write(part)
     except Exception as error:  # gzip and zlib raise several types on damaged bytes
         raise UserError(f"{original}: not a readable gzip file ({one_line(error)})") from error
@@ -272,7 +272,7 @@ def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
             for member in archive:
                 parts = Path(member.name).parts[-3:]
                 if member.isfile() and _is_image(parts):
-                    if member.size > MOST_UNPACKED:
+                    if member.size > MAX_UNPACKED:
                         raise ValueError(f"{member.name!r} of {member.size} bytes")
                     content = archive.extractfile(member)
                     if content is not None:
@@ -302,7 +302,7 @@ def _stack(
         where = f"{path}: image {'/'.join(parts)}"
         images[parts] = _decode(content, where, image_size)
         pixels += images[parts].nbytes
-        progress.at(len(images))
+        progress.update(len(images))
         check_memory(str(path), pixels)
         size = size or images[parts].shape[:2]
         if images[parts].shape[:2] != size:

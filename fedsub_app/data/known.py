@@ -34,7 +34,7 @@ Split = tuple[torch.Tensor | Pictures, torch.Tensor]
 class Source:
     """A data set before it is prepared.
 
-    x of images: uint8, or float32 in [0, 1], [n, c, h, w], or files that are only listed; of synthetic data [n, 5].
+    x of images: uint8, or float32 in [0, 1], [n, c, h, w], or files that are only listed; synthetic data are [n, 5].
     """
 
     train: Split
@@ -44,10 +44,10 @@ class Source:
     random_crops: bool = False  # of training images, where features are extracted from them
 
 
-class Wanted(NamedTuple):
-    """What a loader is asked for.
+class Request(NamedTuple):
+    """A data set as the settings ask for it.
 
-    ``domains``: those wanted of a set that has some, none for all; ``listed``: image files are not decoded but listed.
+    ``domains``: domains to load, none for all; ``listed``: image files are not decoded but listed.
     """
 
     name: str
@@ -59,40 +59,40 @@ class Wanted(NamedTuple):
 
 
 class NotHere(UserError):
-    """The files of a known data set are not there, and were not to be had."""
+    """The files of a known data set are missing and cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A data set with a name of its own: what it is, in one line, and what loads its domains, or else itself."""
+    """A data set with a name: a description in one line, and a loader of its domains, or of itself without domains."""
 
-    about: str
-    load: Callable[[Wanted], dict[str, Source]]
+    description: str
+    load: Callable[[Request], dict[str, Source]]
 
 
-def _one(about: str, load: Callable[[Wanted], Source]) -> Known:
+def _one(about: str, load: Callable[[Request], Source]) -> Known:
     """A data set without domains."""
     return Known(about, partial(without_domains, load))
 
 
-def without_domains(load: Callable[[Wanted], Source], wanted: Wanted) -> dict[str, Source]:
-    """Load a set that has no domains, and refuse those that are asked for."""
-    if wanted.domains:
-        raise UserError(f"domains = {', '.join(wanted.domains)!r}: dataset {wanted.name!r} has none; allowed is ''")
-    return {wanted.name: load(wanted)}
+def without_domains(load: Callable[[Request], Source], request: Request) -> dict[str, Source]:
+    """Load a data set without domains; refuse a request for some."""
+    if request.domains:
+        raise UserError(f"domains = {', '.join(request.domains)!r}: dataset {request.name!r} has none; allowed is ''")
+    return {request.name: load(request)}
 
 
-def _synthetic(wanted: Wanted) -> Source:
-    return Source(*synthetic.generate(wanted.name, wanted.seed), synthetic.NUM_CLASSES)
+def _synthetic(request: Request) -> Source:
+    return Source(*synthetic.generate(request.name, request.seed), synthetic.NUM_CLASSES)
 
 
-def _digits(wanted: Wanted) -> Source:
+def _digits(request: Request) -> Source:
     # scikit-learn's own file, read as its load_digits reads it: importing scikit-learn costs every start a second.
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     table = np.loadtxt(Path(str(package.origin)).parent / "datasets/data/digits.csv.gz", delimiter=",")
     x, y = torch.from_numpy(table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), torch.from_numpy(table[:, -1]).long()
-    order = torch.randperm(len(y), generator=generator(wanted.seed, "digits", "split"))
+    order = torch.randperm(len(y), generator=generator(request.seed, "digits", "split"))
     in_test = torch.zeros(len(y), dtype=torch.bool)
     for label in range(10):
         of_class = order[y[order] == label]
@@ -100,11 +100,11 @@ def _digits(wanted: Wanted) -> Source:
     return Source((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), 10)
 
 
-def _idx(wanted: Wanted, kind_name: str, split: str = "") -> Source:
+def _idx(request: Request, kind_name: str, split: str = "") -> Source:
     """``kind_name``: torchvision's class of that name, which reads idx files; ``split``: of EMNIST."""
     from torchvision import datasets
 
-    data, kind = wanted.data, getattr(datasets, kind_name)
+    data, kind = request.data, getattr(datasets, kind_name)
     options = {"split": split} if split else {}
     prefixes = (f"emnist-{split}-train", f"emnist-{split}-test") if split else ("train", "t10k")
     files = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
@@ -112,10 +112,10 @@ def _idx(wanted: Wanted, kind_name: str, split: str = "") -> Source:
     needed = f"{raw}/{{{','.join(files)}}}[.gz]"
     root = unpacked_idx(data, raw, files)
     if root is None:
-        _download(wanted, needed, lambda: kind(str(data), download=True, **options))
+        _download(request, needed, lambda: kind(str(data), download=True, **options))
         root = unpacked_idx(data, raw, files)
     if root is None:
-        raise UserError(f"dataset = {wanted.name!r}: the download left no {needed} in {data}")
+        raise UserError(f"dataset = {request.name!r}: the download left no {needed} in {data}")
     train, test = kind(str(root), train=True, **options), kind(str(root), train=False, **options)
     first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
     return _labelled(
@@ -126,61 +126,61 @@ def _idx(wanted: Wanted, kind_name: str, split: str = "") -> Source:
     )
 
 
-def _cifar(wanted: Wanted, kind_name: str) -> Source:
+def _cifar(request: Request, kind_name: str) -> Source:
     """``kind_name``: torchvision's class of that name."""
     from torchvision import datasets
 
-    data, kind = wanted.data, getattr(datasets, kind_name)
-    found = find(data, kind.base_folder)
-    if found is None:
+    data, kind = request.data, getattr(datasets, kind_name)
+    folder = find(data, kind.base_folder)
+    if folder is None:
         needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
-        _download(wanted, needed, lambda: kind(str(data), download=True))
-        found = data / kind.base_folder
+        _download(request, needed, lambda: kind(str(data), download=True))
+        folder = data / kind.base_folder
     try:
-        train, test = kind(str(found.parent), train=True), kind(str(found.parent), train=False)
+        train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
-        raise UserError(f"{found}: {one_line(error)}") from error
+        raise UserError(f"{folder}: {one_line(error)}") from error
     return _labelled(
-        found, (train.data, np.array(train.targets)), (test.data, np.array(test.targets)), len(train.classes)
+        folder, (train.data, np.array(train.targets)), (test.data, np.array(test.targets)), len(train.classes)
     )
 
 
-def _medmnist(wanted: Wanted) -> Source:
+def _medmnist(request: Request) -> Source:
     import medmnist
 
-    name, data = wanted.name, wanted.data
+    name, data = request.name, request.data
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
     file = find(data, f"{name}.npz")
     if file is None:
         needed = f"{name}.npz ({info['url']})"
-        _download(wanted, needed, lambda: kind(split="train", root=str(data), download=True))
+        _download(request, needed, lambda: kind(split="train", root=str(data), download=True))
         file = data / f"{name}.npz"
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
         raise UserError(f"{file}: not a readable MedMNIST file ({one_line(error)})") from error
     source = _labelled(file, (train.imgs, train.labels), (test.imgs, test.labels), len(info["label"]))
-    found, upstream = (len(train.imgs), len(test.imgs)), (info["n_samples"]["train"], info["n_samples"]["test"])
-    note = f"partial: {found[0]} train, {found[1]} test images, upstream has {upstream[0]} and {upstream[1]}"
-    return source if found == upstream else replace(source, notes=(note,))
+    counts, upstream = (len(train.imgs), len(test.imgs)), (info["n_samples"]["train"], info["n_samples"]["test"])
+    note = f"partial: {counts[0]} train, {counts[1]} test images, upstream has {upstream[0]} and {upstream[1]}"
+    return source if counts == upstream else replace(source, notes=(note,))
 
 
 def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array], num_classes: int) -> Source:
     """Return upstream's arrays as a source. Upstream's loaders do not check them, so this does."""
     for split, (_, labels) in (("train", train), ("test", test)):
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
-            found = f"{split} labels from {labels.min()} to {labels.max()}"
-            raise UserError(f"{file}: {found}, expected 0 to {num_classes - 1}")
+            actual = f"{split} labels from {labels.min()} to {labels.max()}"
+            raise UserError(f"{file}: {actual}, expected 0 to {num_classes - 1}")
     return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
 
 
-def _cub200(wanted: Wanted) -> Source:
-    """Read CUB-200-2011 as it is published: lists of numbered images, their classes and whether they are training's."""
-    folder = find(wanted.data, "CUB_200_2011")
+def _cub200(request: Request) -> Source:
+    """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
+    folder = find(request.data, "CUB_200_2011")
     if folder is None:
         needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-        raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
+        raise UserError(f"dataset = {request.name!r}: {request.data} has no {needed}")
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
@@ -189,10 +189,10 @@ def _cub200(wanted: Wanted) -> Source:
     splits: dict[str, list[tuple[Path, int]]] = {"1": [], "0": []}
     for number, name in names.items():
         if in_train[number] not in splits or labels[number] not in classes:
-            found = f"label {labels[number]!r}, training {in_train[number]!r}"
-            raise UserError(f"{folder}: image {number} has {found}, expected a class of classes.txt, and 0 or 1")
+            entry = f"label {labels[number]!r}, training {in_train[number]!r}"
+            raise UserError(f"{folder}: image {number} has {entry}, expected a class of classes.txt, and 0 or 1")
         splits[in_train[number]].append((folder / "images" / name, classes[labels[number]]))
-    return replace(_files(wanted, folder, splits["1"], splits["0"], len(classes)), random_crops=True)
+    return replace(_files(request, folder, splits["1"], splits["0"], len(classes)), random_crops=True)
 
 
 def _numbered(file: Path) -> dict[str, str]:
@@ -215,20 +215,20 @@ class Published:
     downloads: bool = True
 
 
-def _published(wanted: Wanted, about: Published) -> Source:
+def _published(request: Request, about: Published) -> Source:
     """Let torchvision read a set's lists; its validation images go to the test images, as in IST's paper."""
     from torchvision import datasets
 
     kind = getattr(datasets, about.kind_name)
-    root = find(wanted.data, about.base)
+    root = find(request.data, about.base)
     needed = f"{about.base}/{{{', '.join(about.holds)}}}"
     if root is None or not all((root / name).exists() for name in about.holds):
         if not about.downloads:
             raise UserError(
-                f"dataset = {wanted.name!r}: {wanted.data} has no {needed}; torchvision cannot download it any more"
+                f"dataset = {request.name!r}: {request.data} has no {needed}; torchvision cannot download it any more"
             )
-        _download(wanted, needed, lambda: kind(str(wanted.data), download=True))
-        root = wanted.data / about.base
+        _download(request, needed, lambda: kind(str(request.data), download=True))
+        root = request.data / about.base
     try:
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *about.test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
@@ -241,7 +241,7 @@ def _published(wanted: Wanted, about: Published) -> Source:
     except Exception as error:  # torchvision and SciPy raise many types on damaged lists
         raise UserError(f"{root}: {one_line(error)}") from error
     test = [sample for split in about.test for sample in samples[split]]
-    return replace(_files(wanted, root, samples["train"], test, len(classes)), random_crops=about.random_crops)
+    return replace(_files(request, root, samples["train"], test, len(classes)), random_crops=about.random_crops)
 
 
 PUBLISHED = {
@@ -259,19 +259,19 @@ PUBLISHED = {
 }
 
 
-def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
+def _cifar10_c(request: Request) -> dict[str, Source]:
     """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
 
     Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
     """
-    folder = find(wanted.data, "CIFAR-10-C")
+    folder = find(request.data, "CIFAR-10-C")
     if folder is None:
         needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
-        raise UserError(f"dataset = {wanted.name!r}: {wanted.data} has no {needed}")
+        raise UserError(f"dataset = {request.name!r}: {request.data} has no {needed}")
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
     labels = read_npy(folder / "labels.npy")
-    found = {}
-    for domain in wanted.domains or known:
+    sources = {}
+    for domain in request.domains or known:
         corruption, _, severity = domain.partition("-")
         number = int(severity or 5) if severity in ("", *"12345") else 0
         if corruption not in known or not number:
@@ -283,25 +283,31 @@ def _cifar10_c(wanted: Wanted) -> dict[str, Source]:
         if int(y.max()) > 9:
             raise UserError(f"{folder / 'labels.npy'}: label {int(y.max())}, expected 0 to 9")
         test = hold_out(y)
-        found[domain] = Source((x[~test], y[~test]), (x[test], y[test]), 10, (HELD_OUT,))
-    return found
+        sources[domain] = Source((x[~test], y[~test]), (x[test], y[test]), 10, (HELD_OUT,))
+    return sources
 
 
 def _files(
-    wanted: Wanted, folder: Path, train: Iterable[tuple[Path, int]], test: Iterable[tuple[Path, int]], num_classes: int
+    request: Request,
+    folder: Path,
+    train: Iterable[tuple[Path, int]],
+    test: Iterable[tuple[Path, int]],
+    num_classes: int,
 ) -> Source:
     """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
     listed: list[Listed] = []
     for split, samples in (("train", train), ("test", test)):
         listed += [((split, f"{label:04}", file.name), file) for file, label in samples]
-    return Source(*read_listed(wanted, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
+    return Source(*read_listed(request, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
 
 
-def read_listed(wanted: Wanted, folder: Path, listed: Sequence[Listed], classes: Sequence[str]) -> tuple[Split, Split]:
-    """Return image files by class and name, decoded or, where that is wanted, listed."""
-    if not wanted.listed:
-        return decoded(folder, listed, wanted.image_size, classes)
-    found: list[Split] = []
+def read_listed(
+    request: Request, folder: Path, listed: Sequence[Listed], classes: Sequence[str]
+) -> tuple[Split, Split]:
+    """Return image files by class and name, decoded or, if ``request`` says so, listed."""
+    if not request.listed:
+        return decoded(folder, listed, request.image_size, classes)
+    splits: list[Split] = []
     for split in ("train", "test"):
         of_split = sorted((parts, file) for parts, file in listed if parts[0] == split)
         if not of_split:
@@ -310,13 +316,13 @@ def read_listed(wanted: Wanted, folder: Path, listed: Sequence[Listed], classes:
         if unknown:
             raise UserError(f"{folder}: class {unknown[0]} is in {split}/ but not in train/")
         labels = torch.tensor([classes.index(parts[1]) for parts, _ in of_split])
-        found.append((Pictures.all_of([file for _, file in of_split]), labels))
-    return found[0], found[1]
+        splits.append((Pictures.all_of([file for _, file in of_split]), labels))
+    return splits[0], splits[1]
 
 
-def _download(wanted: Wanted, needed: str, attempt: Callable[[], object]) -> None:
+def _download(request: Request, needed: str, attempt: Callable[[], object]) -> None:
     """Let torchvision or medmnist download; where that fails, say what is missing."""
-    name, data = wanted.name, wanted.data
+    name, data = request.name, request.data
     try:
         data.mkdir(parents=True, exist_ok=True)
         with impatient():

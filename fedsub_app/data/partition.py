@@ -38,7 +38,7 @@ ClassLists = Annotated[
 
 
 class PartitionSettings(SeedSettings, ClientsSettings):
-    """How samples are shared out to clients."""
+    """Partition of the samples over the clients."""
 
     partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "classes"
     """How the training samples are shared out to the clients.
@@ -53,7 +53,7 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     samples_per_client: CountOrNone = None
     """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
 
-    By its own draw of the classes' fractions from the Dirichlet distribution, rounded, or from all samples alike (IST).
+    Each client draws the fractions of its classes from the Dirichlet distribution, rounded, or all samples alike (IST).
     """
     shards_per_client: Count = 2
     """Shards of each client with partition = "shards"."""
@@ -62,7 +62,7 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     repeat_classes: bool = False
     """Deal classes as FedSelect's code does: a client may be dealt the same one again.
 
-    It then has fewer classes and two parts of that one.
+    Such a client has fewer classes and two parts of one of them.
     """
     class_lists: ClassLists = ()
     """The classes of each client with partition = "lists": "0 2, 1 3".
@@ -76,7 +76,7 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     holdout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Fraction of its own samples with client-test = "holdout", rounded down, at least one sample.
 
-    Taken before the validation part.
+    The test part is taken before the validation part.
     """
 
 

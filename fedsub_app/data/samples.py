@@ -1,7 +1,7 @@
 """Samples in the form in which they are kept: images of bytes stay bytes until they are used.
 
-Used samples are float32. Four times the memory of all of them would be needed to keep them so, in every process and on
-every GPU; to make those of one client takes about as long as to copy them.
+Training uses float32. Storing all samples so would take four times the memory, in every process and on every GPU;
+converting those of one client takes about as long as copying them.
 """
 
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ Normalise = Literal["standard", "half", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples of a data set, all of one shape; those that are taken are float32.
+    """Samples of a data set, all of one shape; indexing returns float32.
 
     Parameters
     ----------
-    stored : float32 ``[n, ...]``, which is taken as it is; or images as uint8 ``[n, channels, height, width]``.
-    scale : of uint8 images: white, mean and deviation, by which ``(x / white - mean) / deviation`` is taken. Each has
-        as many numbers as an image and lies in memory as one: so a step of it is one pass over many images.
+    stored : float32 ``[n, ...]``, returned unchanged; or images as uint8 ``[n, channels, height, width]``.
+    scale : white, mean and deviation of uint8 images, which are returned as ``(x / white - mean) / deviation``; each of
+        the shape and memory layout of an image, so that a step is one pass over many images.
     """
 
     stored: Tensor
     scale: tuple[Tensor, ...] = ()
-    _there: "WeakValueDictionary[torch.device, Samples]" = field(default_factory=WeakValueDictionary, repr=False)
+    _copies: "WeakValueDictionary[torch.device, Samples]" = field(default_factory=WeakValueDictionary, repr=False)
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -48,7 +48,7 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the stored samples."""
         return self.stored.nbytes
 
     def darkest(self) -> Tensor:
@@ -57,14 +57,14 @@ class Samples:
         return Samples(least, self.scale)[:][0, :, 0, 0]
 
     def to(self, device: torch.device) -> "Samples":
-        """Return them on a device. As long as somebody has them there, whoever asks gets the same."""
+        """Return them on a device. All callers get the same copy as long as one of them keeps it."""
         if self.stored.device == device:
             return self
-        there = self._there.get(device)
-        if there is None:
-            there = Samples(self.stored.to(device), tuple(part.to(device) for part in self.scale))
-            self._there[device] = there
-        return there
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = Samples(self.stored.to(device), tuple(part.to(device) for part in self.scale))
+            self._copies[device] = copy
+        return copy
 
 
 def normalised(train: Tensor, test: Tensor, how: Normalise) -> tuple[Samples, Samples]:

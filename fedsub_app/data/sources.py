@@ -14,9 +14,9 @@ from fedsub_app.data.known import (
     KNOWN,
     MEDMNIST,
     NotHere,
+    Request,
     Source,
     Split,
-    Wanted,
     read_listed,
     without_domains,
 )
@@ -24,21 +24,21 @@ from fedsub_app.data.known import (
 
 def dataset_names(data_dir: str | None = None) -> dict[str, str]:
     """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
-    known = {name: entry.about for name, entry in KNOWN.items()}
+    known = {name: entry.description for name, entry in KNOWN.items()}
     aliases = {alias: f"= {meaning}" for alias, meaning in ALIASES.items()}
     return known | aliases | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
 
-def load_sources(wanted: Wanted) -> dict[str, Source]:
+def load_sources(request: Request) -> dict[str, Source]:
     """Return the sources of one set, all of them: its domains, which have the same classes, or else itself.
 
     The name is without ``+``. Raises :class:`UserError` where it cannot.
     """
-    load = KNOWN[wanted.name].load if wanted.name in KNOWN else _own
+    load = KNOWN[request.name].load if request.name in KNOWN else _own
     try:
-        return load(wanted)
+        return load(request)
     except NotHere as error:
-        similar = [other for other in _own_files(wanted.data) if other.startswith(wanted.name)]
+        similar = [other for other in _own_files(request.data) if other.startswith(request.name)]
         instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
         raise UserError(f"{error}{instead}") from error
 
@@ -53,16 +53,16 @@ def check_hidden(name: str, data: Path) -> None:
             raise UserError(f"dataset = {name!r}: a known set, and {path} has the name too; rename that one")
 
 
-def _own(wanted: Wanted) -> dict[str, Source]:
+def _own(request: Request) -> dict[str, Source]:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
-    file = _own_files(wanted.data).get(wanted.name)
+    file = _own_files(request.data).get(request.name)
     if file and folder_form(file) == "domains":
-        return _image_domains(file, wanted)
-    return without_domains(partial(_own_single, file), wanted)
+        return _image_domains(file, request)
+    return without_domains(partial(_own_single, file), request)
 
 
-def _own_single(file: Path | None, wanted: Wanted) -> Source:
-    name, data = wanted.name, wanted.data
+def _own_single(file: Path | None, request: Request) -> Source:
+    name, data = request.name, request.data
     if name == "chestmnist":
         raise UserError("dataset = 'chestmnist': its images have several labels each, expected one")
     if file is None and re.fullmatch(r"[\w.-]+", name):
@@ -73,7 +73,7 @@ def _own_single(file: Path | None, wanted: Wanted) -> Source:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = ", ".join(dataset_names(str(data)))
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
-    train, test = read_npz(file) if file.suffix == ".npz" else _read_folder(wanted, file)
+    train, test = read_npz(file) if file.suffix == ".npz" else _read_folder(request, file)
     num_classes = int(max(train[1].max(), test[1].max())) + 1
     if empty := sorted(set(range(num_classes)) - set(train[1].tolist())):
         reason = f"labels up to {num_classes - 1}, but no training image of class {empty[0]}"
@@ -86,32 +86,32 @@ def _own_single(file: Path | None, wanted: Wanted) -> Source:
     return Source(train, test, num_classes, tuple(notes))
 
 
-def _image_domains(folder: Path, wanted: Wanted) -> dict[str, Source]:
+def _image_domains(folder: Path, request: Request) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
-    domains = wanted.domains
+    domains = request.domains
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     unknown = [domain for domain in domains if domain not in known]
     if unknown:
         raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(known)}")
     classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
     return {
-        domain: Source(*_read_folder(wanted, known[domain], classes), len(classes), (HELD_OUT,))
+        domain: Source(*_read_folder(request, known[domain], classes), len(classes), (HELD_OUT,))
         for domain in domains or known
     }
 
 
-def _read_folder(wanted: Wanted, path: Path, classes: Sequence[str] = ()) -> tuple[Split, Split]:
+def _read_folder(request: Request, path: Path, classes: Sequence[str] = ()) -> tuple[Split, Split]:
     """Return the images of a folder, decoded or listed, or of an archive."""
-    if path.is_file() or not wanted.listed:
-        return read_images(path, wanted.image_size, classes)
+    if path.is_file() or not request.listed:
+        return read_images(path, request.image_size, classes)
     listed = list_images(path)
     classes = classes or sorted({parts[1] for parts, _ in listed if parts[0] == "train"})
-    return read_listed(wanted, path, listed, classes)
+    return read_listed(request, path, listed, classes)
 
 
 def _own_files(data: Path) -> dict[str, Path]:
     """Return name and path of the image sets of our own forms in a folder and its direct subfolders."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
         suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
         if suffix and not path.is_file():
@@ -120,8 +120,8 @@ def _own_files(data: Path) -> dict[str, Path]:
         is_folder = not suffix and path.name not in ("train", "test") and folder_form(path) != ""
         name = path.name.removesuffix(suffix)
         if (is_npz or is_folder or suffix in ARCHIVES) and name not in KNOWN and name not in ALIASES:
-            found.setdefault(name, path)
-    return found
+            files.setdefault(name, path)
+    return files
 
 
 def private_name(path: Path) -> str:

@@ -16,7 +16,7 @@ def superlink(port: int, database: str, keys: Path | None, host: str = LOOPBACK)
 
     Parameters
     ----------
-    port : of its one address, for nodes, users and its SuperExec.
+    port : port of its one address, for nodes, users and its SuperExec.
     database : file with registered nodes, runs and messages; ":flwr-in-memory:" loses them at its end.
     keys : folder of :mod:`~fedsub_app.deployment.keys`; ``None``: no encryption, and anybody is a node.
     host : interface to listen on.
@@ -35,14 +35,14 @@ def server_superexec(port: int, keys: Path | None) -> list[str]:
     return ["flower-superexec", *trust, f"--runtime-api-address={LOOPBACK}:{port}"]
 
 
-def supernode(address: str, number: int, of: int, port: int, keys: Path | None) -> list[str]:
+def supernode(address: str, number: int, partitions: int, port: int, keys: Path | None) -> list[str]:
     """Return the command of a SuperNode.
 
     Parameters
     ----------
     address : host:port of the SuperLink.
-    number, of : its partition-id and num-partitions.
-    port : on which its SuperExec finds it.
+    number, partitions : its partition-id and num-partitions.
+    port : port on which its SuperExec finds it.
     keys : as for :func:`superlink`; a node needs ca.crt and what is named after it.
     """
     trust = ["--insecure"]
@@ -50,7 +50,7 @@ def supernode(address: str, number: int, of: int, port: int, keys: Path | None) 
         trust = [f"--root-certificates={keys / 'ca.crt'}", f"--auth-supernode-private-key={keys / node(number)}"]
         trust.append(_secret(keys, node(number)))
     here = ["--isolation=process", f"--host={LOOPBACK}", f"--port={port}"]
-    config = f"--node-config=partition-id={number} num-partitions={of}"
+    config = f"--node-config=partition-id={number} num-partitions={partitions}"
     return ["flower-supernode", *trust, f"--superlink={address}", *here, config]
 
 

@@ -27,20 +27,20 @@ SUPERLINK, SUPEREXEC = "superlink", "-superexec"  # names of processes, and the 
 
 @dataclass
 class Federation:
-    """What a federation is.
+    """The configuration and the processes of a federation.
 
     Attributes
     ----------
-    name : of Flower's connection to it.
-    nodes : how many SuperNodes run here, those with partition-id 0 to nodes - 1.
-    partitions : how many there are in all, others on other machines.
+    name : name of Flower's connection to it.
+    nodes : number of SuperNodes on this machine, with partition-id 0 to nodes - 1.
+    partitions : number of SuperNodes in all, on this machine and others.
     host : name or address under which other machines reach the SuperLink; "": only this one does.
-    port : of the SuperLink.
-    insecure : no encryption, and anybody is a node.
+    port : port of the SuperLink.
+    insecure : no encryption, and nodes need no key.
     data_dir : the nodes' data, as the setting ``data-dir``.
-    node_ports : on which each node's SuperExec finds it.
+    node_ports : port of each node for its SuperExec.
     registered : the nodes whose public key the SuperLink knows.
-    processes : by name, those that were started last.
+    processes : name -> process that was started last.
     """
 
     name: str = "federation"
@@ -61,20 +61,20 @@ def read(folder: Path) -> Federation | None:
     if not path.exists():
         return None
     try:
-        found = read_json(path)
-        found["processes"] = {name: Process(**process) for name, process in found["processes"].items()}
-        return Federation(**found)
+        content = read_json(path)
+        content["processes"] = {name: Process(**process) for name, process in content["processes"].items()}
+        return Federation(**content)
     except (TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: not what a federation wrote ({error})") from None
 
 
-def up(folder: Path, say: Callable[[str], None], **wanted: Any) -> Federation:
+def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federation:
     """Start a federation, or what has ended of the one that runs in ``folder``.
 
     Parameters
     ----------
-    say : told one line for each step.
-    wanted : attributes of :class:`Federation`; ``None``: as it was, else the default.
+    report : called with one line for each step.
+    changes : attributes of :class:`Federation`; ``None``: as it was, else the default.
 
     Raises
     ------
@@ -84,20 +84,20 @@ def up(folder: Path, say: Callable[[str], None], **wanted: Any) -> Federation:
     folder = folder.resolve()
     known = read(folder)
     before = running(known.processes) if known else {}
-    given = {key: value for key, value in wanted.items() if value is not None}
+    given = {key: value for key, value in changes.items() if value is not None}
     federation = _configured(folder, known or Federation(), bool(before), given)
     folder.mkdir(parents=True, exist_ok=True)
     keys = None if federation.insecure else folder / "keys"
     if keys:
         for path in make_keys(keys, [federation.host] if federation.host else [], federation.nodes):
-            say(f"{path}: made")
+            report(f"{path}: made")
     if not (folder / "superlink.db").exists():
         federation.registered = []
     federation.processes = {
         name: Process(command, federation.processes[name].pid if name in before else 0)
         for name, command in _commands(folder, federation, keys).items()
     }
-    starting = Starting(folder, federation, say)
+    starting = Starting(folder, federation, report)
     try:
         starting.all()
     except BaseException:
@@ -107,7 +107,7 @@ def up(folder: Path, say: Callable[[str], None], **wanted: Any) -> Federation:
 
 
 def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, Any]) -> Federation:
-    """Return what is to run: what does, or ran, changed as it was given; not while it runs."""
+    """Return ``base`` with the changes in ``given``, which are refused while it runs."""
     for key, value in given.items() if runs else ():
         if getattr(base, key) != value:
             raise UserError(
@@ -117,58 +117,58 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
     if runs:
         return base
     partitions = {"partitions": given["nodes"]} if "nodes" in given else {}
-    found = replace(base, **{"insecure": False, **partitions, **given})  # insecure only when it is asked for
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", found.name):
-        raise UserError(f"--name {found.name!r}: must be letters, digits, _ and -")
-    if found.nodes > found.partitions:
-        raise UserError(f"--partitions {found.partitions}: at least the {found.nodes} of --nodes")
-    if not found.nodes and not found.host:
+    federation = replace(base, **{"insecure": False, **partitions, **given})  # insecure only when it is asked for
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", federation.name):
+        raise UserError(f"--name {federation.name!r}: must be letters, digits, _ and -")
+    if federation.nodes > federation.partitions:
+        raise UserError(f"--partitions {federation.partitions}: at least the {federation.nodes} of --nodes")
+    if not federation.nodes and not federation.host:
         raise UserError("--nodes 0: only with --host, under which nodes of other machines reach the SuperLink")
-    table = flower.connections().get(found.name)
+    table = flower.connections().get(federation.name)
     if table is not None and table.get(flower.FOLDER_KEY) != str(folder):
-        raise UserError(f"--name {found.name}: Flower's config.toml has such a connection, to another SuperLink")
-    found.port = found.port or free_port()
-    if answers(found.port):
-        raise UserError(f"--port {found.port}: another program listens there")
-    ports = {found.port}
-    while len(ports) <= found.nodes:  # the same one may be drawn twice
+        raise UserError(f"--name {federation.name}: Flower's config.toml has such a connection, to another SuperLink")
+    federation.port = federation.port or free_port()
+    if answers(federation.port):
+        raise UserError(f"--port {federation.port}: another program listens there")
+    ports = {federation.port}
+    while len(ports) <= federation.nodes:  # the same one may be drawn twice
         ports.add(free_port())
-    found.node_ports = list(ports - {found.port})
-    return found
+    federation.node_ports = list(ports - {federation.port})
+    return federation
 
 
 def _commands(folder: Path, federation: Federation, keys: Path | None) -> dict[str, list[str]]:
     """Return the commands of the federation's processes, in the order in which they are started."""
     port, listen = federation.port, "0.0.0.0" if federation.host else commands.LOOPBACK
-    found = {
+    all_commands = {
         SUPERLINK: commands.superlink(port, str(folder / "superlink.db"), keys, listen),
         SUPERLINK + SUPEREXEC: commands.server_superexec(port, keys),
     }
-    for number, own in enumerate(federation.node_ports):
+    for number, node_port in enumerate(federation.node_ports):
         name, address = commands.node(number), f"{commands.LOOPBACK}:{port}"
-        found[name] = commands.supernode(address, number, federation.partitions, own, keys)
-        found[name + SUPEREXEC] = commands.node_superexec(number, own, keys)
-    return found
+        all_commands[name] = commands.supernode(address, number, federation.partitions, node_port, keys)
+        all_commands[name + SUPEREXEC] = commands.node_superexec(number, node_port, keys)
+    return all_commands
 
 
 @dataclass
 class Starting:
-    """The start of a federation: all that does not run of it yet."""
+    """The start of a federation's processes that do not run yet."""
 
     folder: Path
     federation: Federation
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     deadline: float = field(default_factory=lambda: time.monotonic() + START_S)
 
     def all(self) -> None:
         """Start everything, and wait until the nodes are online."""
         federation = self.federation
         if not federation.processes[SUPERLINK].pid:
-            self.begin(SUPERLINK)
+            self.start(SUPERLINK)
             while not answers(federation.port):
                 self.wait(f"the SuperLink does not answer on port {federation.port}", list(federation.processes))
         config = flower.connect(federation.name, _connection(self.folder, federation))
-        self.say(f"{config}: connection {federation.name}")
+        self.report(f"{config}: connection {federation.name}")
         for number in range(federation.nodes):
             if not federation.insecure and number not in federation.registered:
                 public = self.folder / "keys" / f"{commands.node(number)}.pub"
@@ -178,7 +178,7 @@ class Starting:
         before = nodes_online(federation.name).items()  # of a node that was killed it is not true any more
         begun = [name for name, process in federation.processes.items() if not process.pid]
         for name in begun:
-            self.begin(name)
+            self.start(name)
         nodes = [commands.node(number) for number in range(federation.nodes)]
         new = len(set(begun) & set(nodes))
         while len(now := nodes_online(federation.name)) < len(nodes) or len(now.items() - before) < new:
@@ -186,10 +186,10 @@ class Starting:
             alive = running(federation.processes)
             for name in nodes:
                 if name not in alive:
-                    self.begin(name)
+                    self.start(name)
             self.wait("not all nodes are online", [name for name in federation.processes if name not in nodes])
 
-    def begin(self, name: str) -> None:
+    def start(self, name: str) -> None:
         """Start one process."""
         owner = self.folder / name.removesuffix(SUPEREXEC)
         owner.mkdir(exist_ok=True)
@@ -197,10 +197,10 @@ class Starting:
         pid = start(process.command, self.log(name), _variables(owner, self.federation.data_dir))
         self.federation.processes[name] = replace(process, pid=pid)
         self.save()
-        self.say(f"{name}: started")
+        self.report(f"{name}: started")
 
     def wait(self, late: str, names: Collection[str]) -> None:
-        """Wait a moment; raises where one of these processes has ended or time is up."""
+        """Wait a moment; raise :class:`UserError` if one of these processes has ended or time is up."""
         alive = running(self.federation.processes)
         for name in names:
             if self.federation.processes[name].pid and name not in alive:
@@ -214,12 +214,12 @@ class Starting:
         return self.folder / f"{name}.log"
 
     def save(self) -> None:
-        """Keep what runs, for later commands."""
+        """Write the federation to disk, for later commands."""
         write_json(self.folder / STATE, asdict(self.federation))
 
 
 def last_error(log: Path) -> str:
-    """Return the line of a log that says best why its process has ended."""
+    """Return the last line of a log with an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:] if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return printable((errors or lines or [""])[-1])
@@ -227,9 +227,9 @@ def last_error(log: Path) -> str:
 
 def _variables(owner: Path, data_dir: str) -> dict[str, str]:
     """Return the environment of a process whose folder this is."""
-    own = {"FLWR_HOME": str(owner), "FEDSUB_STATE": str(owner / "state")}
+    folders = {"FLWR_HOME": str(owner), "FEDSUB_STATE": str(owner / "state")}
     eager = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # seconds; Flower's default is 1
-    return eager | flower.full_environment() | own | ({"FEDSUB_DATA": data_dir} if data_dir else {})
+    return eager | flower.full_environment() | folders | ({"FEDSUB_DATA": data_dir} if data_dir else {})
 
 
 def _connection(folder: Path, federation: Federation) -> list[str]:
@@ -246,13 +246,13 @@ def _flwr(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(command, env=flower.full_environment(), capture_output=True, text=True, check=False)
     answer = flower.json_in(done.stdout)
     if done.returncode or not answer.get("success"):
-        said = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
-        raise UserError(f"flwr {' '.join(arguments[:2])}: {printable(said[-1] if said else 'no message')}")
+        message = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
+        raise UserError(f"flwr {' '.join(arguments[:2])}: {printable(message[-1] if message else 'no message')}")
     return answer
 
 
 def nodes_online(connection: str) -> dict[str, str]:
-    """Return of each SuperNode that a connection's SuperLink takes for online its id and since when it is."""
+    """Return the SuperNodes that a connection's SuperLink takes for online: id -> time since when."""
     nodes = _flwr("supernode", "list", connection)["nodes"]
     return {str(node["node-id"]): str(node["online-at"]) for node in nodes if node["status"] == "online"}
 
@@ -266,7 +266,7 @@ def down(folder: Path) -> list[str]:
         There is none.
     """
     folder = folder.resolve()
-    federation = _there(folder)
+    federation = _existing(folder)
     nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}
     names = stop(nodes) + stop(federation.processes)  # nodes first, so that they say good-bye: their keys are free then
     if flower.connections().get(federation.name, {}).get(flower.FOLDER_KEY) == str(folder):
@@ -275,9 +275,9 @@ def down(folder: Path) -> list[str]:
 
 
 def status(folder: Path) -> tuple[bool, list[str]]:
-    """Say of the federation of a folder whether all of it runs, and in lines what does."""
+    """Return whether all processes of a folder's federation run and its nodes are online, and lines about each."""
     folder = folder.resolve()
-    federation = _there(folder)
+    federation = _existing(folder)
     alive = running(federation.processes)
     security = "insecure" if federation.insecure else "TLS, node keys"
     lines = [
@@ -287,8 +287,8 @@ def status(folder: Path) -> tuple[bool, list[str]]:
     width = max(map(len, federation.processes))
     for name, process in federation.processes.items():
         memory = alive.get(name)
-        said = f"process {process.pid}, {sum(memory.values()) / 1024:.0f} MiB" if memory else "has ended"
-        lines.append(f"  {name:<{width}}  {said}")
+        state = f"process {process.pid}, {sum(memory.values()) / 1024:.0f} MiB" if memory else "has ended"
+        lines.append(f"  {name:<{width}}  {state}")
     complete = len(alive) == len(federation.processes)
     if SUPERLINK in alive:
         online = nodes_online(federation.name)
@@ -297,7 +297,7 @@ def status(folder: Path) -> tuple[bool, list[str]]:
     return complete, lines
 
 
-def _there(folder: Path) -> Federation:
+def _existing(folder: Path) -> Federation:
     federation = read(folder)
     if federation is None:
         raise UserError(f"{folder / STATE}: not there; `fedsub federation up --dir {folder}` starts a federation")

@@ -57,27 +57,27 @@ def setup(cluster: int | None = None) -> list[str]:
 
     Parameters
     ----------
-    cluster : also register ``ray-cluster``, with so many simulated nodes, for a Ray cluster that runs already.
+    cluster : nodes of the connection ``ray-cluster`` to a running Ray cluster; ``None`` registers no such connection.
     """
     from fedsub_app.common.section import flatten
 
-    said = []
+    lines = []
     known = connections()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
-        found = flatten(known.get(name, {}))
-        nodes = cluster if cluster and name == CLUSTER else found.get(NODES)
+        table = flatten(known.get(name, {}))
+        nodes = cluster if cluster and name == CLUSTER else table.get(NODES)
         connection = _simulation(nodes if isinstance(nodes, int) else cores(), name == CLUSTER)
-        if connection != found and _ours(found):
+        if connection != table and _ours(table):
             config = connect(name, [f"{key} = {_toml(value)}" for key, value in connection.items()])
-            said.append(f"{config}: connection {name} {'brought up to date' if found else 'added'}")
+            lines.append(f"{config}: connection {name} {'brought up to date' if table else 'added'}")
     # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
     hook = Path(sysconfig.get_path("purelib")) / "fedsub_environment.pth"
     line = f"import os; {defaults}\n"
     if not hook.exists() or hook.read_text() != line:
         hook.write_text(line)
-        said.append(f"{hook}: defaults of {', '.join(environment())}")
-    return said or ["nothing to do"]
+        lines.append(f"{hook}: defaults of {', '.join(environment())}")
+    return lines or ["nothing to do"]
 
 
 def connections() -> dict[str, Any]:
@@ -128,16 +128,16 @@ def _ours(connection: Mapping[str, Any]) -> bool:
 
 def _simulation(nodes: int, cluster: bool) -> "dict[str, Value]":
     """Return a connection to a simulation, as single keys: its nodes and what each of them may use."""
-    found: dict[str, Value] = {"address": LOCAL, NODES: nodes, CPUS: 1}
+    table: dict[str, Value] = {"address": LOCAL, NODES: nodes, CPUS: 1}
     if cluster:  # it brings its own cores: given a number, Ray refuses a cluster that runs already
-        return found
+        return table
     import torch  # on demand: only this needs it
 
     if cores() < (os.cpu_count() or 1):  # Ray counts all
-        found[ALL_CPUS] = cores()
+        table[ALL_CPUS] = cores()
     if share := gpu_share(nodes, torch.cuda.device_count()):  # without a share Ray hides them
-        found[GPUS] = share
-    return found
+        table[GPUS] = share
+    return table
 
 
 def gpu_share(workers: int, gpus: int) -> float:
@@ -199,8 +199,8 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
     answer = json_in(started.stdout)
     run_id = answer.get("run-id")
     if started.returncode or not run_id:
-        said = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
-        raise UserError(f"connection {connection}: flwr run failed: {said[-1] if said else 'no message'}")
+        message = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
+        raise UserError(f"connection {connection}: flwr run failed: {message[-1] if message else 'no message'}")
     try:
         subprocess.run(flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
         status, details = _status(connection, str(run_id), variables)
@@ -219,13 +219,13 @@ def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, V
     """Say what became of a run that did not complete, what stops it if it goes on, and what resumes it."""
     from fedsub_app.runs.directory import resume_command
 
-    said = f"run {run_id} is {status}"
+    message = f"run {run_id} is {status}"
     if not status.startswith("finished"):
-        said += f"; `flwr stop {run_id} {connection}` stops it"
+        message += f"; `flwr stop {run_id} {connection}` stops it"
     folder = Path(str(overrides.get("run-dir", "")))
     if (folder / "settings.json").exists():
-        said += f"; once it has ended, `{resume_command(folder)} --engine {connection}` goes on"
-    return said
+        message += f"; once it has ended, `{resume_command(folder)} --engine {connection}` goes on"
+    return message
 
 
 def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple[str, str]:

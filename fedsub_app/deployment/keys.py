@@ -1,11 +1,11 @@
-"""What the machines of a federation show each other: certificates for TLS, a key pair a node, SuperExecs' secrets.
+"""Credentials of a federation's machines: certificates for TLS, a key pair a node, SuperExecs' secrets.
 
 ================================  =============================================================================
 ca.crt                            certificate of the federation's own authority; everybody has it
 ca.key                            its private key, which signs the server's certificate; belongs off the machines
 server.pem, server.key            the SuperLink's certificate and private key
 superlink.secret, node-0.secret   shared by SuperLink or SuperNode with the SuperExec that works for it
-node-0, node-0.pub                a SuperNode's key pair (OpenSSH, P-384); the SuperLink is told the public one
+node-0, node-0.pub                a SuperNode's key pair (OpenSSH, P-384); the SuperLink knows the public one
 ================================  =============================================================================
 """
 
@@ -36,14 +36,14 @@ from fedsub_app.common.errors import UserError
 T = TypeVar("T")
 CA_DAYS = 3650
 SKEW = timedelta(days=1)  # certificates are valid that long before they are made, for machines whose clock is behind
-HERE = ("localhost", "127.0.0.1")
+THIS_MACHINE = ("localhost", "127.0.0.1")
 
 
 def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int = 365) -> list[Path]:
-    """Write what is missing in ``folder``; returns the files that were written.
+    """Write missing certificates and keys into ``folder``; returns the files that were written.
 
-    The server's certificate is written anew where it has ended or is of other hosts; keys of nodes and the authority
-    never are.
+    The server's certificate is replaced if it has expired or names other hosts; keys of nodes and of the authority are
+    never replaced.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int
     UserError
         A host is neither a name nor an address, or the authority's key is needed and not there.
     """
-    named = list(dict.fromkeys([*HERE, *hosts]))
+    named = list(dict.fromkeys([*THIS_MACHINE, *hosts]))
     names = x509.SubjectAlternativeName([_general_name(host) for host in named])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written: list[Path] = []
@@ -170,8 +170,8 @@ def _serves(path: Path, names: x509.SubjectAlternativeName) -> bool:
     certificate = _read(path, x509.load_pem_x509_certificate)
     if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
         return False
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return set(names) <= set(found)
+    names_served = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return set(names) <= set(names_served)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:

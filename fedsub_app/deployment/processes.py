@@ -57,17 +57,17 @@ def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
                 os.waitpid(process.pid, os.WNOHANG)
     columns = ["ps", "-axww", "-o", "pid=,pgid=,stat=,rss=,args="]
     listed = subprocess.run(columns, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
-    found: dict[str, dict[int, int]] = {}
+    processes_of: dict[str, dict[int, int]] = {}
     named = {process.pid: (name, process.command) for name, process in processes.items() if process.pid}
     for line in listed.stdout.splitlines():
         pid, group, state, memory, *args = line.split(None, 4)
         name, command = named.get(int(group), ("", []))
         if not name or state.startswith("Z") or not args:
             continue
-        own = args[0].endswith(" ".join(command))
-        if own if pid == group else f"{os.sep}flwr-" in args[0]:
-            found.setdefault(name, {})[int(pid)] = int(memory)
-    return found
+        is_own = args[0].endswith(" ".join(command))
+        if is_own if pid == group else f"{os.sep}flwr-" in args[0]:
+            processes_of.setdefault(name, {})[int(pid)] = int(memory)
+    return processes_of
 
 
 def stop(processes: Mapping[str, Process]) -> list[str]:
@@ -78,18 +78,18 @@ def stop(processes: Mapping[str, Process]) -> list[str]:
     TimeoutError
         One of them is still there.
     """
-    found = running(processes)
-    names = list(found)
+    alive = running(processes)
+    names = list(alive)
     for number, patience in PATIENCE_S.items():
         deadline = time.monotonic() + patience
-        for pid in [pid for pids in found.values() for pid in pids]:
+        for pid in [pid for pids in alive.values() for pid in pids]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        while found and time.monotonic() < deadline:
+        while alive and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            found = running(processes)
-    if found:
-        raise TimeoutError(f"still running: {found}")
+            alive = running(processes)
+    if alive:
+        raise TimeoutError(f"still running: {alive}")
     return names
 
 

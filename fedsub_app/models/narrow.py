@@ -97,9 +97,9 @@ def _read_sizes(module: nn.Module) -> None:
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-        own = next(iter(tensors_of(module).values()), None)
-        if own is not None:
-            module.num_features = len(own)
+        tensor = next(iter(tensors_of(module).values()), None)
+        if tensor is not None:
+            module.num_features = len(tensor)
 
 
 def widths_of(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> dict[str, int]:

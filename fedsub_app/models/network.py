@@ -17,7 +17,7 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class Output(NamedTuple):
-    """What a network computes on a batch: ``logits`` [n, classes] and ``features`` [n, d], which enter its head."""
+    """The output of a network for a batch: ``logits`` [n, classes] and ``features`` [n, d], which enter its head."""
 
     logits: Tensor
     features: Tensor
@@ -30,7 +30,7 @@ class Network:
     ----------
     module : the model; nothing is hooked onto it but during a call.
     tensors : its parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`).
-    parameters : those that can be trained.
+    parameters : tensors that can be trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +58,7 @@ class Network:
         return self.module.get_submodule(self.head[0].rpartition(".")[0])
 
     def __call__(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Output:
-        """Run the model as it is, or with other ``tensors`` in the place of its own."""
+        """Run the model, with ``tensors`` in the place of its own if given."""
         entered: list[Tensor] = []
         handle = self._last.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
         try:

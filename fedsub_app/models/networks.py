@@ -191,7 +191,7 @@ def build_model(name: str, in_shape: Shape, num_classes: int, seed: int, width: 
 
     Parameters
     ----------
-    name : one of :func:`model_names`.
+    name : a name of :func:`model_names`.
     in_shape : shape of one input without the batch axis: ``(features,)`` or ``(channels, height, width)``.
     num_classes : number of logits.
     seed : the run's seed. Equal arguments give bit-identical weights; the global generators are left as they were.

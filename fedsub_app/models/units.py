@@ -148,7 +148,7 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
         if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):
             layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in every))
             raise ValueError(f"{prefix!r} is no layer; allowed are head, body or some of {layers}")
-    found = tuple(n for n in every if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes))
-    if not 0 < len(found) < len(every):
-        raise ValueError(f"{len(found)} of {len(every)} tensors; allowed is a part of the model")
-    return found
+    names = tuple(n for n in every if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes))
+    if not 0 < len(names) < len(every):
+        raise ValueError(f"{len(names)} of {len(every)} tensors; allowed is a part of the model")
+    return names

@@ -1,1 +1,1 @@
-"""What is read off finished runs: records, comparisons, pictures, pages."""
+"""Reports on finished runs: records, comparisons, pictures, pages."""

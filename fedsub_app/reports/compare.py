@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
-from fedsub_app.reports.records import COSTS, Group, names_of, read_run, summary_of
+from fedsub_app.reports.records import COSTS, Group, read_run, run_labels, summary_table
 from fedsub_app.runs.rounds import ACCURACIES
 
 
@@ -36,7 +36,7 @@ def compare(folders: Sequence[Path]) -> str:
         *(text for cost in COSTS for text in (cost, "first run by then (%)")),
     )
     rows = []
-    for record, name in zip(records, names_of(folders, [record.settings for record in records]), strict=True):
+    for record, name in zip(records, run_labels(folders, [record.settings for record in records]), strict=True):
         lines = record.lines
         for key in ACCURACIES:
             if not any(key in line for line in first) or not any(key in line for line in lines):
@@ -56,7 +56,7 @@ def compare_costs(folders: Sequence[Path]) -> str:
     The accuracy is the first of those that all runs have measured.
     """
     records = [read_run(folder) for folder in folders]
-    names = names_of(folders, [record.settings for record in records])
+    names = run_labels(folders, [record.settings for record in records])
     runs = {name: record.lines for name, record in zip(names, records, strict=True)}
     key = next((key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())), None)
     if key is None:
@@ -67,8 +67,8 @@ def compare_costs(folders: Sequence[Path]) -> str:
 
 
 def summary_text(groups: Sequence[Group]) -> str:
-    """Return what some groups came to and have cost, aligned; columns that are 0 for all are left out."""
-    header, rows = summary_of(groups)
+    """Return the results and costs of some groups as an aligned table; columns that are 0 for all are left out."""
+    header, rows = summary_table(groups)
     used = [column for column in range(len(header)) if any(cells[column].text != "0" for _, cells in rows)]
     lines = [["", *(header[column] for column in used)]]
     lines += [[label, *(cells[column].text for column in used)] for label, cells in rows]

@@ -1,10 +1,10 @@
-"""What a method has to send and to compute until it is accurate: bytes and FLOPs to 90 % of the best method's accuracy.
+"""Cost to accuracy: the bytes and FLOPs that a method needs for 90 % of the best method's accuracy.
 
 Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Sections 4.3, 4.4 and Appendix B.3. A run's
 accuracy is the mean over the last ten rounds, its best one is compared, and the threshold is 90 % of the best run's. A
 run has reached it at the end of the fifth round in a row that is at or above it. Where it never is, it fails.
 
-What the paper leaves open:
+The paper leaves open:
 
 - Which accuracy must stay at the threshold for five rounds (4.4): the mean of ten rounds, by which the threshold is set
   (B.3 averages "to smooth out the accuracies"), or that of each round. Here it is the mean, which arrives later: the
@@ -12,8 +12,8 @@ What the paper leaves open:
 - Before round 10 the mean is over the rounds so far: some of the paper's methods arrive after five. The best one is of
   ten rounds where the run has as many. The initial model, round 0, is in no mean.
 - With ``eval-every`` above 1 the mean is over the evaluations of the last ten rounds, and five rounds in a row are all
-  evaluations of a span of five rounds or more: with ``eval-every = 5`` two. What is reached between two evaluations is
-  seen at the second one.
+  evaluations of a span of five rounds or more: with ``eval-every = 5`` two. A threshold reached
+  between two evaluations is seen at the second one.
 - A run that ends by ``num-rounds`` or by a budget before its fifth round has failed.
 """
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from fedsub_app.common.tensors import Json
 
 WINDOW = 10  # rounds of a mean
-HELD = 5  # rounds in a row
+ROUNDS_IN_A_ROW = 5  # at or above the threshold
 FRACTION = 0.9  # of the best accuracy
 
 Averages = list[tuple[int, float]]
@@ -55,32 +55,32 @@ def averages(lines: Sequence[Json], key: str) -> Averages:
 
     Parameters
     ----------
-    lines : of a run's rounds, in order.
+    lines : lines of a run's rounds, in order.
     key : an accuracy, such as ``global-accuracy``, percent.
     """
     measured = [(line["round"], line[key]) for line in lines if line["round"] > 0 and key in line]
-    found = []
+    means = []
     for last, (number, _) in enumerate(measured, 1):
         window = [value for of, value in measured[max(0, last - WINDOW) : last] if of > number - WINDOW]
-        found.append((number, sum(window) / len(window)))
-    return found
+        means.append((number, sum(window) / len(window)))
+    return means
 
 
-def best(found: Averages) -> float:
+def best(means: Averages) -> float:
     """Return the highest of :func:`averages`, of which there must be one, of whole windows where there are any."""
-    whole = min(WINDOW, found[-1][0])
-    return max(mean for number, mean in found if number >= whole)
+    whole = min(WINDOW, means[-1][0])
+    return max(mean for number, mean in means if number >= whole)
 
 
-def round_reached(found: Averages, threshold: float) -> int | None:
+def round_reached(means: Averages, threshold: float) -> int | None:
     """Return the round at whose end the averages have been at or above the threshold for five rounds in a row."""
     since = None
-    for number, mean in found:
+    for number, mean in means:
         if mean < threshold:
             since = None
             continue
         since = number if since is None else since
-        if number - since >= HELD - 1:
+        if number - since >= ROUNDS_IN_A_ROW - 1:
             return number
     return None
 
@@ -94,7 +94,7 @@ def costs_to_accuracy(runs: Mapping[str, Sequence[Json]], key: str) -> tuple[flo
     key : an accuracy, such as ``global-accuracy``.
     """
     smooth = {name: averages(lines, key) for name, lines in runs.items()}
-    threshold = FRACTION * max(best(found) for found in smooth.values())
+    threshold = FRACTION * max(best(means) for means in smooth.values())
     costs = {}
     for name, lines in runs.items():
         number = round_reached(smooth[name], threshold)
@@ -129,9 +129,9 @@ def cells(costs: Sequence[Cost]) -> list[str]:
     """Return the text of ``COLUMNS`` for the runs of a row, one a seed."""
     reached = [cost.reached for cost in costs]
     columns = [[f"{cost.best:.2f}" for cost in costs]]
-    columns.append([str(found.round) if found else "FAIL" for found in reached])
+    columns.append([str(end.round) if end else "FAIL" for end in reached])
     for part in Reached._fields[1:]:
-        columns.append([_rounded(getattr(found, part)) if found else "FAIL" for found in reached])
+        columns.append([_rounded(getattr(end, part)) if end else "FAIL" for end in reached])
     return [", ".join(column) for column in columns]
 
 

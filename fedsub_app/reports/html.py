@@ -1,4 +1,4 @@
-"""The report: one HTML file that says what some runs came to, opens from a disk and fetches nothing."""
+"""The report: one HTML file with the results of some runs; it opens from a disk and fetches nothing."""
 
 import json
 import os
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsub_app.analysis.activations import COVERED_BY
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.tensors import Json
+from fedsub_app.methods import reported
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.reports.pictures import (
     AXES,
-    MOST_LABELS,
+    MAX_LABELS,
     colour,
     dashes,
     short_names,
@@ -27,10 +27,10 @@ from fedsub_app.reports.records import (
     Record,
     csv_text,
     curves,
-    differing,
+    differing_keys,
     kinds,
     short,
-    summary_of,
+    summary_table,
     table_of_rounds,
 )
 from fedsub_app.runs.masks import Masks, last_masks
@@ -43,12 +43,7 @@ MEANING = {
     "global-local-validation-accuracy": "the global model on each client's validation samples, mean over the clients",
     "personal-validation-accuracy": "each client's own model on its validation samples, mean over the clients",
 }
-# What a method's line says of its sub-networks: key -> title, axis, unit.
-MASK_LINES = {
-    "personal-fraction": ("Personal part of the model, mean over the clients", "personal (%)", 0.01),
-    "pruned-fraction": ("Pruned part of the model, mean over the clients", "pruned (%)", 0.01),
-}
-MOST_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
+MAX_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 DARK = 0.55  # of a cell, from which on its number is white
 
 
@@ -81,7 +76,7 @@ def write_html(
     Parameters
     ----------
     title, note : heading and first paragraph.
-    command : what repeats it.
+    command : the command that writes the same report.
     drawings : further pictures, heading -> SVG, before the learning curves.
 
     Raises
@@ -120,7 +115,7 @@ def _numbers(name: str, record: Record) -> Json:
         "settings": record.settings,
         "summary": {key: value for key, value in record.summary.items() if key != "run-dir"},
         "dropped": record.dropped,
-        **{key: record.about.get(key) for key in ("commit", "code", "versions", "machine")},
+        **{key: record.provenance.get(key) for key in ("commit", "code", "versions", "machine")},
     }
 
 
@@ -133,7 +128,7 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "meaning": {short(key): MEANING[key] for key in measured},
         "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(ACCURACIES)))],
         "one": one,
-        "summary": summary_of(groups),
+        "summary": summary_table(groups),
         "curves": [_row(title, lines) for title, lines in rows.items()],
         "seeds": max(len(group.records) for group in groups) > 1,
         "costs": _costs(groups),
@@ -159,7 +154,7 @@ def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
         "title": title,
         "pictures": [svg_of_curves(title, lines, axis) for axis in AXES],
         "keys": keys if any(name != label for _, name, label in keys) else [],
-        "many": len(lines) > MOST_LABELS,
+        "many": len(lines) > MAX_LABELS,
     }
 
 
@@ -199,47 +194,47 @@ def _clients(groups: Sequence[Group]) -> list[str]:
 def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
     pictures: list[tuple[str, str, bool]] = []  # title, picture, whether a curve is a group
     masks: list[dict[str, Any]] = []
-    for key, (title, ylabel, unit) in MASK_LINES.items():
+    for key, about in reported([str(group.records[0].settings["method"]) for group in groups]).items():
         lines = {}
         for number, group in enumerate(groups):
-            points = [(line["round"], line[key] / unit) for line in group.records[0].lines if key in line]
-            if points:
-                lines[number] = (group.label, [float(x) for x, _ in points], [y for _, y in points])
+            of_group = [line for line in group.records[0].lines if key in line]
+            x = [float(line["round"]) for line in of_group]
+            curves = list(zip(*(about.points(line[key]) for line in of_group), strict=True))
+            scaled = [[about.scale * y for y in curve] for curve in curves]
+            if scaled and about.curves:
+                title = f"{group.label}: {about.title}"
+                of_run = {k: (name, x, scaled[k]) for k, name in enumerate(about.curves)}
+                pictures.append((title, svg_of_lines(title, about.axis, "round", of_run), False))
+            elif scaled:
+                lines[number] = (group.label, x, scaled[0])
         if lines:
-            pictures.append((title, svg_of_lines(title, ylabel, "round", lines), True))
+            pictures.append((about.title, svg_of_lines(about.title, about.axis, "round", lines), True))
     for group in groups:
-        lines_of = [line for line in group.records[0].lines if "units-covered-by" in line]
-        if lines_of:
-            title = f"{group.label}: hidden units covered by"
-            x = [float(line["round"]) for line in lines_of]
-            counts = [(none, one, sum(several)) for none, one, *several in (c["units-covered-by"] for c in lines_of)]
-            lines = {k: (name, x, [float(of[k]) for of in counts]) for k, name in enumerate(COVERED_BY)}
-            pictures.append((title, svg_of_lines(title, "hidden units", "round", lines), False))
         try:
-            found = last_masks(group.records[0].folder)
+            masked = last_masks(group.records[0].folder)
         except UserError as error:
             masks.append({"label": group.label, "said": str(error), "tables": []})
             continue
-        if found:
-            masks.append({"label": group.label, "said": "", "tables": _mask_tables(found)})
+        if masked:
+            masks.append({"label": group.label, "said": "", "tables": _mask_tables(masked)})
     return {"pictures": pictures, "masks": masks}
 
 
-def _mask_tables(found: Masks) -> list[tuple[str, Heat]]:
-    clients = [str(client) for client in range(len(found.shares))]
-    shares = Heat("client", found.layers, _shaded(clients, found.shares, 1.0, percent=True))
-    tables = [(f"Part of a layer's {found.of} in a client's mask after round {found.round}, percent", shares)]
-    overlap = Heat("client", clients, _shaded(clients, found.overlap, 1.0, percent=True))
-    if len(clients) <= MOST_CELLS:
+def _mask_tables(masks: Masks) -> list[tuple[str, Heat]]:
+    clients = [str(client) for client in range(len(masks.shares))]
+    shares = Heat("client", masks.layers, _shaded(clients, masks.shares, 1.0, percent=True))
+    tables = [(f"Part of a layer's {masks.of} in a client's mask after round {masks.round}, percent", shares)]
+    overlap = Heat("client", clients, _shaded(clients, masks.overlap, 1.0, percent=True))
+    if len(clients) <= MAX_CELLS:
         tables.append(("Intersection over union of two clients' masks, percent", overlap))
     return tables
 
 
 def _shaded(
-    names: Sequence[str], values: Sequence[Sequence[float]], most: float, percent: bool = False
+    names: Sequence[str], values: Sequence[Sequence[float]], maximum: float, percent: bool = False
 ) -> list[tuple[str, list[Shade]]]:
     def shade(value: float) -> Shade:
-        part = value / most if most else 0.0
+        part = value / maximum if maximum else 0.0
         # from white to the first colour, #0072B2
         mixed = "".join(f"{round(255 + part * (end - 255)):02x}" for end in (0x00, 0x72, 0xB2))
         text = f"{100 * value:.0f}" if percent else f"{value:g}"
@@ -250,35 +245,35 @@ def _shaded(
 
 def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return each partition that the runs have, once, with the runs that have it."""
-    found: dict[str, dict[str, Any]] = {}
+    partitions: dict[str, dict[str, Any]] = {}
     for group in groups:
         for record in group.records:
             if not (counts := record.partition.get("counts")):
                 continue
-            entry = found.setdefault(json.dumps(counts), {"counts": counts, "of": {}, "about": record})
+            entry = partitions.setdefault(json.dumps(counts), {"counts": counts, "of": {}, "about": record})
             entry["of"].setdefault(record.settings["seed"], []).append(group.label)
     return [
         {
             "seeds": ", ".join(map(str, entry["of"])),
             "labels": ", ".join(dict.fromkeys(label for labels in entry["of"].values() for label in labels)),
             "about": _partition_settings(entry["about"]),
-            "small": len(entry["counts"]) <= MOST_CELLS,
+            "small": len(entry["counts"]) <= MAX_CELLS,
             "heat": _counts(entry["counts"]),
         }
-        for entry in found.values()
+        for entry in partitions.values()
     ]
 
 
 def _partition_settings(record: Record) -> str:
     settings, partition = record.settings, record.partition
     kind = str(settings.get("partition", ""))
-    said = {
+    parameter = {
         "dirichlet": f"alpha {settings.get('dirichlet-alpha')}",
         "shards": f"{settings.get('shards-per-client')} shards a client",
         "classes": f"{settings.get('classes-per-client')} classes a client",
         "source-classes": f"{settings.get('classes-per-client')} classes a client",
     }.get(kind)
-    words = [f"{settings.get('dataset')}, {kind}" + (f" ({said})" if said else "")]
+    words = [f"{settings.get('dataset')}, {kind}" + (f" ({parameter})" if parameter else "")]
     for part in ("train", "validation", "test"):
         sizes = partition.get(part) or [0]
         if max(sizes):
@@ -287,14 +282,14 @@ def _partition_settings(record: Record) -> str:
 
 
 def _counts(counts: list[list[int]]) -> Heat:
-    most = max(max(row) for row in counts) or 1
-    rows = _shaded([str(client) for client in range(len(counts))], counts, most)
+    maximum = max(max(row) for row in counts) or 1
+    rows = _shaded([str(client) for client in range(len(counts))], counts, maximum)
     return Heat("client", [str(label) for label in range(len(counts[0]))], rows)
 
 
 def _differing(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     firsts = [group.records[0] for group in groups]
-    keys = [key for key in differing(firsts) if key != "target-accuracy"]
+    keys = [key for key in differing_keys(firsts) if key != "target-accuracy"]
     return keys, [
         (group.label, [str(record.settings.get(key, "–")) for key in keys])
         for group, record in zip(groups, firsts, strict=True)
@@ -307,32 +302,33 @@ def _shown(settings: Json) -> list[tuple[str, str]]:
 
 def _dropped(groups: Sequence[Group]) -> list[tuple[str, str, int, str, str]]:
     """Return for each reason: whose run, the reason, how often, which rounds, which clients."""
-    found: dict[tuple[str, str], list[Json]] = {}
+    by_reason: dict[tuple[str, str], list[Json]] = {}
     for group in groups:
         for record in group.records:
             for drop in record.dropped:
-                found.setdefault((group.label, str(drop["reason"])), []).append(drop)
+                by_reason.setdefault((group.label, str(drop["reason"])), []).append(drop)
     return [
         (label, reason, len(drops), *(_few([drop[key] for drop in drops]) for key in ("round", "client")))  # type: ignore[misc]
-        for (label, reason), drops in found.items()
+        for (label, reason), drops in by_reason.items()
     ]
 
 
-def _few(numbers: Sequence[int], most: int = 8) -> str:
+def _few(numbers: Sequence[int], limit: int = 8) -> str:
     once = sorted(set(numbers))
-    return ", ".join(map(str, once[:most])) + (f" and {len(once) - most} more" if len(once) > most else "")
+    return ", ".join(map(str, once[:limit])) + (f" and {len(once) - limit} more" if len(once) > limit else "")
 
 
 def _made(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Return what the runs were made with, those of other versions apart."""
-    found: dict[str, list[str]] = {}
+    by_origin: dict[str, list[str]] = {}
     for group in groups:
         for record in group.records:
-            about = record.about
+            about = record.provenance
             parts = [f"commit {about.get('commit', 'unknown')}", f"code {about.get('code', 'unknown')}"]
             for key in ("versions", "machine"):
                 parts += [f"{name} {value}" for name, value in dict(about.get(key) or {}).items()]
-            found.setdefault(", ".join(parts), []).append(group.label)
+            by_origin.setdefault(", ".join(parts), []).append(group.label)
     return [
-        (", ".join(dict.fromkeys(labels)) if len(found) > 1 else "all runs", said) for said, labels in found.items()
+        (", ".join(dict.fromkeys(labels)) if len(by_origin) > 1 else "all runs", origin)
+        for origin, labels in by_origin.items()
     ]

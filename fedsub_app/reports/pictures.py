@@ -1,4 +1,4 @@
-"""What is drawn of runs with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
+"""Pictures of runs, drawn with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
 import csv
 import math
@@ -24,7 +24,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("", "6 2", "2 1.5", "7 2 1.5 2")  # of a line of width 1, as SVG's stroke-dasharray
 AXES = ("round", *COSTS)
 LONGEST = 18  # letters of a label beside its curve; where one is longer all are numbers
-MOST_LABELS = 22  # beside one picture
+MAX_LABELS = 22  # beside one picture
 
 
 def colour(number: int) -> str:
@@ -38,7 +38,7 @@ def dashes(number: int) -> str:
 
 
 def figure(width: float, height: float) -> "Figure":
-    """Return an empty figure of so many inches."""
+    """Return an empty figure, size in inches."""
     from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -49,13 +49,13 @@ def legend_beside(drawing: "Figure") -> None:
     drawing.legend(loc="outside right upper", fontsize="small")
 
 
-def labelled(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of some numbers, from the first on and evenly, whose labels then do not touch."""
-    return list(numbers[:: -(-len(numbers) // most)])
+def spaced(numbers: Sequence[int], limit: int) -> list[int]:
+    """Return at most ``limit`` of the numbers, evenly from the first one, so that their labels do not touch."""
+    return list(numbers[:: -(-len(numbers) // limit)])
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
-    """Write what a picture shows as a table; returns its path."""
+    """Write the numbers of a picture as CSV; returns its path."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([header, *rows])
@@ -79,20 +79,20 @@ def spread_out(places: Sequence[float], gap: float) -> list[float]:
     places : in any order, 0 to 1.
     """
     order = sorted(range(len(places)), key=lambda index: places[index])
-    found = [min(1.0, max(0.0, places[index])) for index in order]
-    for low, high in pairwise(range(len(found))):
-        found[high] = max(found[high], found[low] + gap)
-    if found and found[-1] > 1:
-        found[-1] = 1.0
-        for high, low in pairwise(reversed(range(len(found)))):
-            found[low] = min(found[low], found[high] - gap)
-    moved = dict(zip(order, found, strict=True))
+    spread = [min(1.0, max(0.0, places[index])) for index in order]
+    for low, high in pairwise(range(len(spread))):
+        spread[high] = max(spread[high], spread[low] + gap)
+    if spread and spread[-1] > 1:
+        spread[-1] = 1.0
+        for high, low in pairwise(reversed(range(len(spread)))):
+            spread[low] = min(spread[low], spread[high] - gap)
+    moved = dict(zip(order, spread, strict=True))
     return [moved[index] for index in range(len(places))]
 
 
 def short_names(lines: Sequence[Curve]) -> list[str]:
     """Return what stands beside the curves: their labels, or numbers where one is too long; "" where they are many."""
-    if len(lines) > MOST_LABELS:
+    if len(lines) > MAX_LABELS:
         return [""] * len(lines)
     long = any(len(line.label) > LONGEST for line in lines)
     return [str(line.number + 1) if long else line.label for line in lines]
@@ -215,11 +215,11 @@ def svg(drawing: "Figure", title: str) -> str:
 def draw_sweep(
     points: Sequence[tuple[Mapping[str, Any], float]], keys: Sequence[str], ylabel: str, logs: set[str], grid: bool
 ) -> "Figure":
-    """Draw what the trials of a sweep came to: a grid of two keys as a heat map, else a panel a key.
+    """Draw the results of a sweep's trials: a grid of two keys as a heat map, else a panel a key.
 
     Parameters
     ----------
-    points : the values of the searched keys, and the percent that they came to.
+    points : values of the searched keys, and the metric in percent.
     logs : keys on a logarithmic axis.
     """
     best = max(value for _, value in points)
@@ -266,11 +266,11 @@ def draw_partition(folder: Path) -> Path:
     drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
     axes = drawing.subplots()
     axes.locator_params(integer=True)
-    most = max(max(row) for row in counts) or 1
-    points = [(c, k, 180 * row[k] / most) for c, row in enumerate(counts) for k in range(classes) if row[k]]
+    maximum = max(max(row) for row in counts) or 1
+    points = [(c, k, 180 * row[k] / maximum) for c, row in enumerate(counts) for k in range(classes) if row[k]]
     axes.scatter(*zip(*points, strict=True), color=COLOURS[0])
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    axes.set_title(f"training samples: the largest circle is {most}", fontsize="medium")
+    axes.set_title(f"training samples: the largest circle is {maximum}", fontsize="medium")
     drawing.savefig(folder / "partition.png", dpi=120)
     return folder / "partition.png"
 

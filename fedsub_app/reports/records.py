@@ -1,4 +1,4 @@
-"""Finished and running runs as they are read from their directories, and what several seeds of one have in common."""
+"""Finished and running runs, read from their directories, and groups of runs over seeds."""
 
 import csv
 import io
@@ -17,12 +17,12 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import before_keys, defaults, parse_pairs
+from fedsub_app.config import base_keys, defaults, parse_pairs
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.rounds import ACCURACIES, read_rounds
 from fedsub_app.settings import LOCATION_KEYS
 
-# What a run has cost by the end of a round: the sum of these keys of its lines, over the unit.
+# Costs of a run up to a round: the sum of these keys of its lines, over the unit.
 COSTS = {
     "MB by formula": (("formula-bytes-down", "formula-bytes-up"), 1e6),
     "GFLOPs": (("flops",), 1e9),
@@ -33,23 +33,23 @@ NOT_COMPARED = (*LOCATION_KEYS, "seed")
 
 @dataclass(frozen=True)
 class Record:
-    """What the directory of a run holds, as text and numbers.
+    """The content of a run's directory.
 
     Attributes
     ----------
     folder : the directory.
-    about : the content of settings.json.
-    lines : those of rounds.jsonl; each also has what the run has cost by its end (``COSTS``).
+    provenance : the content of settings.json: settings, command, commit, versions, machine.
+    lines : lines of rounds.jsonl, each with the costs of the run up to its round (``COSTS``).
     """
 
     folder: Path
-    about: Json
+    provenance: Json
     lines: list[Json]
 
     @property
     def settings(self) -> dict[str, Value]:
         """All keys of the run in TOML spelling, the method's own as ``method.key``."""
-        return dict(self.about["settings"])
+        return dict(self.provenance["settings"])
 
     @cached_property
     def summary(self) -> Json:
@@ -71,7 +71,7 @@ class Record:
 
     @property
     def dropped(self) -> list[Json]:
-        """Every reply that did not count: round, client, reason."""
+        """Refused and missing replies: round, client, reason."""
         return [
             {"round": line["round"], **drop}
             for line in self.lines
@@ -85,23 +85,23 @@ class Record:
 
     @property
     def command(self) -> str:
-        """What repeats the run: its experiment and the keys that differ from it."""
+        """The command that repeats the run: its experiment and the keys that differ from it."""
         settings = self.settings
         experiment = str(settings.get("experiment") or "")
         try:
-            before = before_keys(experiment, str(settings["method"]))
+            before = base_keys(experiment, str(settings["method"]))
         except UserError:  # an experiment that is no longer there, or a method of another program
             method = str(settings["method"])
-            experiment, before = "", before_keys("", method) if method in METHODS else defaults()
+            experiment, before = "", base_keys("", method) if method in METHODS else defaults()
         words = ["fedsub", "run", *([experiment] if experiment else [])]
         for key, value in settings.items():
             if key not in LOCATION_KEYS and before.get(key) != value:
-                words += ["-s", shlex.quote(f"{key}={written(key, value)}")]
+                words += ["-s", shlex.quote(f"{key}={as_argument(key, value)}")]
         return " ".join(words)
 
 
-def written(key: str, value: Value) -> str:
-    """Return a value so that ``parse_pairs`` reads it as it is."""
+def as_argument(key: str, value: Value) -> str:
+    """Return the text from which ``parse_pairs`` reads this value."""
     if isinstance(value, str) and parse_pairs([f"{key}={value}"]) == {key: value}:
         return value
     return json.dumps(value)
@@ -118,8 +118,8 @@ def read_run(folder: Path) -> Record:
     path = folder / "settings.json"
     if not path.is_file():
         raise UserError(f"{folder}: not the directory of a run (no readable settings.json)")
-    about = read_json(path)
-    settings = about.get("settings")
+    provenance = read_json(path)
+    settings = provenance.get("settings")
     if not isinstance(settings, dict) or not {"method", "seed"} <= settings.keys():
         raise UserError(f"{path}: not a run's settings")
     lines = read_rounds(folder)
@@ -128,7 +128,7 @@ def read_run(folder: Path) -> Record:
         for line in lines:
             total += sum(line.get(key) or 0 for key in keys) / unit
             line[cost] = total
-    return Record(folder, about, lines)
+    return Record(folder, provenance, lines)
 
 
 @dataclass(frozen=True)
@@ -146,21 +146,21 @@ class Group:
 
     def last(self, key: str) -> list[float]:
         """Return the last measured value of ``key`` of each run that has any."""
-        found = ([line[key] for line in record.lines if key in line] for record in self.records)
-        return [values[-1] for values in found if values]
+        measured = ([line[key] for line in record.lines if key in line] for record in self.records)
+        return [values[-1] for values in measured if values]
 
     def cost(self, cost: str) -> list[float]:
         """Return what each run has cost so far (``COSTS``)."""
         return [record.lines[-1][cost] for record in self.records if record.lines]
 
 
-def differing(records: Sequence[Record]) -> list[str]:
-    """Return the keys, but for places and the seed, that those of some runs that have them do not set alike."""
-    found: dict[str, set[str]] = {}
+def differing_keys(records: Sequence[Record]) -> list[str]:
+    """Return the keys that the runs set differently, without locations and the seed."""
+    values_of: dict[str, set[str]] = {}
     for record in records:
         for key, value in record.settings.items():
-            found.setdefault(key, set()).add(repr(value))
-    return [key for key, values in found.items() if key not in NOT_COMPARED and len(values) > 1]
+            values_of.setdefault(key, set()).add(repr(value))
+    return [key for key, values in values_of.items() if key not in NOT_COMPARED and len(values) > 1]
 
 
 def grouped(folders: Sequence[Path]) -> list[Group]:
@@ -168,12 +168,12 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
 
     A group's label is its method, with the settings in which it differs from others of that method.
     """
-    found: dict[str, list[Record]] = {}
+    by_settings: dict[str, list[Record]] = {}
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
         record = read_run(folder)
         compared = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
-        found.setdefault(json.dumps(compared, sort_keys=True), []).append(record)
-    groups = list(found.values())
+        by_settings.setdefault(json.dumps(compared, sort_keys=True), []).append(record)
+    groups = list(by_settings.values())
     sections = [str(records[0].settings.get("dataset", "")) for records in groups]
     labels = []
     for records, section in zip(groups, sections, strict=True):
@@ -183,7 +183,7 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
             for others, of in zip(groups, sections, strict=True)
             if (of, others[0].settings["method"]) == (section, settings["method"])
         ]
-        words = [f"{key}={settings.get(key, '–')}" for key in differing(alike)]
+        words = [f"{key}={settings.get(key, '–')}" for key in differing_keys(alike)]
         labels.append(" ".join([str(settings["method"]), *words]))
     return [
         Group(label, tuple(sorted(records, key=lambda record: record.settings["seed"])), section)
@@ -227,8 +227,8 @@ def deviation(values: Sequence[float]) -> float:
 
 def kinds(records: Iterable[Record]) -> list[str]:
     """Return the accuracies that any of some runs has measured."""
-    found = {key for record in records for line in record.lines for key in line}
-    return [key for key in ACCURACIES if key in found]
+    measured = {key for record in records for line in record.lines for key in line}
+    return [key for key in ACCURACIES if key in measured]
 
 
 def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
@@ -281,8 +281,8 @@ def three_digits(amount: float) -> str:
     return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
-def summary_of(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
-    """Return what some groups came to and have cost: the headings, and a label and its cells for each."""
+def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
+    """Return a table of the results and costs of some groups: its header, and a label and cells for each group."""
     measured = kinds(record for group in groups for record in group.records)
     header = ["seeds", *(f"{short(key)} (%)" for key in measured), "rounds", "MB down", "MB up", "GFLOPs", "seconds"]
     several = len({group.section for group in groups}) > 1
@@ -297,18 +297,18 @@ def summary_of(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list
         states = Counter(record.status for record in group.records)
         row = [Cell(str(len(group.records)), len(group.records)), *(_percent(group.last(key)) for key in measured)]
         row += [_amount(last or [0])]
-        row += [total(f"formula-bytes-{way}", 1e6) for way in ("down", "up")]
+        row += [total(f"formula-bytes-{direction}", 1e6) for direction in ("down", "up")]
         row += [total("flops", 1e9), total("seconds", 1)]
         dropped = sum(len(record.dropped) for record in group.records)
         abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
         row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned)]
-        said = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
-        row += [Cell(said, said)]
+        status = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
+        row += [Cell(status, status)]
         rows.append((f"{group.section}: {group.label}" if several else group.label, row))
     return [*header, "replies dropped", "rounds abandoned", "status"], rows
 
 
-def names_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def run_labels(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a label for each run: method and seed or, where two runs have the same, the folder."""
     names = [f"{content['method']}, seed {content['seed']}" for content in settings]
     if len(set(names)) < len(names):
@@ -362,6 +362,6 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def export(folders: Sequence[Path], clients: bool = False) -> str:
     """Return the rounds of some runs, or their clients' numbers, as CSV."""
     records = [read_run(folder) for folder in folders]
-    names = names_of(folders, [record.settings for record in records])
+    names = run_labels(folders, [record.settings for record in records])
     table = table_of_clients if clients else table_of_rounds
     return csv_text(*table(dict(zip(names, records, strict=True))))

@@ -35,7 +35,8 @@ from fedsub_app.common.files import read_json, sweep, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import is_file, resolve, spelled
+from fedsub_app.conf_files import is_file
+from fedsub_app.config import canonical, resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import LOCATION_KEYS, Settings, digest
@@ -76,7 +77,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     recorded = content["settings"]
     longer = {}
     for key, value in overrides.items():
-        if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != spelled(key, value):
+        if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):
             before = recorded.get(key)
             if key != EXTENDED or type(value) is not int or not isinstance(before, int) or value < before:
                 more = "; it can only get more" if key == EXTENDED else ""

@@ -79,7 +79,7 @@ def run_all(
                     failures += [(each, KILLED) for each in (job, *(waiting if isinstance(jobs, Sequence) else ()))]
                     waiting = iter(())
                     break
-                progress.begin(job)
+                progress.start(job)
             if not running:
                 return failures
             done, _ = wait(running, timeout=LOOK_SECONDS)

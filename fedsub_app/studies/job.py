@@ -1,4 +1,4 @@
-"""One run of a table or sweep, and what of it is on disk."""
+"""One run of a table or sweep, and its files on disk."""
 
 import contextlib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from fedsub_app.settings import Settings
 
 @dataclass(frozen=True)
 class Job:
-    """One run: how it is called, its single keys (``run-dir`` among them), its directory."""
+    """One run: its name, its single keys (``run-dir`` among them), its directory."""
 
     name: str
     overrides: Mapping[str, Value]

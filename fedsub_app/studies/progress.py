@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.progress import SAY_SECONDS, human_seconds
+from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.progress import LiveLine, measured
 from fedsub_app.runs.rounds import ACCURACIES
@@ -22,7 +22,7 @@ class BatchProgress:
         self._running: dict[str, Job] = {}
         self._rounds: dict[str, tuple[float, float, float]] = {}  # of a job: at its begin, now, at its end
         self._ended = 0
-        self._start = self._said = time.monotonic()
+        self._start = self._last = time.monotonic()
         self._line = LiveLine(sys.stdout) if sys.stdout.isatty() else None
 
     def __enter__(self) -> "BatchProgress":
@@ -32,8 +32,8 @@ class BatchProgress:
         if self._line:
             self._line.end()
 
-    def begin(self, job: Job) -> None:
-        """Count a run that begins or goes on."""
+    def start(self, job: Job) -> None:
+        """Count a run that starts or is resumed."""
         done = _last(_lines(job), "round") or 0
         self._running[job.name] = job
         self._rounds[job.name] = (done, done, job.settings.num_rounds)
@@ -53,9 +53,9 @@ class BatchProgress:
     def look(self) -> None:
         """Say how far the running ones are."""
         now = time.monotonic()
-        if not self._running or (not self._line and now - self._said <= SAY_SECONDS):
+        if not self._running or (not self._line and now - self._last <= PLAIN_SECONDS):
             return
-        self._said = now
+        self._last = now
         below = []
         for job in self._running.values():
             lines = _lines(job)
@@ -63,9 +63,9 @@ class BatchProgress:
             done = _last(lines, "round") or 0
             self._rounds[job.name] = (before, done, rounds)
             numbers = {key: _last(lines, key) for key in (*ACCURACIES, "train-loss")}
-            found = measured({key: value for key, value in numbers.items() if value is not None})
+            accuracies = measured({key: value for key, value in numbers.items() if value is not None})
             dropped = sum(len(line.get("dropped", ())) for line in lines)
-            below.append("  ".join([f"  {job.name}  round {done:.0f}/{rounds:.0f}", *found, f"dropped {dropped}"]))
+            below.append("  ".join([f"  {job.name}  round {done:.0f}/{rounds:.0f}", *accuracies, f"dropped {dropped}"]))
         before, done, known = (sum(counts) for counts in zip(*self._rounds.values(), strict=True))
         total = known + (self._total - len(self._rounds)) * known / len(self._rounds)
         # A resumed run first goes back to its last checkpoint.

@@ -15,19 +15,20 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
-from fedsub_app.config import is_file, own_keys
+from fedsub_app.conf_files import is_file
+from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import summary_text
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
 from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
 from fedsub_app.reports.html import write_html
-from fedsub_app.reports.records import Group, read_run, written
+from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.tables import Row, Table, read_table
 
-OWN = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
+TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def reproduce(
     ``name`` may be the path of a table's file, ``<name>.toml``. ``only`` names settings and methods: rows of these
     alone are run and written.
     """
-    for key in OWN & overrides.keys():
+    for key in TABLE_KEYS & overrides.keys():
         raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")
     table, named = read_table(name), shlex.quote(name)
     name = Path(name).stem if is_file(name) else name
@@ -70,7 +71,7 @@ def reproduce(
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or runs_folder() / "reproduce" / name
     numbers = range(seeds or table.seeds)
-    rows = [Row(row.setting, row.label, own_keys({**row.overrides, **overrides}), row.paper) for row in rows]
+    rows = [Row(row.setting, row.label, applicable_keys({**row.overrides, **overrides}), row.paper) for row in rows]
     for key, value in overrides.items():
         if not any(key in row.overrides for row in rows):
             raise UserError(f"{key} = {shown(value)}: does nothing: no row of the table runs that method")
@@ -81,7 +82,7 @@ def reproduce(
     facts = {
         "command": " ".join(
             [f"fedsub reproduce {named}"]
-            + [f"-s {shlex.quote(f'{key}={written(key, value)}')}" for key, value in overrides.items()]
+            + [f"-s {shlex.quote(f'{key}={as_argument(key, value)}')}" for key, value in overrides.items()]
             + ([f"--seeds {seeds}"] if seeds else [])
             + [f"--only {shlex.quote(word)}" for word in only]
         ),
@@ -175,7 +176,7 @@ def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
 
     The accuracy is the one that the first of them names first; a row that has not measured it has empty cells.
     """
-    found: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
+    costs_of: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
     for setting, seed in dict.fromkeys((job.row.setting, job.seed) for job in jobs):
         group = [job for job in jobs if (job.row.setting, job.seed) == (setting, seed) and job.summary()]
         if group:
@@ -184,10 +185,10 @@ def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
             runs = {label: lines for label, lines in runs.items() if averages(lines, key)}
             threshold, costs = costs_to_accuracy(runs, key) if runs else (0.0, {})
             for label, cost in costs.items():
-                found.setdefault((setting, label), []).append((threshold, cost))
+                costs_of.setdefault((setting, label), []).append((threshold, cost))
     cells = []
     for row in rows:
-        mine = found.get((row.setting, row.label), [])
+        mine = costs_of.get((row.setting, row.label), [])
         finished = any(job.summary() for job in jobs if job.row is row)
         thresholds = ", ".join(f"{threshold:.2f}" for threshold, _ in mine) or "failed" * (not finished)
         best, rounds, gigabytes, published, gflops = reached_cells([cost for _, cost in mine])

@@ -1,4 +1,4 @@
-"""What a sweep searches: values and ranges of settings, as the command line gives them, and points of that space."""
+"""The space of a sweep: values and ranges of settings from the command line, and points of that space."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(:log)?")
-OWN = ("experiment", "run-dir", "resume")  # keys that the sweep sets itself
+SWEEP_KEYS = ("experiment", "run-dir", "resume")  # keys that the sweep sets itself
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
     for pair in pairs:
         ((key, value),) = parse_pairs([pair]).items()
         text = pair.partition("=")[2].strip()
-        if key in OWN:
+        if key in SWEEP_KEYS:
             raise UserError(f"-s {key}: a sweep sets it itself; allowed are the other keys")
         if key == "seed" and ("," in text or ".." in text):
             raise UserError(f"seed = {text}: must be one number, that of the first run; --seeds N runs N of them")
@@ -80,14 +80,14 @@ def _range(key: str, low: str, high: str, log: str | None) -> Range:
     default = defaults().get(key, 0.0)  # an unknown key is refused with the first trial
     if isinstance(default, bool | str):
         raise UserError(f"{key} = {low}..{high}: only a number has a range; values to try stand with commas")
-    found = Range(float(low), float(high), bool(log), isinstance(default, int))
-    if not found.low < found.high:
-        raise UserError(f"{key} = {found}: the first number must be below the second")
-    if log and found.low <= 0:
-        raise UserError(f"{key} = {found}: must be above 0 on a logarithmic scale")
-    if found.whole and not (found.low.is_integer() and found.high.is_integer()):
-        raise UserError(f"{key} = {found}: must be from one integer to another")
-    return found
+    limits = Range(float(low), float(high), bool(log), isinstance(default, int))
+    if not limits.low < limits.high:
+        raise UserError(f"{key} = {limits}: the first number must be below the second")
+    if log and limits.low <= 0:
+        raise UserError(f"{key} = {limits}: must be above 0 on a logarithmic scale")
+    if limits.whole and not (limits.low.is_integer() and limits.high.is_integer()):
+        raise UserError(f"{key} = {limits}: must be from one integer to another")
+    return limits
 
 
 def each_value(space: Space) -> list[dict[str, Value]]:

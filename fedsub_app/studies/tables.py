@@ -1,4 +1,4 @@
-"""A table's file, ``conf/<paper>/tables/<name>.toml``: what is run, and the paper's numbers to lay beside it.
+"""A table's file, ``conf/<paper>/tables/<name>.toml``: the runs, and the paper's numbers beside them.
 
 It lists settings (an experiment, keys set on top of it, what the paper reports) and methods (keys set on top of that);
 the rows are all their pairs.
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, Value
-from fedsub_app.config import conf_name, is_file, own_keys, read_toml, tables
+from fedsub_app.conf_files import conf_name, is_file, read_toml, tables
+from fedsub_app.config import applicable_keys
 
 
 class Entry(BaseModel):
@@ -35,7 +36,7 @@ class Entry(BaseModel):
 
 
 class Paper(Entry):
-    """What the paper reports of a row, as text: rounds to the target, final accuracy in percent, cost to accuracy."""
+    """The paper's numbers of a row, as text: rounds to the target, final accuracy in percent, cost to accuracy."""
 
     rounds: str = ""
     final: str = ""
@@ -94,7 +95,7 @@ class Table(Entry):
             Row(
                 setting.name,
                 method.label,
-                own_keys({"experiment": setting.experiment} | setting.overrides | method.overrides),
+                applicable_keys({"experiment": setting.experiment} | setting.overrides | method.overrides),
                 setting.paper.get(method.label, Paper()),
             )
             for setting in self.settings

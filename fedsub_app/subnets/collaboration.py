@@ -53,7 +53,7 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
         matrix = (vectors * kept) @ vectors.T
     scale = max(float(np.abs(matrix).max()), 1e-30)
     count = len(h)
-    found = minimize(
+    result = minimize(
         lambda a: a @ matrix @ a / scale,
         np.full(count, 1 / count),
         jac=lambda a: 2 * matrix @ a / scale,
@@ -63,8 +63,8 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
         options={"ftol": 1e-10, "maxiter": 300},
     )
     weights = torch.zeros(count, dtype=torch.float64)
-    if found.success:
-        weights = torch.from_numpy(np.where(found.x < SMALLEST_WEIGHT, 0.0, found.x))
+    if result.success:
+        weights = torch.from_numpy(np.where(result.x < SMALLEST_WEIGHT, 0.0, result.x))
     if float(weights.sum()) <= 0:
         weights[client] = 1.0
     return (weights / weights.sum()).float()

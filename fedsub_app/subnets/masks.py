@@ -76,7 +76,7 @@ def score_gradient(scores: Tensor, mask_gradient: Tensor, others: Tensor, lambda
     """Return the gradient of FedPeWS's mask objective (Eq. 6) in the scores.
 
     ``L_s = loss(x ∘ m) - lambda * ||theta - theta_others||²`` with m drawn from Bernoulli(theta), theta = sigmoid(s).
-    The loss's gradient goes straight through the sampling, as if the mask were theta; that of the diversity is exact.
+    The loss's gradient goes straight through the sampling, as if the mask were theta; the diversity's is exact.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def score_gradient(scores: Tensor, mask_gradient: Tensor, others: Tensor, lambda
 def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[dict[str, Tensor]]:
     """Return FedPeWS-Fixed's masks: disjoint slices of every hidden layer, one per client, that cover it.
 
-    Of a layer of width w, client i owns ``[floor(w * (p_0 + .. + p_{i-1})), floor(w * (p_0 + .. + p_i)))``.
+    In a layer of width w, client i owns ``[floor(w * (p_0 + .. + p_{i-1})), floor(w * (p_0 + .. + p_i)))``.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ FIRST = 8  # updates that are compared with each other before any of them is sum
 MAJORITY = 3  # the median of fewer norms does not tell which of them is odd
 # Of the model's norm: a median counts as at least that. Clients whose own task is solved, as FedRep's on a few classes,
 # hardly move the model, and one with more to learn may move it a hundred times as far.
-LEAST = 0.01
+MIN_MEDIAN = 0.01
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
@@ -26,7 +26,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 def squares(rows: Tensor, start: Tensor) -> list[float]:
     """Return ``||row - start||²`` for each of ``rows``; inf where it overflows float32, nan where a row holds NaN.
 
-    That of a row does not depend on the others. A sixth of the time of one call a row, where rows are small.
+    The result of a row does not depend on other rows. For small rows it takes a sixth of the time of one call a row.
 
     Parameters
     ----------
@@ -38,13 +38,13 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
         return [0.0] * len(rows)
     height, width = max(1, BLOCK // len(at)), min(len(at), BLOCK)
     buffer = torch.empty(min(height, len(flat)), width)
-    found = torch.empty(-(-len(at) // width), len(flat))
+    partial = torch.empty(-(-len(at) // width), len(flat))
     for k, (columns, begin) in enumerate(zip(flat.split(width, 1), at.split(width), strict=True)):
-        for some, norms in zip(columns.split(height), found[k].split(height), strict=True):
+        for some, norms in zip(columns.split(height), partial[k].split(height), strict=True):
             away = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
             torch.linalg.vector_norm(away, dim=1, out=norms)
     total = torch.zeros(len(flat), dtype=torch.float64)
-    for norms in found:
+    for norms in partial:
         total += norms.double().square()
     return total.tolist()
 
@@ -58,36 +58,36 @@ def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
 
 
 class NormGuard(Generic[T]):
-    """Refuses those of a round's updates that are far larger than the others, as they come.
+    """Refuses updates that are far larger than the others of their round, one after the other.
 
-    A norm is too large where it exceeds ``most`` times the median of those that passed before, itself among them. Norms
-    of 0, of clients that did not train, do not count. The first ``FIRST`` updates are held back and compared with each
-    other, so that a hostile client cannot move the median far unless most of the first ones are hostile. What is
-    refused depends on the order of the clients alone. Fewer than three norms have no majority: they are held against
-    the norm of the model itself, and no median counts as less than a hundredth of that.
+    A norm is too large if it exceeds ``factor`` times the median of the accepted norms and itself. Norms of 0, from
+    clients that did not train, do not count. The first ``FIRST`` updates wait and are compared with each other, so that
+    hostile clients cannot move the median far unless they are most of the first ones. The decisions depend on the order
+    of the clients alone. Fewer than three norms have no majority and are compared with the norm of the model; no median
+    counts as less than a hundredth of that norm.
 
     Parameters
     ----------
-    most : multiple of the median, > 0.
+    factor : multiple of the median, > 0.
     model : norm of the model that the updates started from, >= 0.
     """
 
-    def __init__(self, most: float, model: float) -> None:
-        self.most, self.model = most, model
+    def __init__(self, factor: float, model: float) -> None:
+        self.factor, self.model = factor, model
         self._passed: dict[str, list[float]] = {}  # sorted
         self._waiting: list[tuple[T, Mapping[str, float]]] = []
         self._begun = False
 
     def add(self, item: T, norms: Mapping[str, float]) -> list[tuple[T, str]]:
-        """Return the updates that are decided now, in their order, each with the reason why it is refused or "".
+        """Return the updates that are decided by now, in their order, each with the reason of its refusal or "".
 
-        ``norms``: what is measured -> Euclidean norm, >= 0.
+        ``norms``: kind of tensors -> Euclidean norm, >= 0.
         """
         self._waiting.append((item, norms))
         return self.rest() if self._begun or len(self._waiting) == FIRST else []
 
     def rest(self) -> list[tuple[T, str]]:
-        """Return those that are still held back."""
+        """Return the updates that still wait."""
         self._begun = True
         usual = {kind: self._usual(kind) for kind in {kind: None for _, norms in self._waiting for kind in norms}}
         decided = []
@@ -102,22 +102,22 @@ class NormGuard(Generic[T]):
 
     @property
     def enough(self) -> bool:
-        """Whether no more updates are needed: all are."""
+        """Whether no more updates are needed; False: the guard takes all of them."""
         return False
 
     def norms(self, kind: str) -> list[float]:
-        """Return the norms above 0 of those that have passed."""
+        """Return the norms above 0 of the accepted updates, sorted."""
         return self._passed.get(kind, [])
 
     def _usual(self, kind: str) -> tuple[float, str]:
-        """Return what a norm is held against, and what that is."""
-        found = [*self.norms(kind), *(norms[kind] for _, norms in self._waiting if norms.get(kind))]
-        if len(found) < MAJORITY:
+        """Return the norm with which others are compared, and its name."""
+        usual = [*self.norms(kind), *(norms[kind] for _, norms in self._waiting if norms.get(kind))]
+        if len(usual) < MAJORITY:
             return self.model, "the model's own"
-        return max((median(found), "the round's median"), (LEAST * self.model, "a hundredth of the model's"))
+        return max((median(usual), "the round's median"), (MIN_MEDIAN * self.model, "a hundredth of the model's"))
 
     def _refuse(self, kind: str, value: float, usual: float, against: str) -> str:
-        if math.isfinite(value) and not 0 < self.most * usual < value:
+        if math.isfinite(value) and not 0 < self.factor * usual < value:
             return ""
-        limit = f"max-update-norm = {self.most:g} times {against} {usual:.3g}"
+        limit = f"max-update-norm = {self.factor:g} times {against} {usual:.3g}"
         return f"{kind} of norm {value:.3g}: more than {limit}"

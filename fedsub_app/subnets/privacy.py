@@ -26,9 +26,9 @@ class NoisyMean(MaskedMean):
     Parameters
     ----------
     old : tensor name -> float tensor of any shape. Not modified, and not copied.
-    clients : that are asked in a round, >= 1.
+    clients : number of clients that are asked in a round, >= 1.
     deviation : standard deviation of the noise in each position of the sum, >= 0.
-    draws : what the noise is drawn from, tensor by tensor in the order of ``old``.
+    draws : generator of the noise, used tensor by tensor in the order of ``old``.
     """
 
     def __init__(self, old: Mapping[str, Tensor], clients: int, deviation: float, draws: torch.Generator) -> None:
@@ -59,7 +59,7 @@ def require_accountant() -> None:
 
 @lru_cache(maxsize=1024)
 def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return epsilon at ``delta`` of so many rounds in which one client takes part, by Rényi differential privacy.
+    """Return epsilon at ``delta`` after ``rounds`` participations of one client, by Rényi differential privacy.
 
     Each is a Gaussian mechanism without amplification by sampling. An upper bound; it grows with ``rounds``.
 

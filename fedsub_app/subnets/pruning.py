@@ -26,7 +26,7 @@ Pruning = Literal["unstructured", "structured", "hybrid"]
 
 @dataclass(frozen=True)
 class Prunable:
-    """What of a network can be pruned.
+    """The parts of a network that can be pruned.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class Prunable:
 
 
 def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
-    """Return what can be pruned of a network.
+    """Return the parts of a network that can be pruned.
 
     Unstructured: the weights of all convolutions and linear layers. Structured: the units of each layer that has a
     BatchNorm with scaling factors behind it. Hybrid: these units, and the weights of the linear layers.
@@ -121,29 +121,29 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
 
 
 def prune_weights(
-    tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, of: Literal["remaining", "layer"]
+    tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, share_of: Literal["remaining", "layer"]
 ) -> Tensors:
     """Return masks without the smallest weights of each tensor (Algorithm 1, as published).
 
-    Of the absolute values that are not 0, those below their ``share`` quantile (between two values: linear) go.
-    At least the largest one stays.
+    Weights are removed whose absolute value is below the ``share`` quantile of the nonzero absolute values (linear
+    between two values). The largest one always stays.
 
     Parameters
     ----------
     tensors : tensor name -> float, at least the names of ``masks``.
     masks : tensor name -> bool of the same shape, 1: kept.
     share : r_us in [0, 1].
-    of : ``share`` is a fraction of the weights that remain, or of all weights of the tensor.
+    share_of : ``share`` is a fraction of the weights that remain, or of all weights of the tensor.
     """
-    found = {}
+    pruned = {}
     for name, mask in masks.items():
         size = (tensors[name] * mask).abs().double()
         alive = size[size > 0].numpy()
-        found[name] = mask
+        pruned[name] = mask
         if len(alive):
-            part = min(1.0, share * (mask.numel() / len(alive) if of == "layer" else 1.0))
-            found[name] = mask & (size >= float(np.quantile(alive, part)))
-    return found
+            part = min(1.0, share * (mask.numel() / len(alive) if share_of == "layer" else 1.0))
+            pruned[name] = mask & (size >= float(np.quantile(alive, part)))
+    return pruned
 
 
 def prune_channels(
@@ -151,8 +151,8 @@ def prune_channels(
 ) -> Tensors:
     """Return masks without the channels that have the smallest scaling factors (Liu et al. 2017, as published).
 
-    Of n sorted ``|gamma|`` the one at ``int(n * share)`` and all below it go: one more than the share. A layer that
-    would keep fewer than ``floor`` of its channels, or none, stays as it is.
+    The channels up to position ``int(n * share)`` of the n sorted ``|gamma|`` are removed: one more than the share. A
+    layer that would keep fewer than ``floor`` of its channels, or none, is not pruned.
 
     Parameters
     ----------
@@ -165,12 +165,12 @@ def prune_channels(
     sizes = {name: scales[name].abs() for name in masks}
     left = {name: sizes[name][mask] for name, mask in masks.items()}
     every = torch.cat(list(left.values()))
-    found = {}
+    pruned = {}
     for name, mask in masks.items():
         ordered = (every if whole else left[name]).sort().values
         kept = mask & (sizes[name] > ordered[int(len(ordered) * share)])
-        found[name] = kept if int(kept.sum()) >= max(1, int(floor * len(mask))) else mask
-    return found
+        pruned[name] = kept if int(kept.sum()) >= max(1, int(floor * len(mask))) else mask
+    return pruned
 
 
 def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
@@ -180,16 +180,17 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
 
 
 def last_share(
-    pruned: float, target: float, share: float, hybrid: bool, of: Literal["remaining", "layer"] = "remaining"
+    pruned: float, target: float, share: float, hybrid: bool, share_of: Literal["remaining", "layer"] = "remaining"
 ) -> float:
     """Return the share of an event: ``share``, but less where ``target`` is nearer than that.
 
-    Of the weights that remain (as published): ``(target - pruned) / (1 - pruned)``; unstructured at most 0.05, hybrid
-    0.05 less where it is above 0.16. Of all weights (the paper says nothing of it): ``target - pruned``.
+    The share of the remaining weights (as published) is ``(target - pruned) / (1 - pruned)``; unstructured pruning
+    limits it to 0.05, hybrid pruning subtracts 0.05 if it is above 0.16. The share of all weights (not in the paper) is
+    ``target - pruned``.
     """
     if target - pruned >= share:
         return share
-    if of == "layer":
+    if share_of == "layer":
         return target - pruned
     rest = (target - pruned) / (1 - pruned)
     return (rest - 0.05 if rest > 0.16 else rest) if hybrid else min(0.05, rest)
@@ -201,7 +202,7 @@ def published_bytes(
     """Return the bytes that Table 1 counts: down the whole network, up 32 bit a kept and 1 bit a pruned number.
 
     ``Cost = R x B x |W| x 2``, decoded from the numbers that it prints: all clients of a round together, no mask bits,
-    the target's pruning from the first round on. Of hybrid pruning it gives few of them to the digit.
+    the target's pruning from the first round on. For hybrid pruning it reproduces few of them to the digit.
 
     Parameters
     ----------

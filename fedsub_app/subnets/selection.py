@@ -22,13 +22,13 @@ def grow(
 ) -> dict[str, Tensor]:
     """Return masks with the ``share`` of the positions that are still off turned on that training moved most.
 
-    Of n positions that are off, ``n - round((1 - share) * n)`` are turned on (halves to even, as published); of several
-    that moved alike, those that come first in the tensor. Nothing is ever turned off.
+    ``n - round((1 - share) * n)`` of the n positions that are off are turned on (halves to even, as published); ties go
+    to the first positions in the tensor. No position is ever turned off.
 
     Parameters
     ----------
     masks : tensor name -> bool, 1: personal.
-    moved : tensor name -> float of the same shape: how far training moved each position; of any sign.
+    moved : tensor name -> float of the same shape: distance that training moved each position, any sign.
     share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
     limit : alpha in [0, 1]: no growth where the fraction of ones is not below it (``limit_included``: not above it).
     choose : the positions that moved most, those that moved least, or random ones (the paper's ablation).
@@ -37,13 +37,13 @@ def grow(
     """
     if whole:
         flat = {"": torch.cat([masks[name].flatten() for name in masks])}
-        way = {"": torch.cat([moved[name].flatten() for name in masks])}
-        grown = grow(flat, way, share, limit, limit_included, choose, False, generator)[""]
+        distances = {"": torch.cat([moved[name].flatten() for name in masks])}
+        grown = grow(flat, distances, share, limit, limit_included, choose, False, generator)[""]
         parts = grown.split([mask.numel() for mask in masks.values()])
         return {name: part.view(mask.shape) for (name, mask), part in zip(masks.items(), parts, strict=True)}
-    found = {}
+    result = {}
     for name, mask in masks.items():
-        found[name] = mask
+        result[name] = mask
         ones = int(mask.sum())
         full = ones > limit * mask.numel() if limit_included else ones >= limit * mask.numel()
         count = mask.numel() - ones - round((1 - share) * (mask.numel() - ones))
@@ -57,14 +57,15 @@ def grow(
             chosen = _largest(far if choose == "most" else -far, count)
         grown = mask.clone()
         grown.view(-1)[off[chosen]] = True
-        found[name] = grown
-    return found
+        result[name] = grown
+    return result
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Return the positions of the ``count`` largest; of equal ones the first. A tenth of the time of a stable sort.
+    """Return the positions of the ``count`` largest values, the first ones of equal values.
 
-    Many are equal: a tap of a convolution that only ever sees padding does not move.
+    It takes a tenth of the time of a stable sort. Many values are equal: a tap of a convolution that only ever sees
+    padding does not move.
     """
     edge = torch.kthvalue(values, len(values) - count + 1).values
     above = _positions(values > edge)

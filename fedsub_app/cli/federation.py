@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, between
 
-MOST_NODES, MOST_DAYS = 1000, 3650
+MAX_NODES, MAX_DAYS = 1000, 3650
 
 
-def add_federation(commands: Any) -> None:
-    """Add ``fedsub federation`` to the commands."""
+def register(commands: Any) -> None:
+    """Add the command to those of argparse."""
     about = "a SuperLink and SuperNodes on this machine; keys for those on several"
     federation = commands.add_parser("federation", help=about).add_subparsers(required=True, metavar="COMMAND")
     up = federation.add_parser("up", help="start a federation, or what has ended of one")
@@ -46,12 +46,6 @@ def _folder(options: argparse.Namespace) -> Path:
     return options.dir or Path(os.environ.get("FEDSUB_RUNS") or "runs") / "federation"
 
 
-def _in_range(option: str, value: int | None, least: int, most: int) -> int | None:
-    if value is not None and not least <= value <= most:
-        raise UserError(f"{option} {value}: must be {least} to {most}")
-    return value
-
-
 def _up(options: argparse.Namespace) -> int:
     from fedsub_app.deployment.federation import up
 
@@ -59,9 +53,9 @@ def _up(options: argparse.Namespace) -> int:
     federation = up(
         folder,
         print,
-        nodes=_in_range("--nodes", options.nodes, 0, MOST_NODES),
-        partitions=_in_range("--partitions", options.partitions, 1, MOST_NODES),
-        port=_in_range("--port", options.port, 1, 65535),
+        nodes=between("--nodes", options.nodes, MAX_NODES, minimum=0),
+        partitions=between("--partitions", options.partitions, MAX_NODES),
+        port=between("--port", options.port, 65535),
         name=options.name,
         host=options.host,
         insecure=options.insecure,
@@ -90,8 +84,8 @@ def _status(options: argparse.Namespace) -> int:
 def _keys(options: argparse.Namespace) -> int:
     from fedsub_app.deployment.keys import make_keys
 
-    nodes = _in_range("--nodes", options.nodes, 0, MOST_NODES) or 0
-    days = _in_range("--days", options.days, 1, MOST_DAYS) or 1
+    nodes = between("--nodes", options.nodes, MAX_NODES, minimum=0) or 0
+    days = between("--days", options.days, MAX_DAYS) or 1
     for path in make_keys(options.folder, options.host, nodes, days):
         print(path)
     return 0

@@ -1,0 +1,31 @@
+"""Pictures of the numbers that a method adds to the lines of its rounds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A number of a round, or a list of numbers.
+
+    Parameters
+    ----------
+    title : heading of the picture.
+    axis : label of the vertical axis, with its unit.
+    file : name of the files of `fedsub analyse`, without suffix.
+    scale : factor from the number to the axis' unit; 100 shows a fraction in percent.
+    curves : names of a list's curves; the last curve is the sum of all remaining elements.
+    """
+
+    title: str
+    axis: str
+    file: str
+    scale: float = 1.0
+    curves: tuple[str, ...] = ()
+
+    def points(self, value: float | Sequence[float]) -> list[float]:
+        """Return the value of each curve for a round's value, unscaled; a number has one curve."""
+        if isinstance(value, int | float):
+            return [value]
+        last = len(self.curves) - 1
+        return [*value[:last], sum(value[last:])]

@@ -1,0 +1,58 @@
+"""The files of conf/, experiments and tables, by their names; nothing here loads torch."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fedsub_app.common.errors import UserError
+
+
+def conf_folder() -> Path:
+    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
+
+    It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
+    """
+    here = Path(__file__).resolve().parent
+    return here / "conf" if (here / "conf").exists() else here.parent / "conf"
+
+
+def experiments() -> dict[str, Path]:
+    """Return the experiments' files by name, ``<paper>/<experiment>``."""
+    return {f"{path.parent.name}/{path.stem}": path for path in sorted(conf_folder().glob("*/*.toml"))}
+
+
+def tables() -> dict[str, Path]:
+    """Return the tables' files by name, ``<paper>-<name>``."""
+    paths = sorted(conf_folder().glob("*/tables/*.toml"))
+    return {f"{path.parent.parent.name}-{path.stem}": path for path in paths}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises
+    ------
+    UserError
+        It is not valid TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
+
+
+def conf_name(path: Path) -> str:
+    """Return a file's name in messages: ``conf/<paper>/<experiment>.toml``, or the path itself outside of conf/."""
+    inside = path.is_relative_to(conf_folder())
+    return f"conf/{path.relative_to(conf_folder()).as_posix()}" if inside else str(path)
+
+
+def is_file(name: str) -> bool:
+    """Say whether an experiment or a table is named by the path of a file, which ends in ``.toml``."""
+    return name.endswith(".toml")
+
+
+def experiment_file(experiment: str) -> Path:
+    """Return the path of an experiment's file, in conf/ or elsewhere."""
+    return Path(experiment) if is_file(experiment) else conf_folder() / f"{experiment}.toml"

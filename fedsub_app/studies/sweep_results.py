@@ -1,0 +1,147 @@
+"""The results of a sweep: a ranked table, a picture, a page, and the best settings as an experiment's file."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fedsub_app.common.files import write_atomic
+from fedsub_app.common.text import markdown
+from fedsub_app.reports.html import write_html
+from fedsub_app.reports.pictures import draw_sweep, svg
+from fedsub_app.reports.records import Group, csv_text, deviation, read_run
+from fedsub_app.studies.batch import commits, machine
+from fedsub_app.studies.search_space import Range
+from fedsub_app.studies.trials import Search, Sweep, Trial
+
+COSTS = {
+    "MB": (("formula-bytes-down", "formula-bytes-up"), 1e6),
+    "GFLOPs": (("flops",), 1e9),
+    "minutes": (("seconds",), 60),
+}
+TEST = ("global", "global-local", "personal")
+
+
+class Result(NamedTuple):
+    """A trial and its final metric in each run, percent; no values unless all runs are complete."""
+
+    trial: Trial
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values, -1 without any."""
+        return statistics.fmean(self.values) if self.values else -1.0
+
+
+def write_results(sweep: Sweep, command: str) -> None:
+    """Write ``sweep.md``, ``sweep.csv`` and, of a sweep with a complete trial, ``best.toml``, ``sweep.png``,
+    ``report.html``; print the table and the files.
+    """
+    results = [Result(trial, trial.values(sweep.metric)) for trial in sweep.started()]
+    ranked = sorted(results, key=lambda result: -result.mean)
+    best = ranked[0].trial if ranked[0].values else None
+    verdict = _verdict(best, sweep.metric) if best else "No trial has a result."
+    keys = list(sweep.search.space)
+    title = f"Sweep: {', '.join(keys)}" + (f" of {sweep.search.experiment}" if sweep.search.experiment else "")
+    header, rows = ["trial", *keys, f"{sweep.metric} (%)", *COSTS], [_row(result, keys) for result in ranked]
+    table = markdown(header, rows)
+    facts = (f"- {key}: {value}" for key, value in _facts(sweep, [r.trial for r in results], command).items())
+    files = {
+        "sweep.md": "\n".join([f"# {title}", "", *facts, "", table, "", verdict, ""]),
+        "sweep.csv": csv_text(header, rows),
+    }
+    if best:
+        files["best.toml"] = _toml(sweep.search, best, f"{verdict} {command}")
+    for name, text in files.items():
+        write_atomic(sweep.out / name, text.encode())
+    paths = [sweep.out / name for name in files]
+    if best:
+        paths += _draw(sweep, results, _groups(ranked), title, command, verdict)
+    print(f"\n{table}\n\n{verdict}\n", *paths, sep="\n")
+
+
+def metric_in_words(metric: str) -> str:
+    """Return a metric as a sentence has it, with a warning where it is of test data."""
+    if metric in TEST:
+        return f"{metric} TEST accuracy at the end (so the best one's is too high: it was chosen by it)"
+    return f"{metric.replace('-validation', ' validation')} accuracy at the end"
+
+
+def _facts(sweep: Sweep, trials: Sequence[Trial], command: str) -> dict[str, str]:
+    from fedsub_app.data import load_dataset
+
+    jobs = [job for trial in trials for job in trial.jobs]
+    notes = load_dataset(jobs[0].settings.data).notes
+    return {
+        "command": f"`{command}`",
+        "chosen by": metric_in_words(sweep.metric) + (f", mean of {sweep.seeds} seeds" if sweep.seeds > 1 else ""),
+        "commit": commits(jobs),
+        "seeds": ", ".join(str(sweep.search.seed + number) for number in range(sweep.seeds)),
+        "machine": machine(),
+        "data": jobs[0].settings.dataset + (f" ({', '.join(notes)})" if notes else ""),
+    }
+
+
+def _row(result: Result, keys: Sequence[str]) -> list[str]:
+    trial, values = result
+    cells = [str(trial.number), *(str(trial.keys.get(key, "")) for key in keys)]
+    if not values:
+        return [*cells, "no result", *("" for _ in COSTS)]
+    accuracy = f"{result.mean:.2f}" + (f" ± {deviation(values):.2f}" if len(values) > 1 else "")
+    summaries = [summary for job in trial.jobs if (summary := job.summary())]
+    costs = [
+        f"{statistics.fmean(sum(summary[f'total-{count}'] for count in counts) / unit for summary in summaries):.2f}"
+        for counts, unit in COSTS.values()
+    ]
+    return [*cells, accuracy, *costs]
+
+
+def _verdict(best: Trial, metric: str) -> str:
+    """Return the best trial's accuracies, of the data that ranked it and of the test data."""
+    words = [f"{statistics.fmean(best.values(metric)):.2f} % by {metric_in_words(metric)}"]
+    for kind in TEST:
+        if kind != metric and (values := best.values(kind)):
+            words.append(f"{statistics.fmean(values):.2f} % {kind} test accuracy")
+    keys = ", ".join(f"{key} = {value}" for key, value in best.keys.items())
+    return f"Best: trial {best.number} ({keys}): {'; '.join(words)}."
+
+
+def _toml(search: Search, best: Trial, comment: str) -> str:
+    """Return the best settings as an experiment's file."""
+    keys = {key: value for key, value in search.overrides(best.keys).items() if key != "experiment"}
+    lines = [f"# {comment}"]
+    if search.experiment:
+        base = str(Path(search.experiment).resolve()) if search.experiment.endswith(".toml") else search.experiment
+        lines.append(f"extends = {json.dumps(base)}")
+    lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items() if "." not in key]
+    for method in dict.fromkeys(key.partition(".")[0] for key in keys if "." in key):
+        lines += ["", f"[{method}]"]
+        lines += [f"{key.partition('.')[2]} = {json.dumps(keys[key])}" for key in keys if key.startswith(f"{method}.")]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(ranked: Sequence[Result]) -> list[Group]:
+    """Return the runs of each trial that have begun."""
+    groups = []
+    for trial, _ in ranked:
+        begun = [job.folder for job in trial.jobs if (job.folder / "settings.json").exists()]
+        if begun:
+            groups.append(Group(trial.label, tuple(map(read_run, begun))))
+    return groups
+
+
+def _draw(
+    sweep: Sweep, results: Sequence[Result], groups: Sequence[Group], title: str, command: str, verdict: str
+) -> list[Path]:
+    """Write the picture of the search, and the page of its runs."""
+    space = sweep.search.space
+    points: list[tuple[Mapping[str, object], float]] = [(r.trial.keys, r.mean) for r in results if r.values]
+    logarithmic = {key for key, values in space.items() if isinstance(values, Range) and values.log}
+    grid = sweep.search.method == "grid"
+    drawing = draw_sweep(points, list(space), f"{sweep.metric} (%)", logarithmic, grid=grid)
+    picture, page = sweep.out / "sweep.png", sweep.out / "report.html"
+    drawing.savefig(picture, dpi=120)
+    write_html(groups, page, title, command, verdict, {"The search": svg(drawing, title)})
+    return [picture, page]
