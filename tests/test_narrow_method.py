@@ -186,7 +186,7 @@ def test_a_small_clients_own_model_is_its_own_network(run_local: Run) -> None:
     for client in range(3):
         worker = Client(place, client, 1, {})
         worker.load(strategy.network_of(client))
-        assert worker.accuracy("test") == evaluated[str(client)]["personal-accuracy"]
+        assert worker.score("test") == evaluated[str(client)]["personal-accuracy"]
         assert (worker.network is place.network) == (client == 1)
 
 

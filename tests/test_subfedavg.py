@@ -747,7 +747,7 @@ def test_a_network_must_exceed_the_gates_accuracy() -> None:
     worker = client(0, 1, {})
     model, masks = worker.initial(), worker.plan.everything()
     worker.load(worker.plan.cut(model, masks))
-    accuracy = worker.accuracy("validation")
+    accuracy = worker.score("validation")
     assert accuracy > 0
     for threshold, passes in ((accuracy, False), (math.nextafter(accuracy, 0), True)):
         _, client = made(subfedavg__accuracy=threshold)
