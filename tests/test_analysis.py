@@ -18,7 +18,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
-from fedsub_app.reports.pictures import figure, labelled, legend_beside
+from fedsub_app.reports.pictures import figure, legend_beside, spaced
 from fedsub_app.runs.masks import overlap
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import unpack_bits
@@ -160,8 +160,8 @@ def test_a_run_whose_global_model_was_measured_first(run_local: Run, caplog: pyt
 
 
 def test_labels_of_rounds() -> None:
-    assert labelled([10, 11], 6) == [10, 11]
-    assert labelled(range(1, 21), 6) == [1, 5, 9, 13, 17]
+    assert spaced([10, 11], 6) == [10, 11]
+    assert spaced(range(1, 21), 6) == [1, 5, 9, 13, 17]
 
 
 def test_a_legend_covers_no_curve() -> None:
