@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ SMALL: dict[str, Value] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """A run of a test waits some twenty times for the disk; no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _runs_in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs"))
@@ -76,17 +85,34 @@ def brightness(monkeypatch: pytest.MonkeyPatch) -> type[Brightness]:
     return Brightness
 
 
+def run_small(folder: Path, grid: Any = LocalGrid, **keys: Value) -> Json:
+    """Run on the local engine with ``SMALL`` and the given keys, but those of methods that do not run."""
+    overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
+    overrides = applicable_keys(overrides) | {"run-dir": str(folder)}
+    return run_experiment(grid(app, overrides), settings_of(overrides))
+
+
 @pytest.fixture
 def run_local(tmp_path: Path) -> Callable[..., tuple[Json, Path]]:
-    """Run on the local engine with ``SMALL`` and the given keys; returns the summary and the run directory.
-
-    Keys of a method that does not run are left out, so that two methods can be run with the same keys.
-    """
+    """Run with :func:`run_small` in a folder of the test's own; returns the summary and the run directory."""
 
     def run(folder: str = "run", grid: Any = LocalGrid, **keys: Value) -> tuple[Json, Path]:
-        overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
-        overrides = applicable_keys(overrides) | {"run-dir": str(tmp_path / folder)}
-        summary = run_experiment(grid(app, overrides), settings_of(overrides))
-        return summary, tmp_path / folder
+        return run_small(tmp_path / folder, grid, **keys), tmp_path / folder
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the directory of a run with :func:`run_small`, made once for all tests that name the same keys.
+
+    No test may change it.
+    """
+
+    @cache
+    def run(**keys: Value) -> Path:
+        folder = tmp_path_factory.mktemp("shared") / "run"
+        run_small(folder, **keys)
+        return folder
 
     return run

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
-from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
-from safetensors.torch import load_file
+from helpers import rounds
 
 import fedsub_app.federation.roll
 import fedsub_app.node
@@ -22,7 +21,6 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
@@ -34,13 +32,9 @@ from fedsub_app.federation.wire import (
     TENSORS,
     UNKNOWN_SETTINGS,
     pack,
-    to_arrays,
-    to_tensors,
     unpack,
     wire_bytes,
 )
-from fedsub_app.methods import METHODS
-from fedsub_app.models import build_model
 
 RunLocal = Callable[..., tuple[Json, Path]]
 
@@ -887,49 +881,3 @@ def test_simulated_nodes_stand_in_for_each_other(run_local: RunLocal) -> None:
     _, folder = run_local(grid=Restarting, num_clients=3, placement="auto")
     assert rounds(folder) == rounds(whole)
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("method", METHOD_KEYS)
-def test_the_number_of_nodes_does_not_matter(method: str, run_local: RunLocal) -> None:
-    def run(count: int, placement: str) -> tuple[list[Json], bytes]:
-        keys: dict[str, Value] = {"num_clients": 4, "clients_per_round": 3, "evaluate": "global,global-local,personal"}
-        _, folder = run_local(
-            f"{count} {placement}",
-            grid=lambda app, overrides: LocalGrid(app, overrides, count),
-            **keys | METHOD_KEYS[method] | {"method": method, "placement": placement},
-        )
-        return rounds(folder), (folder / "model.safetensors").read_bytes()
-
-    alone = run(1, "auto")
-    assert run(2, "auto") == alone
-    assert run(3, "pinned") == alone
-
-
-@pytest.mark.parametrize("method", METHOD_KEYS)
-def test_flowers_own_loop_gives_our_model(method: str, run_local: RunLocal, tmp_path: Path) -> None:
-    """``strategy.start`` of stock Flower instead of our loop."""
-    keys = METHOD_KEYS[method] | {"method": method, "num_clients": 3, "evaluate": "global-local"}
-    _, folder = run_local("ours", **keys)
-    settings = resolve(json.loads((folder / "settings.json").read_text())["settings"])
-    dataset = load_dataset(settings.data)
-    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
-    header = {"run": "flowers", "state-dir": str(tmp_path / "state")}
-    strategy = METHODS[method].strategy(settings, model)
-    strategy.connect(Federation(settings, header, settings.flat()))
-    grid = LocalGrid(app, settings.flat(), 2)
-    result = strategy.start(grid, initial_arrays=to_arrays(strategy.current), num_rounds=settings.num_rounds)
-    theirs, ours = to_tensors(result.arrays), load_file(folder / "model.safetensors")
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-    for line in rounds(folder):
-        assert result.train_metrics_clientapp[line["round"]]["train-loss"] == line["train-loss"]
-        assert (
-            result.evaluate_metrics_clientapp[line["round"]]["global-local-accuracy"] == line["global-local-accuracy"]
-        )
-
-
-@pytest.mark.parametrize("method", METHOD_KEYS)
-def test_resumed_in_the_middle_it_ends_as_if_never_stopped(method: str, run_local: RunLocal, tmp_path: Path) -> None:
-    keys: dict[str, Value] = {"num_clients": 4, "clients_per_round": 3, "num_rounds": 4, "keep_checkpoints": 0}
-    keys |= METHOD_KEYS[method] | {"method": method, "evaluate": "global,personal"}
-    ends_as_if_never_stopped(run_local, tmp_path, keys)

@@ -1,5 +1,6 @@
 """What holds of every method: it asks without changing, any objective fits, and evaluating it changes nothing."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,23 +9,28 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from helpers import METHOD_KEYS, forget, merge_round, result
+from helpers import METHOD_KEYS, ends_as_if_never_stopped, forget, merge_round, result, rounds
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from client_apps.base import Client
+from fedsub_app.analysis.clients import client_of
+from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Epochs
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import register, resolve
 from fedsub_app.data import load_dataset
+from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Answer, Federation
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model
 from fedsub_app.problem import Classification
+from fedsub_app.reports.records import read_run
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
 from fedsub_app.training.local import Training, evaluate, evaluation_batch, evaluation_batches
@@ -34,9 +40,13 @@ from strategies.base import SubnetStrategy
 from strategies.ist import IST
 
 Run = Callable[..., tuple[Json, Path]]
+Shared = Callable[..., Path]
 # Large enough that FedPeWS leaves units out of the computation, small enough for a second a run.
 CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 20, "test_per_class": 10, "batch_size": 64}
 TASK = Classification()
+# A whole run of every method, which several tests share.
+WHOLE: dict[str, Any] = {"num_clients": 4, "clients_per_round": 3, "partition": "dirichlet"}
+WHOLE |= {"train_per_class": 40, "evaluate": "global,global-local,personal"}
 
 
 def model_of(folder: Path) -> Tensors:
@@ -109,27 +119,23 @@ def test_an_objective_that_does_not_fit_is_refused(method: str, objective: str) 
 
 
 @pytest.mark.parametrize(("method", "objective"), [(method, name) for method, name, fits in OBJECTIVES if fits])
-def test_any_method_takes_any_other_objective(method: str, objective: str, run_local: Run) -> None:
+def test_any_method_takes_any_other_objective(method: str, objective: str, run_local: Run, shared_run: Shared) -> None:
     """On a network whose units FedPeWS cuts out (B1, B8); the term changes what is trained."""
-    keys = CNN | METHOD_KEYS[method] | {"method": method, "num_rounds": 3, "evaluate": "personal", "eval_every": 3}
-    _, plain = run_local("plain", **keys)
-    _, changed = run_local("changed", **keys, objective=objective, prox_mu=1.0, moon_mu=5.0)
-    lines = [read_rounds(folder)[-1] for folder in (plain, changed)]
+    keys = CNN | METHOD_KEYS[method] | {"method": method, "evaluate": "personal", "eval_every": 3}
+    _, changed = run_local(**keys, objective=objective, prox_mu=1.0, moon_mu=5.0)
+    lines = [read_rounds(folder)[-1] for folder in (shared_run(**keys), changed)]
     assert lines[1]["dropped"] == []
     assert lines[0]["train-loss"] != lines[1]["train-loss"]
 
 
 @pytest.mark.parametrize("method", METHOD_KEYS)
-def test_what_is_evaluated_changes_nothing(method: str, run_local: Run) -> None:
+def test_what_is_evaluated_changes_nothing(method: str, run_local: Run, shared_run: Shared) -> None:
     """B2: the model and each accuracy are the same whichever others are measured beside it."""
-    keys = (
-        {"num_clients": 3, "clients_per_round": 2, "partition": "dirichlet"} | METHOD_KEYS[method] | {"method": method}
-    )
-    everything = "global,global-local,personal"
-    _, folder = run_local("all", **keys, evaluate=everything)
+    keys = WHOLE | METHOD_KEYS[method] | {"method": method}
+    folder = shared_run(**keys)
     lines = read_rounds(folder)
-    for wanted in everything.split(","):
-        _, one = run_local(wanted, **keys, evaluate=wanted)
+    for wanted in keys["evaluate"].split(","):
+        _, one = run_local(wanted, **keys | {"evaluate": wanted})
         assert same(model_of(one), model_of(folder)), wanted
         for line, alone in zip([line for line in lines if line["round"]], read_rounds(one)[-3:], strict=True):
             assert alone[f"{wanted}-accuracy"] == line[f"{wanted}-accuracy"]
@@ -167,6 +173,53 @@ def test_a_lost_reply_is_as_if_the_client_had_not_been_asked(
         results.append((found["model"], found["last checkpoint"], measured))
         assert read_rounds(folder)[-1]["clients"] == [0, 1, 2]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_the_number_of_nodes_does_not_matter(method: str, run_local: Run, shared_run: Shared) -> None:
+    """One node, and with them the same clients on two or three."""
+    keys = WHOLE | METHOD_KEYS[method] | {"method": method}
+    alone = shared_run(**keys)
+    for count, placement in ((2, "auto"), (3, "pinned")):
+        grid = partial(LocalGrid, num_nodes=count)
+        _, folder = run_local(placement, grid=grid, **keys, placement=placement)
+        assert rounds(folder) == rounds(alone)
+        assert same(model_of(folder), model_of(alone))
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_flowers_own_loop_gives_our_model(method: str, shared_run: Shared, tmp_path: Path) -> None:
+    """``strategy.start`` of stock Flower instead of our loop."""
+    folder = shared_run(**WHOLE | METHOD_KEYS[method] | {"method": method})
+    settings = resolve(json.loads((folder / "settings.json").read_text())["settings"])
+    dataset = load_dataset(settings.data)
+    model = build_model(settings.model, tuple(dataset.train_x.shape[1:]), dataset.num_classes, settings.seed)
+    header = {"run": "flowers", "state-dir": str(tmp_path / "state")}
+    strategy = METHODS[method].strategy(settings, model)
+    strategy.connect(Federation(settings, header, settings.flat()))
+    grid = LocalGrid(app, settings.flat(), 2)
+    found = strategy.start(grid, initial_arrays=to_arrays(strategy.current), num_rounds=settings.num_rounds)
+    assert same(to_tensors(found.arrays), model_of(folder))
+    for line in rounds(folder)[1:]:
+        assert found.train_metrics_clientapp[line["round"]]["train-loss"] == line["train-loss"]
+        measured = found.evaluate_metrics_clientapp[line["round"]]
+        assert all(measured[key] == line[key] for key in ("global-local-accuracy", "personal-accuracy"))
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_a_clients_own_model_is_the_one_that_was_measured(method: str, shared_run: Shared) -> None:
+    folder = shared_run(**WHOLE | METHOD_KEYS[method] | {"method": method})
+    measured = read_run(folder).measured
+    assert len(measured) == 4
+    for client in measured:
+        own = client_of(folder, int(client))
+        assert own.score("test") == pytest.approx(measured[client]["personal-accuracy"], abs=1e-4)
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_resumed_in_the_middle_it_ends_as_if_never_stopped(method: str, run_local: Run, tmp_path: Path) -> None:
+    keys = WHOLE | METHOD_KEYS[method] | {"method": method, "num_rounds": 4, "keep_checkpoints": 0}
+    ends_as_if_never_stopped(run_local, tmp_path, keys)
 
 
 # --- the bound on FLOPs counts the method's own passes ----------------------------------------------------------------

@@ -3,12 +3,11 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 import torch
-from helpers import METHOD_KEYS, forget, rounds
+from helpers import forget, rounds
 from nbclient import NotebookClient
 
 import fedsub_app
@@ -118,17 +117,6 @@ def test_another_program_reports_the_run_but_cannot_resume_it(half: str, run_loc
     finally:
         fedsub_app.register("half", Method("a test's", HalfSettings, SubnetStrategy, HalfClient))
     assert "half.step=0.5" in page.read_text()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_clients_own_model_is_the_one_that_was_measured(method: str, run_local: Run) -> None:
-    keys: dict[str, Any] = METHOD_KEYS[method] | {"num_clients": 3, "clients_per_round": 2, "train_per_class": 20}
-    _, folder = run_local(method=method, evaluate="personal", seed=1, **keys)
-    measured = read_run(folder).measured
-    assert len(measured) == 3
-    for client in measured:
-        own = client_of(folder, int(client))
-        assert own.score("test") == pytest.approx(measured[client]["personal-accuracy"], abs=1e-4)
 
 
 def test_clients_that_are_not_there(run_local: Run) -> None:
