@@ -18,9 +18,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from fedsub_app.common.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
 from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
-from fedsub_app.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
 from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import Settings
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from fedsub_app import conf_files
 from fedsub_app.client_app import app
+from fedsub_app.common import conf_files
+from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.conf_files import experiments
 from fedsub_app.config import (
     applicable_keys,
     as_toml,

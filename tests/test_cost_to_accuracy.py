@@ -11,9 +11,9 @@ from helpers import problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsub_app import conf_files
 from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
+from fedsub_app.common import conf_files
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.models import build_model

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, run_flower
 
+from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.tensors import Json
-from fedsub_app.conf_files import experiments
 from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import PROJECT, environment
 from fedsub_app.runs.rounds import read_rounds

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
+from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.conf_files import experiments
 from fedsub_app.config import applicable_keys, parse_pairs, resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import comparisons

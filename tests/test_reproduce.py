@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fedsub_app import conf_files, config
+from fedsub_app import config
 from fedsub_app.cli import main as cli
+from fedsub_app.common import conf_files
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.tensors import Json

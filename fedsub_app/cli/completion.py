@@ -38,7 +38,7 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
         raise UserError(
             "completion: needs the package shtab; `pip install -e '.[completion]'` in the checkout"
         ) from None
-    from fedsub_app.conf_files import experiments, tables
+    from fedsub_app.common.conf_files import experiments, tables
     from fedsub_app.config import defaults
 
     names: dict[str, Iterable[str]] = {

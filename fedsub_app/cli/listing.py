@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fedsub_app.common.conf_files import experiments, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.conf_files import experiments, tables
 
 KINDS = ("methods", "datasets", "models", "experiments", "tables", "settings")
 

@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def overrides_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the single keys that a command line of ``fedsub run`` asks for."""
-    from fedsub_app.conf_files import is_file
+    from fedsub_app.common.conf_files import is_file
     from fedsub_app.config import parse_pairs
 
     overrides = parse_pairs(options.set)

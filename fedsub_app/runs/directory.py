@@ -29,13 +29,13 @@ import flwr
 import torch
 
 from fedsub_app.common.code import code_digest
+from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, sweep, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.conf_files import is_file
 from fedsub_app.config import canonical, resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line

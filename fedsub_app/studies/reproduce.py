@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
-from fedsub_app.conf_files import is_file
 from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import summary_text
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy

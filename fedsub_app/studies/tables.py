@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, Value
-from fedsub_app.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.config import applicable_keys
 
 

@@ -12,7 +12,7 @@ def conf_folder() -> Path:
 
     It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
     """
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     return here / "conf" if (here / "conf").exists() else here.parent / "conf"
 
 
