@@ -57,18 +57,15 @@ def gated(
 
 
 @contextmanager
-def _on(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply what leaves the layers, or the BatchNorm behind them, by the gates."""
-    with ExitStack() as stack:
-        for group in network.units:
-            if group.name in gates:
-                last = network.module.get_submodule(group.rows[-1].rpartition(".")[0])
-                stack.enter_context(last.register_forward_hook(partial(_leaving, gates[group.name])))
+def _on(network: Network, factors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply what leaves the layers, or the BatchNorm behind them."""
+    for name, factor in factors.items():
+        network.gates[name].factor = factor
+    try:
         yield
-
-
-def _leaving(gate: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output * gate.view(-1, *[1] * (output.dim() - 2))
+    finally:
+        for name in factors:
+            network.gates[name].factor = None
 
 
 @contextmanager
