@@ -12,7 +12,7 @@ if not (3, low) <= sys.version_info[:2] <= (3, high):
 endef
 export CHECK
 
-.PHONY: run test check docs bench setup lock clean
+.PHONY: run test quick slow test-method settings check docs bench setup lock clean
 
 # A run on Flower's simulation engine; then it and two other methods on the same clients, side by side.
 run: setup
@@ -21,8 +21,27 @@ run: setup
 
 # Two processes, each with whole files of tests: modules share a SuperLink, runs, folders. In the order of their names: by
 # default the files with the fewest tests, which are those that start a SuperLink, come last, one after the other.
+PYTEST := $(BIN)/python -m pytest -q
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(TWO) $(ARGS)
+
+# The tests that start no run and no process: under a minute.
+quick: setup
+	$(PYTEST) $(TWO) -m "not run and not slow and not gpu" $(ARGS)
+
+# The longer proofs: real federations, Flower's simulation with every method, kills at every moment. Hours.
+slow: setup
+	$(PYTEST) -m slow --timeout 3600 $(ARGS)
+
+# make test-method M=fedfoo: what holds of every method, of this one, and its own file.
+test-method: setup
+	$(PYTEST) $(TWO) -k "$(M) or $(subst -,_,$(M))" $(ARGS)
+
+# The copy of the defaults in pyproject.toml, which Flower reads.
+settings: setup
+	$(BIN)/python -c 'from pathlib import Path; from fedsub_app.cli.new_method import write_defaults; write_defaults(Path())'
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,10 +1,12 @@
 """What several tests share."""
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -31,6 +33,39 @@ def pytest_configure(config: pytest.Config) -> None:
     """The suite runs on the CPU: no process of it sees a GPU, and device = "auto" is "cpu"; but with ``-m gpu``."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+# A test starts a run or a process where its code, or that of a fixture or function of tests/ that it names, names these.
+STARTERS = {"run_experiment", "main", "subprocess", "get_context", "deployed", "NotebookClient"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start a run or a process: ``pytest -m "not run"`` leaves them out."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if _names([item.obj, *(definitions[-1].func for definitions in fixtures)]) & STARTERS:  # type: ignore[attr-defined]
+            item.add_marker("run")
+
+
+def _names(objects: list[Any]) -> set[str]:
+    """Return the names in the code of the functions of tests/ among ``objects``, and of those that they name."""
+    names, seen = set[str](), set[FunctionType]()
+    for thing in objects:
+        function = inspect.unwrap(getattr(getattr(thing, "hypothesis", thing), "inner_test", thing))
+        if isinstance(function, FunctionType) and function not in seen and _is_of_tests(function):
+            seen.add(function)
+            new = _names_in(function.__code__)
+            names |= new
+            objects += [function.__globals__.get(name) for name in sorted(new)]
+    return names
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _is_of_tests(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(str(Path(__file__).parent))
 
 
 # Small enough that a run takes a second: digits, a small network, three rounds.

@@ -34,9 +34,10 @@ def in_copy(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_what_it_writes_passes_at_once(project: Path) -> None:
     """Its own test, that Flower is told of its keys, those that hold of every method, and the linter."""
-    done = in_copy(project, "fedsub_app.cli", "new-method", "fed-foo")
+    done = in_copy(project, "fedsub_app.cli", "new-method", "Fed-FOO")
     assert done.returncode == 0, done.stderr
     assert f"{project / 'strategies/fed_foo.py'}\n" in done.stdout
+    assert "class FedFOOSettings(MethodSettings):" in (project / "strategies/fed_foo.py").read_text()
     new = ["strategies/fed_foo.py", "client_apps/fed_foo.py", "tests/test_fed_foo.py", "fedsub_app/methods.py"]
     for arguments in (("check", *new), ("format", "--check", *new)):
         linted = in_copy(project, "ruff", *arguments)
@@ -49,8 +50,17 @@ def test_what_it_writes_passes_at_once(project: Path) -> None:
     assert "fed-foo.step" in in_copy(project, "fedsub_app.cli", "list", "settings").stdout
 
 
+def test_classes_keep_the_capitals_of_the_name(project: Path) -> None:
+    new_method("FedBAR", project)
+    for package, classes in (("strategies", ("FedBARSettings", "FedBAR")), ("client_apps", ("FedBARClient",))):
+        text = (project / package / "fedbar.py").read_text()
+        assert all(f"class {name}(" in text for name in classes)
+    register = (project / "fedsub_app/methods.py").read_text()
+    assert '"fedbar": Method("authors and year", FedBARSettings, FedBAR, FedBARClient),' in register
+
+
 def test_names_that_are_none(tmp_path: Path) -> None:
-    for name in ("Fed Foo", "fed_foo", "", "../x", "1st"):
+    for name in ("Fed Foo", "Fed_Foo", "", "../x", "1st"):
         with pytest.raises(UserError, match=r"must be lower-case letters and digits, in words joined by '-'"):
             new_method(name, tmp_path)
     with pytest.raises(UserError, match="method 'fedavg': there is one of that name"):

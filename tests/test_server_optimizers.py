@@ -70,7 +70,7 @@ def test_the_pull_is_that_of_the_rounds_learning_rate() -> None:
     strategy = made("fednova", **{"lr": 0.1, "lr-decay-at": 3, "lr-decay": 0.5, "objective": "prox", "prox-mu": 4.0})
     for number, expected in ((2, 1 + 0.6), (3, 1 + 0.8)):
         strategy.round = number
-        assert strategy.way(update(0, [0.0, 0.0], 2)) == pytest.approx(expected)
+        assert strategy.distance_of_steps(update(0, [0.0, 0.0], 2)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_the_experiment_is_of_this_method() -> None:
 def register(commands: Any) -> None:
     """Add the command to those of argparse."""
     command = commands.add_parser("new-method", help="write the files of a method of your own, to be filled in")
-    command.add_argument("name", metavar="NAME", help="of the setting `method`: fedfoo")
+    command.add_argument("name", metavar="NAME", help="FedFoo: its classes; in lower case its `method`")
     command.set_defaults(command=_new_method)
 
 
@@ -120,8 +120,12 @@ def _new_method(options: argparse.Namespace) -> None:
     print("left to you: the method, its paper in the heads, rows in README.md, docs/bad-input.md and CHANGELOG.md")
 
 
-def new_method(name: str, project: Path) -> list[Path]:
+def new_method(spelled: str, project: Path) -> list[Path]:
     """Write the files of a method into the checkout ``project`` and register it.
+
+    Parameters
+    ----------
+    spelled : the method's name, with capitals where its classes have them: ``FedFoo`` or ``Fed-Foo``.
 
     Returns
     -------
@@ -134,11 +138,12 @@ def new_method(name: str, project: Path) -> list[Path]:
     """
     from fedsub_app.methods import check_name
 
+    name = spelled.lower()
     check_name(name)
     if not (project / "tests/helpers.py").is_file():
         raise UserError(f"{project}: not a checkout of fedsub, which a method is added to")
     module = name.replace("-", "_")
-    class_name = "".join(word.capitalize() for word in name.split("-"))
+    class_name = "".join(word[0].upper() + word[1:] for word in spelled.split("-"))
     texts = {
         f"strategies/{module}.py": STRATEGY,
         f"client_apps/{module}.py": CLIENT,
@@ -158,7 +163,7 @@ def new_method(name: str, project: Path) -> list[Path]:
         write_atomic(project / path, text.encode())
     for path, text in changed.items():
         write_atomic(project / path, text.encode())
-    _write_defaults(project)
+    write_defaults(project)
     return [project / path for path in (*texts, *changed, "pyproject.toml")]
 
 
@@ -186,7 +191,7 @@ def _after(path: Path, pattern: str, line: str) -> str:
     return text
 
 
-def _write_defaults(project: Path) -> None:
+def write_defaults(project: Path) -> None:
     """Write the copy of the defaults that pyproject.toml has to hold; a fresh process knows the new ones."""
     from fedsub_app.config import TABLE
 
