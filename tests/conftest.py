@@ -35,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-# A test starts a run or a process where its code, or that of a fixture or function of tests/ that it names, names these.
-STARTERS = {"run_experiment", "main", "subprocess", "get_context", "deployed", "NotebookClient"}
+# A test whose code names one of these starts a run or a process; so does one whose fixtures' code or helpers' does.
+STARTERS = {"run_experiment", "main", "subprocess", "get_context", "deployed", "new_method", "NotebookClient"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
