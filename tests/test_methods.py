@@ -154,8 +154,9 @@ def test_a_lost_reply_is_as_if_the_client_had_not_been_asked(
     answers, sample = Federation.answers, Federation.sample
 
     def losing(self: Federation, phase: Phase, *more: Any) -> Iterator[Answer]:
+        header = phase.outbox.header
         for answer in answers(self, phase, *more):
-            if phase.kind != "train" or (phase.round, answer[0]) not in lost:
+            if header["phase"] != "train" or (header["round"], answer[0]) not in lost:
                 yield answer
 
     def without(self: Federation, server_round: int) -> list[int]:
