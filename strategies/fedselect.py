@@ -72,11 +72,6 @@ class FedSelectSettings(MethodSettings):
     bn_batch: Literal["always", "first-round"] = "always"
     """When training uses the batch's statistics, not the running ones."""
 
-    def check(self, settings: Settings) -> None:
-        """Weight decay would move positions whose gradient is masked; momentum and Adam do not."""
-        if settings.weight_decay and settings.method == "fedselect":
-            raise ValueError(f"weight-decay = {settings.weight_decay}: must be 0 with method = 'fedselect'")
-
 
 class FedSelect(SubnetStrategy):
     """Knows every client's mask; merges each position over those clients for which it is global.
@@ -98,6 +93,8 @@ class FedSelect(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
+        if settings.weight_decay:  # it would move positions whose gradient is masked; momentum and Adam do not
+            raise UserError(f"weight-decay = {settings.weight_decay}: must be 0 with method = 'fedselect'")
         names = selectable([name for name, _ in model.named_parameters()], self.options.layer)
         if not names:
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")

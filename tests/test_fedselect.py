@@ -407,8 +407,8 @@ def test_each_pass_leaves_the_other_positions_alone(
         assert bool(changed["fc5.bias"].any())
 
 
-def strategy() -> FedSelect:
-    made = FedSelect(resolve(KEYS), build_model("fedpews-mlp", (5,), 4, 0))
+def strategy(**keys: Value) -> FedSelect:
+    made = FedSelect(resolve(KEYS | keys), build_model("fedpews-mlp", (5,), 4, 0))
     made.round = 1
     return made
 
@@ -547,7 +547,7 @@ def test_masks_survive_the_checkpoint() -> None:
 )
 def test_wrong_settings_are_named(keys: dict[str, Value], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        resolve(KEYS | keys)
+        strategy(**keys)
 
 
 def test_the_authors_reading_runs(run_local: Run) -> None:
