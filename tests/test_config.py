@@ -181,6 +181,8 @@ def test_lists_are_tuples() -> None:
     one = resolve(parse_pairs(["lr-decay-at=2", "num-clients=1", "partition=lists", "class-lists=3"]))
     assert (one.lr_decay_at, one.class_lists) == ((2,), ((3,),))
     assert one.flat()["lr-decay-at"] == "2"
+    one = resolve(parse_pairs(["method=fedpews", "num-clients=1", "fedpews.masks=fixed", "fedpews.shares=1.0"]))
+    assert one.flat()["fedpews.shares"] == "1.0"
     assert settings.flat()["fedpews.shares"] == "0.25, 0.75"
 
 

@@ -55,7 +55,7 @@ class ClientsSettings(Section):
 class Listed:
     """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
 
-    A single integer, as the command line reads ``key=2``, is a tuple of one element.
+    A single number, as the command line reads ``key=2``, is a tuple of one element.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Listed:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def parse(value: object, check: Callable[[object], object]) -> object:
             try:
-                if type(value) is int:
+                if type(value) in (int, float):
                     value = str(value)
                 if isinstance(value, str):
                     value = tuple(self.read(word.strip()) for word in value.split(",")) if value.strip() else ()
