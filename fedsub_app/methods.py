@@ -20,6 +20,7 @@ from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
 from client_apps.fedselect import FedSelectClient
+from client_apps.heterofl import HeteroFLClient
 from client_apps.local import LocalClient
 from client_apps.mtl import MTLClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
@@ -37,6 +38,7 @@ from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
+from strategies.heterofl import FedRolex, HeteroFL, HeteroFLSettings
 from strategies.ist import IST, ISTSettings
 from strategies.local import Local
 from strategies.mtl import MTL, MTLSettings
@@ -92,6 +94,8 @@ METHODS = {
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, IST, Client),
     "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}),
+    "heterofl": Method("HeteroFL, Diao, Ding, Tarokh 2021", HeteroFLSettings, HeteroFL, HeteroFLClient),
+    "fedrolex": Method("FedRolex, Alam et al. 2022", HeteroFLSettings, FedRolex, HeteroFLClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
     "fedpews": Method("FedPeWS, Tastan et al. 2024", FedPeWSSettings, FedPeWS, FedPeWSClient),
 }

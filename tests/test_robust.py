@@ -291,7 +291,7 @@ def test_a_long_update_weighs_less(run_local: Run) -> None:
 EVERY = set(DEFENCES)
 MASKED = {"krum", "dp-noise-multiplier"}
 REFUSES = dict.fromkeys(("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart"), EVERY) | dict.fromkeys(
-    ("fedpews", "subfedavg", "fedselect"), MASKED
+    ("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex"), MASKED
 )
 ON = {
     "clip-norm": {"clip_norm": 0.5},
@@ -321,7 +321,7 @@ def test_a_method_takes_a_defence_or_refuses_it(method: str, defence: str) -> No
     assert any(not torch.equal(strategy.current[name], x) for name, x in start.items())
     if defence in ("median", "trimmed") and type(strategy).merge is SubnetStrategy.merge:
         for name, before in start.items():
-            held = [(c.tensors[name], (c.masks or {}).get(name)) for c in contributions if name in c.tensors]
+            held = [c.whole(name, before) for c in contributions if name in c.tensors]
             stacked = np.stack(
                 [np.where(True if m is None else m.numpy(), x.numpy(), np.nan) for x, m in held]
                 or [np.full(before.shape, np.nan)]

@@ -1,0 +1,148 @@
+"""HeteroFL and FedRolex, server side: clients train networks of different widths, cut out of the global one.
+
+HeteroFL: Diao, Ding, Tarokh: HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
+Clients, ICLR 2021, https://arxiv.org/abs/2010.01264. A client of width r has the first ceil(r C) of each hidden layer's
+C units. In training the outputs of its layers are divided by r (Scaler), logits of classes that it has no sample of are
+0 and it counts for the other classes' rows of the output layer alone (masked cross-entropy), and BatchNorm takes the
+statistics of the mini-batch; those of the global model are measured afterwards by all clients (static BatchNorm).
+FedRolex: Alam, Liu, Yan, Zhang: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction, NeurIPS 2022,
+https://arxiv.org/abs/2212.01548. The same with a window of units that begins at unit j mod C in round j = 0, 1, ... and
+wraps around. Values are averaged position by position over the clients that have it (strategies/sliced.py).
+
+Where this leaves the papers or the authors' code (HeteroFL-Computation-..., FedRolex):
+
+- A ResNet narrows the inner channels of its blocks alone: the units of the residual stream belong to no group, so that
+  a network of width r has about r times the parameters and not r². All other networks narrow every hidden layer. Only
+  layers that are narrow are divided by r; theirs divide the residual stream as well.
+- The networks are fedsub's; theirs are a pre-activation ResNet-18 with a 3 x 3 stem and a CNN of 64-128-256-512
+  channels. The Transformer and its embeddings, heads and masked tokens are not here.
+- Client i has ``widths[i mod len]``; theirs deals the levels in blocks of clients. Their levels are shares of the
+  widest one, here of ``model``: HeteroFL never trains units beyond those of its widest client.
+- The authors clip each step's gradient to norm 1, which the papers do not say; it is not done here.
+- Running statistics travel with the network and are averaged as in FedAvg; they are replaced in every round that
+  ``eval-every`` evaluates, after a pass over all clients' data, as the mean of mini-batches by clients' samples.
+  Nothing reads them before, unless ``max-flops`` or ``max-bytes`` ends a run between evaluations. FedRolex's code takes
+  the statistics of the test batch instead.
+- ``global-local`` and ``personal`` accuracies are the global model's on a client's data, as their "Local" is, without
+  its mask on the logits. A narrow network alone, without its Scaler, is not what was trained.
+- FedRolex's paper has floor(r C) units, its code ceil(r C), as here. The code's window moves towards lower units, the
+  paper's and this one towards higher ones. Its weighting by widths or counts of updates, and `overlap`, are left out.
+- Clients tell the server which classes they have; the authors' simulation knows.
+- ``objective = "moon"`` is refused: a client's last model may be of other units.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from flwr.app import ConfigRecord
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedsub_app.common.section import Listed
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.models import head_names
+from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.slices import ALL
+from strategies.measurement import Measurement
+from strategies.rounds import evaluation_due
+from strategies.sliced import Sliced
+
+CLASSES = "classes"  # of an answer, bool [classes]: those that the client has samples of; all without masked loss
+Widths = Annotated[
+    tuple[Annotated[float, Field(gt=0, le=1)], ...],
+    Field(min_length=1),
+    Listed("must be numbers above 0, at most 1, such as '1, 0.5, 0.25'", read=float),
+]
+
+
+class HeteroFLSettings(MethodSettings):
+    """Keys of HeteroFL and FedRolex."""
+
+    objectives: ClassVar = ("none", "prox")
+
+    widths: Widths = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    """Fractions of every hidden layer's units that clients train; the papers' levels a to e."""
+    assignment: Literal["fixed", "dynamic"] = "fixed"
+    """Width of client i: always the (i mod number of widths)-th; or drawn anew in each round."""
+    scaler: bool = True
+    """Divide the outputs of narrow layers by the client's width in training."""
+    masked_loss: bool = True
+    """Set the logits of classes that a client lacks to 0 in training, and leave it out of the mean of their rows."""
+
+
+class Statistics(Measurement):
+    """Asks all clients for the statistics of the global model's BatchNorm, in rounds that are evaluated."""
+
+    def clients(self) -> Sequence[int]:
+        """Return all clients, or none where no evaluation is due."""
+        return range(self.settings.num_clients) if evaluation_due(self, self.round, ConfigRecord()) else ()
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect what is no parameter."""
+        return {name: self.specs[name] for name, _ in self.model.named_buffers() if name in self.specs}
+
+    def weight(self, update: Update) -> float:
+        """Return the number of samples."""
+        return update.num_examples
+
+
+class HeteroFL(Sliced):
+    """Sends each client a window of every hidden layer's units, as many as its width says.
+
+    ``rolling``: the window begins one unit later in every round, and not at the first one.
+    """
+
+    options: HeteroFLSettings
+    rolling = False
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        if self.current.keys() - dict(model.named_parameters()):
+            self.measurement = Statistics(self)
+
+    def width(self, client: int) -> float:
+        """Return a client's fraction of the units in the running round."""
+        widths = self.options.widths
+        if self.options.assignment == "fixed":
+            return widths[client % len(widths)]
+        draws = generator(self.settings.seed, self.round, client, "width")
+        return widths[int(torch.randint(len(widths), (), generator=draws))]
+
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the window of each layer; a client of width 1 has all."""
+        width, start = self.width(client), self.round - 1 if self.rolling else 0
+        groups = self.units if width < 1 else ()
+        # Rounded first: 0.07 * 100 is 7.000000000000001.
+        return {g.name: (torch.arange(g.size) - start) % g.size < ceil(round(width * g.size, 6)) for g in groups}
+
+    def task(self, client: int) -> Task:
+        """Send the client's network and its width."""
+        return Task(client, self.network_of(client), {"width": self.width(client)})
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect it back, and which rows of the output layer count."""
+        rows = self.current[head_names(self.model)[0]].shape[:1]
+        return {**super().expected(client), CLASSES: Spec(tuple(rows), torch.bool)}
+
+    def contribution(self, update: Update) -> Contribution:
+        """Add the rows of the output layer for the client's classes alone."""
+        added, classes = super().contribution(update), update.tensors[CLASSES].nonzero().flatten()
+        tensors, slices = dict(added.tensors), dict(added.slices or {})
+        for name in head_names(self.model):
+            tensors[name], slices[name] = tensors[name][classes], (classes, slices.get(name, ALL)[1])
+        return added._replace(tensors=tensors, slices=slices)
+
+    def personal_download(self, client: int) -> Tensors:
+        """Return the global model."""
+        return self.current
+
+
+class FedRolex(HeteroFL):
+    """HeteroFL with a window that rolls."""
+
+    rolling = True

@@ -1,0 +1,319 @@
+"""HeteroFL and FedRolex: windows and means by hand, the papers' lines written out, what a narrow client costs."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import SAME, away, ends_as_if_never_stopped, merge_round, read
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from client_apps.heterofl import HeteroFLClient
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.methods import METHODS
+from fedsub_app.models import load_tensors
+from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.training.costs import training_flops
+from fedsub_app.training.workplace import Workplace, workplace
+from strategies.heterofl import CLASSES, HeteroFL
+
+Run = Callable[..., tuple[Json, Path]]
+BOTH = ("heterofl", "fedrolex")
+# Four clients with three of the ten digits each.
+KEYS: dict[str, Any] = {
+    "dataset": "digits", "model": "fedpews-mlp", "num_clients": 4, "partition": "classes", "classes_per_client": 3,
+    "train_per_class": 40, "num_rounds": 3, "batch_size": 16, "lr": 0.05, "momentum": 0.9, "device": "cpu",
+}  # fmt: skip
+BATCH_NORM = {"model": "lenet5-bn", "image_size": 32}
+
+
+def settings(method: str = "heterofl", widths: Any = "1, 0.5", **more: Any) -> Any:
+    keys = KEYS | {"method": method, f"{method}__widths": widths} | more
+    return resolve({key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()})
+
+
+def made(method: str = "heterofl", model: nn.Module | None = None, **more: Any) -> HeteroFL:
+    chosen = settings(method, **more)
+    strategy = METHODS[method].strategy(chosen, model or workplace(chosen).network.module)
+    assert isinstance(strategy, HeteroFL)
+    strategy.round = 1
+    return strategy
+
+
+def every(method: str, **keys: Any) -> dict[str, Any]:
+    """Keys of a run, those of the method under its own name."""
+    own = ("widths", "assignment", "scaler", "masked_loss")
+    return KEYS | {"method": method} | {f"{method}__{k}" if k in own else k: value for k, value in keys.items()}
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def four() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
+
+
+NUMBERS = {
+    "0.weight": torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
+    "2.weight": torch.tensor([[5.0, 6.0, 7.0, 8.0], [1.0, 2.0, 3.0, 4.0]]),
+    "2.bias": torch.tensor([9.0, 10.0]),
+}
+
+
+def answer(strategy: HeteroFL, client: int, factor: float, classes: list[bool]) -> Update:
+    """A client that multiplies what it was sent."""
+    tensors = {name: factor * tensor for name, tensor in strategy.task(client).tensors.items()}
+    return Update(client, tensors | {CLASSES: torch.tensor(classes)}, {"train-loss": 0.0}, 1)
+
+
+def test_a_round_of_heterofl_by_hand() -> None:
+    """Client 0 has four units and both classes; client 1 the first two and class 1."""
+    strategy = made(model=four(), num_clients=2)
+    strategy.current = NUMBERS
+    assert strategy.task(1).config == {"width": 0.5}
+    assert strategy.task(1).tensors["2.weight"].tolist() == [[5, 6], [1, 2]]
+    merge_round(strategy, [answer(strategy, 0, 2, [True, True]), answer(strategy, 1, 10, [False, True])])
+    assert strategy.current["0.weight"].flatten().tolist() == [6, 12, 6, 8]  # (2 + 10) / 2 of the first two
+    assert strategy.current["2.weight"].tolist() == [[10, 12, 14, 16], [6, 12, 6, 8]]
+    assert strategy.current["2.bias"].tolist() == [18, 60]
+
+
+def test_a_round_of_fedrolex_by_hand() -> None:
+    """In the fourth round the window of two of four units begins at the last one and wraps around."""
+    strategy = made("fedrolex", four(), num_clients=2)
+    strategy.current, strategy.round = NUMBERS, 4
+    assert strategy.task(1).tensors["0.weight"].flatten().tolist() == [1, 4]
+    merge_round(strategy, [answer(strategy, 1, 10, [True, True])])
+    assert strategy.current["0.weight"].flatten().tolist() == [10, 2, 3, 40]
+    assert strategy.current["2.weight"].tolist() == [[50, 6, 7, 80], [10, 2, 3, 40]]
+
+
+def test_the_window_moves_by_one_unit_a_round() -> None:
+    strategy = made("fedrolex", nn.Sequential(nn.Linear(1, 5), nn.ReLU(), nn.Linear(5, 2)), widths="0.5")
+    windows = []
+    for strategy.round in range(1, 8):
+        windows.append(strategy.units_of(0)["0"].nonzero().flatten().tolist())
+    assert windows == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [0, 3, 4], [0, 1, 4], [0, 1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(("width", "units"), [(1.0, 100), (0.07, 7), (0.5, 50), (0.0625, 7), (0.001, 1)])
+def test_a_width_is_rounded_up(width: float, units: int) -> None:
+    model = nn.Sequential(nn.Linear(1, 100), nn.ReLU(), nn.Linear(100, 2))
+    assert len(made(model=model, widths=width).task(0).tensors["0.bias"]) == units
+
+
+def test_widths_are_dealt_by_number_or_drawn_in_each_round() -> None:
+    fixed = made(model=four(), widths="1, 0.5, 0.25", num_clients=7)
+    assert [fixed.width(client) for client in range(7)] == [1, 0.5, 0.25, 1, 0.5, 0.25, 1]
+    drawn = made(model=four(), widths="1, 0.5, 0.25", num_clients=300, heterofl__assignment="dynamic")
+    first = [drawn.width(client) for client in range(300)]
+    assert first == [drawn.width(client) for client in range(300)]
+    assert all(70 < first.count(width) < 130 for width in (1, 0.5, 0.25))
+    drawn.round = 2
+    assert sum(drawn.width(client) != first[client] for client in range(300)) > 150
+
+
+def test_a_class_that_no_client_has_keeps_its_row() -> None:
+    strategy = made(model=four(), num_clients=2)
+    strategy.current = NUMBERS
+    merge_round(strategy, [answer(strategy, client, 2, [True, False]) for client in range(2)])
+    assert strategy.current["2.weight"].tolist() == [[10, 12, 14, 16], [1, 2, 3, 4]]
+    merge_round(strategy, [answer(strategy, client, 2, [False, False]) for client in range(2)])
+    assert strategy.current["2.bias"].tolist() == [18, 10]
+
+
+# --- the papers' lines, written out -----------------------------------------------------------------------------------
+
+
+def reference(s: Any, rolling: bool, scaler: bool, masked: bool) -> Tensors:
+    """HeteroFL's or FedRolex's rounds on a multi-layer perceptron with all clients, matrix by matrix, float64."""
+    place = workplace(s)
+    w = {name: tensor.detach().double() for name, tensor in place.initial().items()}
+    layers = sorted({name.partition(".")[0] for name in w})
+    for j in range(s.num_rounds):
+        total = {name: torch.zeros_like(tensor) for name, tensor in w.items()}
+        count = {name: torch.zeros_like(tensor) for name, tensor in w.items()}
+        for client, samples in enumerate(place.partition.train):
+            r = s.options.widths[client % len(s.options.widths)]
+            x, y = place.train_x[samples].double().flatten(1), place.train_y[samples]
+            has = torch.tensor([label in y for label in range(10)])
+            index, before = {}, list(range(x.shape[1]))
+            for layer in layers:
+                size = len(w[f"{layer}.bias"])
+                start, kept = (j % size if rolling else 0), math.ceil(r * size)
+                after = list(range(10)) if layer == layers[-1] else [(start + k) % size for k in range(kept)]
+                index[f"{layer}.weight"], index[f"{layer}.bias"] = torch.meshgrid(
+                    torch.tensor(after), torch.tensor(before), indexing="ij"), (torch.tensor(after),)  # fmt: skip
+                before = after
+            local = {name: w[name][index[name]].clone().requires_grad_() for name in w}
+            velocity = {name: torch.zeros_like(tensor) for name, tensor in local.items()}
+            for batch in torch.randperm(len(y), generator=generator(s.seed, j + 1, client, "batches")).split(16):
+                h = x[batch]
+                for layer in layers[:-1]:
+                    h = h @ local[f"{layer}.weight"].T + local[f"{layer}.bias"]
+                    h = torch.relu(h / r if scaler else h)
+                logits = h @ local[f"{layers[-1]}.weight"].T + local[f"{layers[-1]}.bias"]
+                loss = F.cross_entropy(logits * has if masked else logits, y[batch])
+                for (name, p), g in zip(local.items(), torch.autograd.grad(loss, [*local.values()]), strict=True):
+                    velocity[name] = 0.9 * velocity[name] + g
+                    p.data -= s.lr * velocity[name]
+            for name, p in local.items():
+                mine = torch.zeros_like(w[name], dtype=torch.bool)
+                mine[index[name]] = True
+                if masked and name.startswith(layers[-1]):
+                    mine[~has] = False
+                put = torch.zeros_like(w[name])
+                put[index[name]] = p.detach()
+                total[name] += torch.where(mine, put, 0)
+                count[name] += mine
+        w = {name: torch.where(count[name] > 0, total[name] / count[name].clamp(min=1), w[name]) for name in w}
+    return w
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize(("scaler", "masked"), [(True, True), (False, True), (True, False)])
+def test_it_follows_the_paper(method: str, scaler: bool, masked: bool, run_local: Run) -> None:
+    own = {"scaler": scaler, "masked_loss": masked}
+    _, folder = run_local(**every(method, widths="1, 0.5, 0.25", **own))
+    s = settings(method, "1, 0.5, 0.25", **{f"{method}__{key}": value for key, value in own.items()})
+    start = {name: tensor.detach() for name, tensor in workplace(s).initial().items()}
+    expected = reference(s, method == "fedrolex", scaler, masked)
+    assert away(load_file(folder / "model.safetensors"), expected, start) < SAME
+
+
+def statistics(place: Workplace, model: Tensors, server_round: int) -> Tensors:
+    """Mean and variance of what enters each BatchNorm: over mini-batches, then over clients by samples; float64."""
+    network = place.problem.network().double()
+    load_tensors(network, model)
+    seen: dict[str, list[Tensor]] = {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.register_forward_pre_hook(lambda _, x, name=name: seen.setdefault(name, []).append(x[0].detach()))
+    sums: Tensors = {}
+    for client, samples in enumerate(place.partition.train):
+        seen.clear()
+        draws = generator(place.settings.seed, server_round, client, "statistics")
+        for batch in torch.randperm(len(samples), generator=draws).split(place.settings.batch_size):
+            if len(batch) > 1:  # as in training
+                network.train()(place.train_x[samples[batch]].double())
+        for name, inputs in seen.items():
+            for kind, of in (
+                ("mean", [x.mean((0, 2, 3)) for x in inputs]),
+                ("var", [x.var((0, 2, 3)) for x in inputs]),
+            ):
+                key = f"{name}.running_{kind}"
+                sums[key] = sums.get(key, 0) + len(samples) * torch.stack(of).mean(0)
+    return {name: total / sum(map(len, place.partition.train)) for name, total in sums.items()}
+
+
+def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(run_local: Run) -> None:
+    keys = every("heterofl", widths="1, 0.5", **BATCH_NORM, partition="dirichlet", eval_every=2, local_epochs=2)
+    _, folder = run_local(**keys | {"num_rounds": 2})
+    model = load_file(folder / "model.safetensors")
+    place = workplace(settings(**BATCH_NORM, partition="dirichlet", eval_every=2, local_epochs=2, num_rounds=2))
+    expected = statistics(place, model, 2)
+    assert expected.keys() == {name for name in model if "running" in name}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(model[name].double(), tensor, rtol=1e-4, atol=1e-5)
+    first, second = read_rounds(folder)[1:]
+    assert "measurement" not in first
+    assert second["measurement"]["clients"] == [0, 1, 2, 3]
+    assert second["measurement"]["dropped"] == first["dropped"] == second["dropped"] == []
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("keys", [{"masked_loss": False}, {"partition": "iid"}])
+def test_with_all_units_it_is_fedavg_bit_for_bit(method: str, keys: dict[str, Any], run_local: Run) -> None:
+    """Without the masked loss, or where all clients have all classes."""
+    _, folder = run_local(**every(method, widths="1", **keys))
+    _, fedavg = run_local("fedavg", **KEYS | {"method": "fedavg", "partition": keys.get("partition", "classes")})
+    assert (folder / "model.safetensors").read_bytes() == (fedavg / "model.safetensors").read_bytes()
+    for line, other in zip(read_rounds(folder), read_rounds(fedavg), strict=True):
+        assert line["global-accuracy"] == other["global-accuracy"]
+        assert line.get("flops") == other.get("flops")
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_a_narrow_client_costs_its_networks_bytes_and_flops(method: str, run_local: Run) -> None:
+    _, folder = run_local(**every(method, widths="1, 0.5, 0.25, 0.125"))
+    place = workplace(settings())
+    numbers = flops = 0
+    for client, width in enumerate((1, 0.5, 0.25, 0.125)):
+        hidden = [math.ceil(width * units) for units in (32, 64, 128, 32)]
+        sizes = [64, *hidden, 10]
+        small = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+        numbers += sum(p.numel() for p in small.parameters())
+        small.insert(0, nn.Flatten())
+        flops += training_flops(place.problem, small) * len(place.partition.train[client])
+    for line in read_rounds(folder)[1:]:
+        assert line["formula-bytes-down"] == 4 * numbers
+        assert line["formula-bytes-up"] == 4 * numbers + 4 * 2  # a bit a class, in whole bytes
+        assert line["flops"] == flops
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_resumed_it_ends_as_if_never_stopped(method: str, run_local: Run, tmp_path: Path) -> None:
+    keys = every(method, widths="1, 0.5", assignment="dynamic", **BATCH_NORM, num_rounds=4, keep_checkpoints=0)
+    ends_as_if_never_stopped(run_local, tmp_path, keys | {"train_per_class": 10})
+
+
+def test_the_next_client_finds_no_scaler_on_the_network() -> None:
+    strategy = made()
+    place = workplace(settings())
+    task = strategy.task(1)
+    client = HeteroFLClient(place, 1, 1, {})
+    client.run_training(dict(task.tensors), task.config)
+    assert not any(layer._forward_hooks for layer in client.network.module.modules())
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths", ["0, 1", "1.5", "", "a", "-0.5", "nan"])
+def test_widths_that_are_none_are_refused(widths: str) -> None:
+    with pytest.raises(UserError) as error:
+        settings(widths=widths)
+    allowed = "must be numbers above 0, at most 1, such as '1, 0.5, 0.25'"
+    assert str(error.value) == f"heterofl.widths = {widths!r}: {allowed}"
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_a_reply_wider_than_the_client_is_refused(method: str) -> None:
+    strategy = made(method)
+    update = answer(strategy, 0, 1, [True] * 10)
+    with pytest.raises(BadReply, match=r"tensor 'fc1.weight': shape \(32, 64\), expected \(16, 64\)"):
+        read(strategy, Update(1, update.tensors, update.metrics, 1))
+
+
+def test_a_reply_without_classes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = made()
+    update = answer(strategy, 0, 1, [True] * 10)
+    del update.tensors[CLASSES]
+    with pytest.raises(BadReply, match="tensor 'classes' is missing"):
+        read(strategy, update)
+
+
+def test_a_lost_reply_leaves_the_others(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    contribution = HeteroFL.contribution
+
+    def lose(self: HeteroFL, update: Update) -> Contribution:
+        if update.client == 0:
+            raise BadReply("lost on the way")
+        return contribution(self, update)
+
+    monkeypatch.setattr(HeteroFL, "contribution", lose)
+    _, folder = run_local(**every("heterofl", widths="1, 0.5", scaler=True))
+    assert [len(line["dropped"]) for line in read_rounds(folder)[1:]] == [1, 1, 1]
