@@ -1,4 +1,4 @@
-"""Client side of every method: one client, one task. What is not overridden is FedAvg.
+"""Client side of every method: one client, one task. Methods that are not overridden are FedAvg's.
 
 A method overrides :meth:`Client.train` and, where a client has a model of its own, :meth:`Client.personal`. The tools
 for both are :class:`~fedsub_app.training.client.ClientTools`': ``load``, ``fit``, ``epochs``, ``outputs``, ``state``.
@@ -21,29 +21,29 @@ class Client(ClientTools):
 
     Attributes
     ----------
-    irreplaceable : the reason why a client cannot start anew where its state is gone, the end of a message; "": it can.
+    irreplaceable : the reason why a client cannot start anew after losing its state, the end of a message; "": it can.
     """
 
     irreplaceable = ""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train what the server sent and return what it gets back: the whole model."""
+        """Train the model that the server sent; return the tensors of the reply: the whole model."""
         self.load(sent)
         self.fit()
         return self.trained()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model; for a method without one, the global model it was sent."""
+        """Return the client's own model; for a method without one, the global model that it was sent."""
         return sent
 
     def measure(self, sent: Tensors, config: Json) -> Tensors:
-        """Return what the method asks for in a phase after the merge (strategies/measurement.py): nothing."""
+        """Return the tensors of the phase after the merge (strategies/measurement.py): none."""
         return {}
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
     def lost_state(self) -> None:
-        """Say that the state of the last merged reply is gone: :class:`StateGone` where the client needs it."""
+        """Raise :class:`StateGone` where the client cannot go on without the state of its last merged reply."""
         if self.irreplaceable:
             raise StateGone(f"client {self.id} has lost its state: {self.irreplaceable}")
 
@@ -71,7 +71,7 @@ class Client(ClientTools):
         return [client.trained_update(answer, seconds) for client, answer in zip(clients, answers, strict=True)]
 
     def trained_update(self, answer: Tensors, seconds: float) -> Update:
-        """Return the update that holds ``answer``, with what its training cost."""
+        """Return the update that holds ``answer``, with the costs of its training."""
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
@@ -82,7 +82,7 @@ class Client(ClientTools):
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
         """Return the scores named in ``wanted`` on the client's own test and, if any, validation samples.
 
-        ``flops`` are those of what a method does for its personal model alone, such as fine-tuning.
+        ``flops`` are the FLOPs that a method spends on its personal model only, such as on fine-tuning.
         """
         splits = {"": self.samples("test"), "validation-": self.samples("validation")}
         personal = {name: tensor for name, tensor in sent.items() if not name.startswith(GLOBAL)}
@@ -93,9 +93,9 @@ class Client(ClientTools):
             self.load(whole or self.personal(personal, config))
             for split, (x, y) in splits.items():
                 if len(y):
-                    found = evaluate(task, self.network.module, x, y)
-                    metrics[f"{name}-{split}{task.score}"] = found[task.score]
-                    metrics |= {} if split else {f"{name}-loss": found["loss"]}
+                    values = evaluate(task, self.network.module, x, y)
+                    metrics[f"{name}-{split}{task.score}"] = values[task.score]
+                    metrics |= {} if split else {f"{name}-loss": values["loss"]}
         if self.flops:
             metrics["flops"] = self.flops
         return Update(self.id, {}, metrics, len(splits[""][1]))

@@ -1,11 +1,11 @@
-"""FedNova, client side: FedAvg's, which also says how many steps it made."""
+"""FedNova, client side: FedAvg's, which also reports its number of steps."""
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 
 
 class FedNovaClient(Client):
-    """Tells its steps tau_i."""
+    """Trains as FedAvg's client does and reports its steps tau_i."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained model."""

@@ -21,7 +21,7 @@ class FedPACClient(Client):
         self.load({name: sent[name] for name in self.network.tensors})
         before, _, h, variance = self.statistics()
         known = sent[KNOWN].to(before.device)[:, None]
-        # Own means before training where no client has told of the class; no alignment in the first round.
+        # A class without a centroid takes the client's own mean before training; the first round has no alignment.
         centroids = torch.where(known, sent[CENTROIDS].to(before.device), before)
 
         def aligned(output: Output, y: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from strategies.fedpart import FIRST, SECOND, STEPS, FedPartSettings
 
 
 class FedPartClient(Client):
-    """Keeps a model of its own, brings the groups that it is sent up to date and trains one of them."""
+    """Keeps a model of its own, updates the groups that it is sent and trains one group."""
 
     options: FedPartSettings
     irreplaceable = "it may be sent only a part of the model"
@@ -22,7 +22,7 @@ class FedPartClient(Client):
         names = tuple(every) if config["group"] is None else layer_groups(self.network.module)[config["group"]]
         model = self.own | {name: tensor for name, tensor in sent.items() if name in every}
         if self.options.stale == "faithful":
-            # A random network of its own, as published.
+            # As published, each client starts from a random network of its own.
             model = self.place.initial(derive(self.settings.seed, self.id, "own network")) | model
         self.load(model)
         training = Training(self, names)

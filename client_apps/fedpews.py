@@ -14,8 +14,8 @@ from fedsub_app.training.costs import subnet_flops
 from fedsub_app.training.local import Training
 from strategies.fedpews import FedPeWSSettings
 
-NARROW_FLOPS = 1e8  # of a plain step, from which on cutting weights costs less than it saves on a CPU
-DRAWS = 64  # of masks, whose random numbers are made at once
+NARROW_FLOPS = 1e8  # FLOPs of a plain step from which on cutting weights costs less than it saves on a CPU
+DRAWS = 64  # masks whose random numbers are made at once
 
 
 class FedPeWSClient(Client):
@@ -24,11 +24,11 @@ class FedPeWSClient(Client):
     options: FedPeWSSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Lines 8 to 18."""
+        """Train the mask and the weights under it; return the covered values and the mask (lines 8 to 18)."""
         if not config.get("warm-up"):
             return super().train(sent, config)
         if self.options.masks == "fixed":
-            mask, told = sent["mask"], {}
+            mask, learned = sent["mask"], {}
             self.load(scatter(sent, self.positions(mask)))
             self.fit(step=FixedMask(mask.to(self.place.device, torch.float32), self.narrow))
         else:
@@ -37,14 +37,14 @@ class FedPeWSClient(Client):
             self.fit(step=learning)
             self.state["scores"] = learning.scores
             mask = learning.draw().cpu().bool()  # line 18
-            told = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": learning.theta.cpu()})
+            learned = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": learning.theta.cpu()})
         flops = subnet_flops(self.place.problem, self.network.module, self.network.units, self.units(mask))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
         self.metrics["mask-density"] = float(mask.float().mean())
-        return gather(self.trained(), self.positions(mask)) | told
+        return gather(self.trained(), self.positions(mask)) | learned
 
     def learning(self, others: Tensor) -> "MaskLearning":
-        """Return the learning of the mask, from where the client's last round left it."""
+        """Return the learning of the mask, which continues from the client's last round."""
         options, device = self.options, self.place.device
         start = options.first_scores(self.settings.seed, self.id, len(others))
         scores = self.state.get("scores", start).to(device)
@@ -53,13 +53,13 @@ class FedPeWSClient(Client):
 
     @property
     def gated_tensors(self) -> list[str]:
-        """The bias of each layer with units: its gradient takes the passes that the gradient of their mask takes."""
-        own = self.network.parameters
-        return [min((n for n in group.rows if n in own), key=lambda n: own[n].dim()) for group in self.network.units]
+        """The bias of each layer with units: its gradient takes the same passes as the gradient of their mask."""
+        parameters, groups = self.network.parameters, self.network.units
+        return [min((n for n in g.rows if n in parameters), key=lambda n: parameters[n].dim()) for g in groups]
 
     @property
     def narrow(self) -> bool:
-        """Say whether to leave the units that are off out of the computation (bench/README.md: where it pays)."""
+        """Say whether the computation leaves out the units that are off (bench/README.md has the break-even)."""
         small = self.place.training_flops(self.network) * self.settings.batch_size < NARROW_FLOPS
         return not small and self.place.device.type == "cpu" and not any(True for _ in self.network.module.buffers())
 
@@ -68,13 +68,13 @@ class FedPeWSClient(Client):
         return split(mask, self.network.units)
 
     def positions(self, mask: Tensor) -> Tensors:
-        """Return which positions of every tensor a neuron mask [h] covers."""
+        """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
         shapes = {name: tensor.shape for name, tensor in self.network.tensors.items()}
         return expand(self.network.units, self.units(mask), shapes)
 
 
 class FixedMask:
-    """A step under a mask that stays: Procedure II alone."""
+    """A step under a fixed mask: Procedure II alone."""
 
     def __init__(self, mask: Tensor, narrow: bool) -> None:
         self.mask, self.narrow = mask, narrow
@@ -130,6 +130,6 @@ class MaskLearning:
 
 
 def _uniform(count: int, draws: torch.Generator, device: torch.device) -> Iterator[Tensor]:
-    """Yield uniform numbers in [0, 1), float [count], drawn on the CPU and brought to the device many at a time."""
+    """Yield uniform numbers in [0, 1), float [count], drawn on the CPU and copied to the device many at a time."""
     while True:
         yield from torch.rand(DRAWS, count, generator=draws).to(device)

@@ -13,10 +13,10 @@ HELD, SINCE = "held/", "since/"
 
 
 class FedSelectClient(Client):
-    """Trains its personal positions, then the global ones, then makes those personal that moved most.
+    """Trains its personal positions, then the global ones, then makes the ones that moved most personal.
 
-    Its state is its model, the mask under which it trained (``held/<tensor>``) and the one that it has grown since
-    (``mask/<tensor>``), as bits, and with ``movement = "since-growth"`` its model as training left it when it last grew
+    Its state is its model, the mask under which it trained (``held/<tensor>``) and the mask after its growth
+    (``mask/<tensor>``), as bits, and with ``movement = "since-growth"`` its trained model of the last growth
     (``since/<tensor>``).
     """
 
@@ -24,11 +24,11 @@ class FedSelectClient(Client):
     irreplaceable = "its personal parameters are nowhere else"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """One round of Algorithm 1: take the mean where nothing is held, GradSelect under the new mask."""
+        """Train one round of Algorithm 1: take the mean at the positions that are not held, then GradSelect."""
         masks, held = self.masks(MASK), self.masks(HELD)
-        own = self.own or self.initial()
-        received = {name: own[name].masked_scatter(at, sent[name]) for name, at in shared_positions(held).items()}
-        before = own | sent | received
+        model = self.own or self.initial()
+        received = {name: model[name].masked_scatter(at, sent[name]) for name, at in shared_positions(held).items()}
+        before = model | sent | received
         self.load(before)
         self.alternate(masks)
         trained = self.keep_own()
@@ -46,19 +46,19 @@ class FedSelectClient(Client):
         return unpack_bits(unprefixed(kind, self.state), {name: self.network.tensors[name].shape for name in names})
 
     def alternate(self, masks: Tensors) -> None:
-        """GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
+        """Run GradSelect's L LocalAlts: a pass on the personal positions, if any, then one on the global ones."""
         objective = self.objective()
         statistics = self.options.bn_batch == "always" or self.round == 1
         cut = shared_positions(masks)
-        own = Training(self, masks, keep=masks, objective=objective, batch_statistics=statistics)
+        personal = Training(self, masks, keep=masks, objective=objective, batch_statistics=statistics)
         shared = Training(self, keep=cut, objective=objective, batch_statistics=statistics)
         for mine, theirs in zip(self.epochs(purpose="personal batches"), self.epochs(), strict=True):
             if cut:
-                own.run(mine)
+                personal.run(mine)
             shared.run(theirs)
 
     def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
-        """Lines 8 to 10: return the masks that have changed, and remember them."""
+        """Return the masks that have changed, and keep them in the state (lines 8 to 10)."""
         options = self.options
         since = options.movement == "since-growth"
         if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
@@ -83,5 +83,5 @@ class FedSelectClient(Client):
         return prefixed(MASK, changed)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's model as its last training left it."""
+        """Return the client's model after its last training."""
         return self.own or self.initial()

@@ -12,7 +12,7 @@ class LocalClient(Client):
         return self.own or self.initial()
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train on; nothing leaves the client."""
+        """Continue training; nothing leaves the client."""
         self.load(self.personal(sent, config))
         self.fit()
         self.keep_own()

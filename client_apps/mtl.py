@@ -8,12 +8,12 @@ from strategies.mtl import MTLSettings
 
 
 class MTLClient(Client):
-    """Trains its own model round after round, and shows it to the server."""
+    """Trains its own model round after round, and sends it to the server."""
 
     options: MTLSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train on ``loss + c (||w||² + ||w - mean||²)`` from the client's own model; return that model."""
+        """Train the client's own model on ``loss + c (||w||² + ||w - mean||²)``; return it."""
         self.load(self.personal(sent, config))
         mean = self.network.like(sent)
 

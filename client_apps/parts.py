@@ -1,4 +1,4 @@
-"""Methods that share a part of the model, client side; which, their papers and deviations: ``strategies/parts.py``."""
+"""Methods that share a part of the model, client side; papers and deviations: ``strategies/parts.py``."""
 
 from functools import cached_property
 
@@ -22,7 +22,7 @@ class TunedClient(Client):
 
 
 class PartClient(Client):
-    """FedPer: keeps its personal part, trains the whole model, returns what was shared. LG-FedAvg: the same."""
+    """FedPer and LG-FedAvg: keeps its personal part, trains the whole model, returns the shared part."""
 
     options: PartSettings
 
@@ -33,20 +33,20 @@ class PartClient(Client):
 
     @cached_property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the others."""
+        """Names of the shared tensors."""
         return tuple(name for name in self.network.tensors if name not in self.personal_names)
 
     def completed(self, sent: Tensors) -> Tensors:
-        """Return what was sent with the client's own personal part, the initial one where it has none."""
+        """Return the sent part with the client's own personal part, or with the initial one at first."""
         known = self.own | sent
         return known if known.keys() == self.network.tensors.keys() else self.initial() | known
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the shared part with the client's own."""
+        """Return the shared part with the client's personal part."""
         return self.completed(sent)
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train and keep the personal part; return what the server asks for: the shared part or all."""
+        """Train and keep the personal part; return the tensors that the server asks for: the shared part or all."""
         self.load(self.completed(sent))
         self.train_parts()
         self.keep_own(self.personal_names)
@@ -59,12 +59,12 @@ class PartClient(Client):
 
 
 class FedRepClient(PartClient):
-    """Trains the personal part on the shared one, then the shared one on the personal one."""
+    """Trains the personal part with the shared one frozen, then the shared part with the personal one frozen."""
 
     options: FedRepSettings
 
     def train_parts(self) -> None:
-        """One after the other, the other one frozen."""
+        """Train the personal part first, then the shared one; the other one is frozen."""
         self.fit(self.personal_names, epochs=self.options.personal_epochs, purpose="personal batches")
         self.fit(self.shared_names, epochs=self.options.shared_epochs)
 
@@ -79,7 +79,7 @@ class FedBABUClient(PartClient):
         self.fit(self.shared_names)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the shared part with the common head, fine-tuned on the client's data without the objective."""
+        """Return the shared part with the common head, both fine-tuned on the client's data without the objective."""
         self.load(self.completed(sent))
         tuned = None if self.options.tune == "all" else part_names(self.network.module, self.options.tune)
         self.fit(tuned, epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())

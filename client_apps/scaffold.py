@@ -1,4 +1,4 @@
-"""SCAFFOLD, client side; the paper, and where this leaves it: ``strategies/scaffold.py``."""
+"""SCAFFOLD, client side; the paper and deviations from it: ``strategies/scaffold.py``."""
 
 import torch
 
@@ -13,7 +13,7 @@ class ScaffoldClient(Client):
     irreplaceable = "its variate is nowhere else"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Lines 7 to 13 of Algorithm 1: return y_i and c_i+ - c_i = (x - y_i) / (K lr) - c."""
+        """Return y_i and c_i+ - c_i = (x - y_i) / (K lr) - c (Algorithm 1, lines 7 to 13)."""
         x, c = chosen(sent, self.network.tensors), unprefixed(VARIATE, sent)
         own = unprefixed(VARIATE, self.state) or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         self.load(x)

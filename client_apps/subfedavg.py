@@ -35,16 +35,16 @@ class SubFedAvgClient(Client):
 
     @cached_property
     def plan(self) -> Prunable:
-        """What of the network can be pruned."""
+        """The parts of the network that can be pruned."""
         return prunable(self.place.network.module, self.options.pruning)
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """One round: train what is kept, prune, return the values at the positions that are still kept."""
+        """Train the positions that are kept, prune, return the values at the positions that are still kept."""
         if len(self.y) == 1 and self.place.network.normalisations:
             raise UserError(f"client {self.id} has one training sample: BatchNorm needs at least 2")
         plan, masks = self.plan, self.masks
         self.load(plan.cut(self.received(sent, masks), masks))
-        if self.settings.objective == "moon" and self.own:  # as narrow as the network is now
+        if self.settings.objective == "moon" and self.own:  # as narrow as the current network
             self.previous = plan.cut(self.own, masks)
         keep = take({name: masks[name] for name in plan.weights}, plan.groups, plan.units(masks))
         early: list[Tensors] = []
@@ -60,12 +60,12 @@ class SubFedAvgClient(Client):
 
     @property
     def masks(self) -> Tensors:
-        """The client's masks, at first those of the whole network."""
+        """The client's masks, at first the whole network's."""
         everything, bits = self.plan.everything(), unprefixed(MASK, self.state)
         return unpack_bits(bits, {name: mask.shape for name, mask in everything.items()}) if bits else everything
 
     def received(self, sent: Tensors, masks: Tensors) -> Tensors:
-        """Return what was sent in the shapes of the whole network; statistics that were not sent are its own."""
+        """Return the sent values in the shapes of the whole network; statistics that were not sent are the client's."""
         cut = {n: kept for n, kept in self.plan.positions(masks).items() if n in sent and not kept.all()}
         return (self.own or self.initial()) | sent | scatter(sent, cut)
 
@@ -77,7 +77,7 @@ class SubFedAvgClient(Client):
             yield from batches
 
     def prune(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
-        """Return the masks that the gates let pass: weights, then channels, each by itself."""
+        """Return the masks after the pruning that passes the gates: weights, then channels, each by itself."""
         if not self.options.target:
             return masks
         for event in (self.fewer_weights, self.fewer_channels):
@@ -101,7 +101,7 @@ class SubFedAvgClient(Client):
         return prune_weights(last, old, share, options.share_of)
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
-        """Return the channels' masks without those of the smallest scaling factors; none where epochs agree."""
+        """Return the channels' masks without the smallest scaling factors' channels; none where epochs agree."""
         options, plan = self.options, self.plan
         if not plan.groups:
             return {}
@@ -120,7 +120,7 @@ class SubFedAvgClient(Client):
         return late if differ / sum(len(mask) for mask in old.values()) > options.channel_distance else {}
 
     def good(self, model: Tensors, masks: Tensors) -> bool:
-        """Say whether the pruned network has something of every layer and passes the gate's accuracy."""
+        """Say whether the pruned network has positions in every layer and passes the gate's accuracy."""
         if not len(self.samples(self.options.gate_data)[1]):
             raise UserError(f"client {self.id} has no {self.options.gate_data} samples for the gate")
         if not all(kept.any() for kept in self.plan.positions(masks).values()):
@@ -129,5 +129,5 @@ class SubFedAvgClient(Client):
         return self.score(self.options.gate_data) > self.options.accuracy
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's model as its last training left it, pruned; at first the initial one."""
+        """Return the client's model after its last training, pruned; at first the initial one."""
         return self.plan.cut(self.own, self.masks) if self.own else self.initial()

@@ -1,13 +1,13 @@
 """Server side of every method: FedAvg, and the hooks by which a method differs from it.
 
-A method overrides only what its paper changes: what a client is sent (:meth:`SubnetStrategy.task`), what it must answer
-(:meth:`~SubnetStrategy.expected`), what its answer adds to the next model (:meth:`~SubnetStrategy.contribution`), and
-what the server makes of a round (:meth:`~SubnetStrategy.merge`).
+A method overrides only the hooks that its paper changes: a client's task (:meth:`SubnetStrategy.task`), the tensors of
+its reply (:meth:`~SubnetStrategy.expected`), the reply's part of the next model
+(:meth:`~SubnetStrategy.contribution`), and the outcome of a round (:meth:`~SubnetStrategy.merge`).
 
-A round is a transaction. Hooks are asked and change nothing; :meth:`~SubnetStrategy.merge` returns the next model and
-the next values of what the method :attr:`~SubnetStrategy.remembers`, and the base makes all of them current, or none
-where the round is abandoned. A client goes on from the state of its last merged reply: a lost reply is as if the client
-had not been asked.
+A round is a transaction. Hooks return values and change nothing. :meth:`~SubnetStrategy.merge` returns the next model
+and the next values of the attributes that the method :attr:`~SubnetStrategy.remembers`; the base makes all of them
+current, or none where the round is abandoned. A client continues from the state of its last merged reply: a lost reply
+is as if the client had not been asked.
 """
 
 import logging
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from strategies.measurement import Measurement
 
 log = logging.getLogger("fedsub")
-MAX_PASSES = 4  # forward and backward passes of the whole network that a method makes on a sample at most, an epoch
+MAX_PASSES = 4  # upper bound on a method's forward and backward passes of the whole network on a sample in an epoch
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a round would become.
+    """The outcome of a round, before it is committed.
 
     Attributes
     ----------
     model : the next global model.
-    state : new values of what the method remembers; a name that is lacking keeps its value.
+    state : new values of remembered attributes; an attribute that is lacking keeps its value.
     report : JSON-able entries for the round's line.
     """
 
@@ -67,7 +67,7 @@ class SubnetStrategy(Strategy):
 
     Attributes
     ----------
-    remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`: they are in
+    remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`. They are in
         the checkpoint, and :meth:`merge` alone gives them new values.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
@@ -77,7 +77,7 @@ class SubnetStrategy(Strategy):
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
     phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
-    state_rounds : of each client the round of its last merged reply with which it kept a state, int64 [N]; 0: none.
+    state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
     """
 
     remembers: tuple[str, ...] = ()
@@ -101,66 +101,66 @@ class SubnetStrategy(Strategy):
     # --- the hooks of most methods -----------------------------------------------------------------------------------
 
     def task(self, client: int) -> Task:
-        """Return what ``client`` is sent for training: the whole global model."""
+        """Return the training task of ``client``: the whole global model."""
         return Task(client, self.current)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Return the tensors that ``client`` must answer with: a model like the global one."""
+        """Return the specs of the tensors that ``client`` must reply with: a model like the global one."""
         return self.specs
 
     def contribution(self, update: Update) -> Contribution:
-        """Return what an update, checked against :meth:`expected`, adds to the mean: its tensors of the model.
+        """Return the part of an update, checked against :meth:`expected`, that enters the mean: the model's tensors.
 
-        It also checks what only the method knows: :class:`BadReply` drops the update.
+        The method makes its own checks here: :class:`BadReply` drops the update.
         """
         tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
         return Contribution(tensors, None, self.weight(update))
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Return what the round becomes, from the mean of what its valid updates contribute.
+        """Return the outcome of the round, from the mean of its valid contributions.
 
         The model is ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021),
-        position by position over those who contribute to it. ``updates``, at least one, by client id, have the tensors
-        of :meth:`remembered`. The base commits what is returned, unless the model is not finite or has diverged.
+        position by position over the clients that contribute to it. ``updates``, at least one, by client id, have the
+        tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
 
     def personal_download(self, client: int) -> Tensors:
-        """Return what ``client`` is sent for the evaluation of its own model: the global one."""
+        """Return the tensors that ``client`` needs to evaluate its own model: the global model."""
         return self.current
 
     # --- further hooks -----------------------------------------------------------------------------------------------
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Return the numbers that ``client`` may say of its training; any other is refused.
+        """Return the metrics that ``client`` may report of its training; any other metric is refused.
 
-        The round's line has the sum of the costs and the mean of the others, under the names given here.
+        The round's line has the sum of the costs and the mean of the other metrics, under the names given here.
         """
         flops, seconds = Range(0, self.max_flops(client)), Range(0, 1e7)
         costs = {"flops": flops, "subnet-flops": flops, "published-flops": flops, "compute-seconds": seconds}
         return {"train-loss": Range(0, rounds.MAX_LOSS, loss=True), **costs}
 
     def passes(self, client: int) -> float:
-        """Return how many passes over its samples ``client`` makes in a round at most, besides ``local-epochs``.
+        """Return an upper bound on a client's passes over its samples in a round, beside ``local-epochs``.
 
         A client that reports more FLOPs than these passes can cost is dropped. A method whose own keys count epochs
-        adds them to this one pass, which is for what no key counts, such as features or scores.
+        adds them to this one pass, which covers work that no key counts, such as features or scores.
         """
         return 1
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Return what of an update must not be far larger than in the round's others: a name for it -> Euclidean norm.
+        """Return the norms of an update that are compared with the round's other updates: a name -> Euclidean norm.
 
-        ``update``: how far it moves the model, at the positions that it contributes. A method whose server remembers
-        other tensors of an update adds their norms.
+        ``update`` is the distance from the model, at the positions that the update contributes. A method whose server
+        remembers other tensors of an update adds their norms.
         """
         return {"update": self.distance(update, contribution)}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
-        """Return which tensors :meth:`merge` needs of an update whose contribution is in the mean.
+        """Return the tensors of an update that :meth:`merge` needs after the contribution was added to the mean.
 
-        By default those that the contribution does not hold, with :attr:`holds_all` all. The others are forgotten, so
-        that a round need not hold all answers.
+        By default these are the tensors that the contribution does not hold, with :attr:`holds_all` all tensors. The
+        others are forgotten, so that a round need not hold all replies.
         """
         kept = {} if self.holds_all else contribution.tensors
         return {name: tensor for name, tensor in update.tensors.items() if name not in kept}
@@ -168,8 +168,8 @@ class SubnetStrategy(Strategy):
     def refuses(self) -> Mapping[str, str]:
         """Return the defences that do not protect this method, with the reason: name of ``DEFENCES`` -> reason.
 
-        Defences bound contributions, no more. A method whose server takes more of an update than its contribution, or
-        whose clients contribute to different positions, names them.
+        Defences bound contributions only. A method names them if its server uses more of an update than its
+        contribution, or if its clients contribute to different positions.
         """
         return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.holds_all else {}
 
@@ -178,7 +178,7 @@ class SubnetStrategy(Strategy):
         return ""
 
     def forget(self, client: int) -> None:
-        """Take note that ``client`` has lost its state: from now on it is one that has never taken part."""
+        """Record that ``client`` has lost its state: from now on it counts as one that has never taken part."""
         self.state_rounds[client] = 0
 
     def unit_masks(self) -> Tensor | None:
@@ -204,7 +204,7 @@ class SubnetStrategy(Strategy):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What a whole model must be that was trained from the global one."""
+        """Specs of a whole model that was trained from the global one."""
         if self._specs[0] is not self.current:
             self._specs = (self.current, specs(self.current))
         return self._specs[1]
@@ -214,7 +214,7 @@ class SubnetStrategy(Strategy):
         return float(update.num_examples) if self.settings.weighting == "examples" else 1.0
 
     def distance(self, update: Update, contribution: Contribution) -> float:
-        """Return how far a contribution is from the model, at the positions that it holds: a Euclidean norm."""
+        """Return the Euclidean distance of a contribution from the model, at the positions that it holds."""
         masks, slices, total = contribution.masks or {}, contribution.slices or {}, 0.0
         for name, x in contribution.tensors.items():
             known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
@@ -223,29 +223,29 @@ class SubnetStrategy(Strategy):
         return math.sqrt(total)
 
     def max_examples(self, client: int) -> int:
-        """Return how many training samples a client can have."""
+        """Return an upper bound on a client's training samples."""
         return self.facts.examples[client] if self.facts else MAX_EXAMPLES
 
     def max_samples(self, client: int) -> int:
-        """Return how many samples a client computes on in a round at most, one after the other."""
+        """Return an upper bound on the samples that a client computes on in a round, each counted once a pass."""
         settings, count = self.settings, self.max_examples(client)
         steps = settings.local_steps
         fitted = steps * settings.batch_size if steps else count * settings.local_epochs
         return fitted + math.ceil(count * self.passes(client))
 
     def max_flops(self, client: int) -> float:
-        """Return the FLOPs that a client can have spent in a round."""
+        """Return an upper bound on the FLOPs of a client in a round."""
         return MAX_PASSES * self.facts.sample_flops * self.max_samples(client) if self.facts else 1e24
 
     # --- called by the rounds ----------------------------------------------------------------------------------------
 
     def connect(self, federation: Federation, facts: rounds.Facts | None = None) -> None:
-        """Take the nodes that the verbs talk to, and what the server knows; without that, less can be checked."""
+        """Set the nodes that the verbs talk to, and the server's facts; without facts fewer checks are made."""
         self.federation = federation
         self.facts = facts
 
     def commit(self, merged: Merged, updates: Sequence[Update]) -> None:
-        """Make a round's outcome current: the model, what the method remembers, whose state is of this round."""
+        """Make a round's outcome current: the model, the remembered attributes, the rounds of the clients' states."""
         if unknown := merged.state.keys() - {*self.remembers}:
             raise ValueError(f"{type(self).__name__}.merge returned {sorted(unknown)}, which it does not remember")
         self.current = merged.model
@@ -253,18 +253,18 @@ class SubnetStrategy(Strategy):
         self.state_rounds[[update.client for update in updates if update.state[1] == self.round]] = self.round
 
     def state(self) -> Tensors:
-        """Return what the server remembers between rounds, as named tensors for the checkpoint."""
+        """Return the server's state between rounds, as named tensors for the checkpoint."""
         return flattened({name: getattr(self, name) for name in ("state_rounds", *self.remembers)})
 
     def load_state(self, state: Tensors) -> None:
-        """Restore what :meth:`state` returned; :class:`UserError` where it lacks a tensor."""
+        """Restore the tensors that :meth:`state` returned; :class:`UserError` where one is missing."""
         values: dict[str, Any] = {name: getattr(self, name) for name in ("state_rounds", *self.remembers)}
         vars(self).update(restored(state, values))
 
     # --- Flower's verbs ----------------------------------------------------------------------------------------------
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
-        """Sample the round's clients; returns the messages with their tasks, which are made when they are asked for.
+        """Sample the round's clients; returns the phase, which makes the messages with their tasks one at a time.
 
         ``config["checkpoints"]`` are the rounds that a resume may start from.
         """
@@ -278,7 +278,7 @@ class SubnetStrategy(Strategy):
         return rounds.merge_answers(self, server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
-        """Ask all clients for the accuracies on their own test sets; nobody where the settings name none."""
+        """Ask all clients for the accuracies on their own test sets, if the settings name any."""
         return rounds.ask_evaluation(self, server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # Settings, and values of the setting ``mean``, that bound what one client's contribution does to the model.
 DEFENCES = ("clip-norm", "median", "trimmed", "krum", "dp-noise-multiplier")
-# Those that methods refuse whose clients contribute to different positions, which the server learns.
+# Defences that a method refuses if its clients contribute to different positions, which the server learns.
 WITHOUT_MASKS = {
     "krum": "its clients cover different positions, so that whole updates cannot be compared",
     "dp-noise-multiplier": "its clients cover different positions, by masks to which no noise is added",
@@ -23,8 +23,7 @@ def check_defences(strategy: "SubnetStrategy") -> None:
     Raises
     ------
     UserError
-        One line that names the key, the method and the reason; or the network, or the package that is missing, for
-        privacy.
+        A defence does not protect the method. For privacy: the network has running statistics, or a package is missing.
     """
     settings = strategy.settings
     noise = settings.dp_noise_multiplier

@@ -30,42 +30,42 @@ from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from strategies.base import Merged, SubnetStrategy
 from strategies.defences import DEFENCES
 
-MOST_STEPS = 10**6
+MAX_STEPS = 10**6
 
 
 class FedNovaSettings(MethodSettings):
     """Keys of FedNova."""
 
     normalisation: Literal["paper", "authors"] = "paper"
-    """What the changes are divided and multiplied by: as in the paper, or in the authors' code."""
+    """Divisor and factor of the clients' changes: as in the paper, or as in the authors' code."""
 
 
 def normaliser(steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
-    """Return a, how far ``steps`` of SGD go under a gradient that stays 1, in learning rates; FedNova's ||a_i||_1.
+    """Return a, the distance that ``steps`` of SGD go under a gradient that stays 1, in learning rates: ||a_i||_1.
 
     Parameters
     ----------
     steps : tau_i >= 0.
     momentum : rho of SGD.
-    pull : learning rate times the weight mu of the proximal term, whose gradient grows with the way gone.
+    pull : learning rate times the weight mu of the proximal term, whose gradient grows with the distance.
     """
-    buffer = way = 0.0
+    buffer = distance = 0.0
     for _ in range(steps):
-        buffer = momentum * buffer + 1 - pull * way
-        way += buffer
-    return way
+        buffer = momentum * buffer + 1 - pull * distance
+        distance += buffer
+    return distance
 
 
 def authors_normaliser(steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
     """Return a as the published code counts it: with momentum and pull, both branches of every step add to it."""
-    counter = way = 0.0
+    counter = distance = 0.0
     for _ in range(steps):
         counter = momentum * counter + 1
         if momentum or not pull:
-            way += counter
+            distance += counter
         if pull:
-            way = way * (1 - pull) + 1
-    return way
+            distance = distance * (1 - pull) + 1
+    return distance
 
 
 class FedNova(SubnetStrategy):
@@ -78,17 +78,17 @@ class FedNova(SubnetStrategy):
         self.parameters = [name for name, _ in model.named_parameters()]
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """A client must say how many steps it made."""
-        most = min(MOST_STEPS, self.settings.local_steps or self.max_samples(client))
-        return {**super().metrics(client), "steps": Range(0, most, integer=True, needed=True)}
+        """Require the number of steps that a client made."""
+        limit = min(MAX_STEPS, self.settings.local_steps or self.max_samples(client))
+        return {**super().metrics(client), "steps": Range(0, limit, integer=True, needed=True)}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """What is averaged is the change a step."""
+        """Add the norm of the change a step, which is averaged."""
         norms = super().norms(update, super().contribution(update))
         return {**norms, "update a step": norms["update"] / self.distance_of_steps(update)}
 
     def distance_of_steps(self, update: Update) -> float:
-        """Return a_i; of a client without a step, whose change is 0, that of one."""
+        """Return a_i; for a client without a step, whose change is 0, the a_i of one step."""
         settings, steps = self.settings, max(1, int(update.metrics["steps"]))
         if settings.optimizer == "adam":
             return float(steps)
@@ -97,16 +97,16 @@ class FedNova(SubnetStrategy):
         return count(steps, settings.momentum, pull)
 
     def contribution(self, update: Update) -> Contribution:
-        """Its parameters, weighed by p_i / a_i."""
+        """Add the parameters, weighed by p_i / a_i."""
         weight = self.weight(update) / self.distance_of_steps(update)
         return Contribution(chosen(update.tensors, self.parameters), None, weight)
 
     def refuses(self) -> Mapping[str, str]:
-        """All: the server's step follows from the steps of all clients."""
+        """Refuse all defences: the server's step follows from the steps of all clients."""
         return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Make a step to the mean that makes up for the sum of its weights.
+        """Make a step towards the mean that compensates for the sum of its weights.
 
         ``w + tau_eff * sum_i p_i (w_i - w) / a_i = w + s * (mean - w)`` with ``s = tau_eff * sum_i p_i / a_i``. All a
         are divided by the largest one, so that s is exactly 1 where they are equal.

@@ -103,7 +103,7 @@ class FedAdam(FedAdagrad):
 
 
 class FedYogi(FedAdagrad):
-    """Yogi on the server: v changes by D² alone, however far it is away."""
+    """Yogi on the server: the size of v's change depends on D² alone, not on their distance."""
 
     options: FedAdamSettings
 

@@ -44,7 +44,8 @@ class FedPAC(SubnetStrategy):
     Attributes
     ----------
     heads : each client's head, tensor name -> float [N, ...].
-    centroids, known : class centroids [classes, d] and which of them there are, bool [classes].
+    centroids : class centroids [classes, d].
+    known : whether a class has a centroid, bool [classes].
     """
 
     options: FedPACSettings
@@ -67,12 +68,12 @@ class FedPAC(SubnetStrategy):
         return self.current | {name: heads[client] for name, heads in self.heads.items()}
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The model and its features' statistics."""
+        """Expect the model and its features' statistics."""
         matrix, counts = Spec(tuple(self.centroids.shape)), Spec((len(self.centroids),), low=0)
         return {**self.specs, MEANS: matrix, COUNTS: counts, H: matrix, V: Spec((1,), low=0)}
 
     def contribution(self, update: Update) -> Contribution:
-        """The model; the classes' counts must add up to the client's samples."""
+        """Add the model; the classes' counts must add up to the client's samples."""
         total = float(update.tensors[COUNTS].double().sum())
         if total != update.num_examples:
             raise BadReply(f"tensor {COUNTS!r}: counts of {total:g} samples, num-examples = {update.num_examples}")
@@ -83,16 +84,16 @@ class FedPAC(SubnetStrategy):
         return super().passes(client) + self.options.head_epochs
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Also those of the features' statistics."""
+        """Add the norms of the features' statistics."""
         statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
         return {**super().norms(update, contribution), **statistics}
 
     def refuses(self) -> Mapping[str, str]:
-        """All: heads and centroids are combined by what the clients say of their features."""
+        """Refuse all defences: heads and centroids are combined by the clients' statistics."""
         return dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
-        """Also the head, of which every client gets its own combination."""
+        """Keep the head as well, for every client's own combination."""
         return super().remembered(update, contribution) | chosen(update.tensors, self.head)
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:

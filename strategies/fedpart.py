@@ -9,7 +9,7 @@ others frozen; then it starts again. Only the group that was trained last is sen
 comes up. With ``objective`` prox or moon it is FedPartProx or FedPartMoon, with ``momentum`` FPAM, FPPM, FPMM; with
 ``full_rounds`` = T and ``momentum = "mean"`` Local Adam with averaged moments (Algorithm 1, without clipping).
 
-Where this leaves paper or published code:
+Deviations from the paper or the published code:
 - Adam is torch's (bias correction, eps outside the root), not Algorithm 1's; moments of the trained group only travel,
   as float32. Their step counts are merged by maximum, as published.
 - The proximal term is squared and there in all steps; MOON compares with the client's real previous model.
@@ -42,7 +42,7 @@ from strategies.base import Merged, SubnetStrategy
 from strategies.defences import DEFENCES
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"
-OWN = -1
+TRAINED = -1  # in ``has``: the client trained the group itself
 
 
 class FedPartSettings(MethodSettings):
@@ -55,14 +55,14 @@ class FedPartSettings(MethodSettings):
     order: Literal["shallow", "deep", "random"] = "shallow"
     """The first group of a cycle."""
     momentum: Literal["none", "mean", "similarity"] = "none"
-    """How Adam's moments, where they are shared, are merged."""
+    """Merge of Adam's moments: none are shared, their mean, or a mean weighted by the clients' similarity."""
     moment_weighting: Literal["uniform", "examples"] = "uniform"
-    """What a client counts with momentum = "mean"."""
+    """A client's weight with momentum = "mean": the same for all clients, or its number of training samples."""
     stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
     """Sent to a client that missed rounds: the full model if it has none, the last group, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
-        """Moments are Adam's."""
+        """Refuse shared moments without Adam."""
         if self.momentum != "none" and settings.optimizer != "adam":
             raise ValueError(f"optimizer = {settings.optimizer!r}: fedpart.momentum = {self.momentum!r} needs 'adam'")
 
@@ -73,7 +73,7 @@ class FedPart(SubnetStrategy):
     Attributes
     ----------
     changed : round in which each group last changed, int64 [groups].
-    has : which change of each group a client has, int64 [N, groups]; OWN: one that it trained itself.
+    has : round of the change of each group that a client has, int64 [N, groups]; TRAINED: it trained the group itself.
     moments : merged moments and step counts (``steps/<name>``) of the tensors trained so far.
     """
 
@@ -106,13 +106,13 @@ class FedPart(SubnetStrategy):
         return tuple(self.current) if group is None else self.groups[group]
 
     def trained_parameters(self) -> list[str]:
-        """Return the names of the parameters that are trained in this round: those that have moments."""
+        """Return the names of the parameters that are trained in this round; these have moments."""
         return [name for name in self.names(self.group(self.round)) if name in self.parameters]
 
-    # --- what is sent ---------------------------------------------------------------------------------------------
+    # --- tasks ----------------------------------------------------------------------------------------------------
 
     def task(self, client: int) -> Task:
-        """Send the groups that ``stale`` asks for, which one to train and, with momentum, its merged moments."""
+        """Send the groups that ``stale`` asks for, the number of the trained group and, with momentum, its moments."""
         due = self._due(client).nonzero().flatten().tolist()
         tensors = {name: self.current[name] for group in due for name in self.groups[group]}
         names = self.trained_parameters()
@@ -122,7 +122,7 @@ class FedPart(SubnetStrategy):
         return Task(client, tensors, {"group": self.group(self.round)})
 
     def _due(self, client: int) -> torch.Tensor:
-        """Return which groups a client is sent, bool [groups]."""
+        """Return whether a client is sent a group, bool [groups]."""
         everything = torch.ones(len(self.groups), dtype=torch.bool)
         if self.options.stale != "faithful" and not self.state_rounds[client]:
             return everything
@@ -133,10 +133,10 @@ class FedPart(SubnetStrategy):
             return everything
         return torch.arange(len(self.groups)) == last
 
-    # --- what comes back ------------------------------------------------------------------------------------------
+    # --- replies and their merge ----------------------------------------------------------------------------------
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The trained group's tensors and moments."""
+        """Expect the trained group's tensors and moments."""
         names = self.names(self.group(self.round))
         specs = {name: self.specs[name] for name in names}
         if self.options.momentum != "none":
@@ -144,18 +144,18 @@ class FedPart(SubnetStrategy):
             specs |= {f"{FIRST}{name}": Spec(specs[name].shape) for name in trained}
             specs |= {f"{SECOND}{name}": Spec(specs[name].shape, low=0) for name in trained}
             before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
-            most = before + (self.settings.local_steps or self.max_samples(client))
-            specs[STEPS] = Spec((len(trained),), torch.int64, low=1, high=most)
+            limit = before + (self.settings.local_steps or self.max_samples(client))
+            specs[STEPS] = Spec((len(trained),), torch.int64, low=1, high=limit)
         return specs
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Also those of the moments; of the second ones' roots, which are as large as gradients."""
+        """Add the norms of the first moments and of the second ones' roots, which are as large as gradients."""
         first, second = unprefixed(FIRST, update.tensors), unprefixed(SECOND, update.tensors)
         moments = {"first moments": norm(first.values()), "second moments": norm(t.sqrt() for t in second.values())}
         return {**super().norms(update, contribution), **(moments if first else {})}
 
     def refuses(self) -> Mapping[str, str]:
-        """With shared moments all: they are averaged as they are."""
+        """Refuse all defences with shared moments, which are averaged without them."""
         return (
             {}
             if self.options.momentum == "none"
@@ -163,9 +163,9 @@ class FedPart(SubnetStrategy):
         )
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Merge the trained group and its moments; note what the clients have now.
+        """Merge the trained group and its moments; record the groups that the clients have now.
 
-        By similarity (Algorithm 2) both are weighted by that of the clients' moments.
+        With ``momentum = "similarity"`` (Algorithm 2) the similarity of the clients' moments weights both.
         """
         group, momentum = self.group(self.round), self.options.momentum
         report: Json = {}
@@ -173,7 +173,7 @@ class FedPart(SubnetStrategy):
         changed, has = self.changed.clone(), self.has.clone()
         for client in (update.client for update in updates):
             has[client] = torch.where(self._due(client), self.changed, self.has[client])
-            has[client, trained] = OWN
+            has[client, trained] = TRAINED
         changed[trained] = self.round
         weights = [1.0] * len(updates)
         if momentum == "similarity":
@@ -193,8 +193,8 @@ class FedPart(SubnetStrategy):
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""
         names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters()]
         states = torch.stack([torch.cat([update.tensors[name].flatten() for name in names]) for update in updates])
-        found: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
-        return found
+        similarities: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
+        return similarities
 
     def _merged_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> Tensors:
         names = self.trained_parameters()

@@ -7,7 +7,7 @@ During the first W rounds a client trains a sub-network of its own; positions th
 the others take the mean over the clients that cover them (Eq. 4). Afterwards it is FedAvg, or with
 ``objective = "prox"`` FedProx.
 
-Read into the paper, which is silent or contradicts itself there:
+Readings of the paper where it is silent or contradicts itself:
 - theta of the others (line 12), the "global mask probability" without the client: the share of them that had the unit
   in the mask that they drew last; at first 0.5 (``s_g^0 = 0``). Masks are all that line 18 uploads. ``others = "mean"``
   and ``"highest"`` are those of the probabilities, which then travel as well; with the highest a unit is left to the
@@ -19,7 +19,7 @@ Read into the paper, which is silent or contradicts itself there:
 - The paper's local step is plain SGD (line 16), under which a weight that is masked in a step does not move in it. With
   ``momentum`` it goes on by what the buffer has from earlier steps of the round, and weight decay and the proximal term
   reach it as well. Momentum 0.9 on the synthetic sets is our choice (docs/results/fedpews.md).
-- Positions that nobody covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
+- Positions that no client covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
   sends only the covered values as well. Evaluation is on the full model.
 """
@@ -47,27 +47,27 @@ Shares = Annotated[
 
 
 class FedPeWSSettings(MethodSettings):
-    """Keys of FedPeWS; the last three are readings of what the paper leaves open."""
+    """Keys of FedPeWS; the last three are readings of points that the paper leaves open."""
 
     masks: Literal["learned", "fixed"] = "learned"
-    """Sub-networks that the clients learn, or that the server fixes at the start."""
+    """Masks that the clients learn, or that the server fixes at the start."""
     shares: Shares = ()
-    """Each client's share of every hidden layer, fixed masks: "0.25, 0.75"; "": equal (C.4)."""
+    """Each client's share of every hidden layer with masks = "fixed": "0.25, 0.75"; "": equal shares (C.4)."""
     warmup_rounds: CountOrZero = 10
-    """W, rounds of the warm-up; num-rounds or more: all of them."""
+    """W, rounds of the warm-up; num-rounds or more: all rounds."""
     lambda_: NonNegative = 1.0
     """Weight of the mask diversity."""
     mask_lr: Positive = 0.1
     """eta_s, learning rate of the mask scores."""
     others: Literal["masks", "mean", "highest"] = "masks"
-    """theta of the others: the mean of the masks that they drew last, or mean or highest of their probabilities."""
+    """theta of the other clients: the mean of their last masks, or the mean or the highest of their probabilities."""
     score_spread: NonNegative = 0.0
-    """Standard deviation of every client's own start around s_g^0 = 0."""
+    """Standard deviation of each client's initial mask scores around s_g^0 = 0."""
     mask_gradient: Literal["weights", "activations"] = "weights"
     """Gradient of the loss in the mask: of f(x ∘ m), 0 for units that are off; or of outputs times m, for all units."""
 
     def check(self, settings: Settings) -> None:
-        """Shares must fit the clients."""
+        """Refuse shares that do not fit the clients, or that no fixed mask uses."""
         if self.shares and self.masks != "fixed":
             raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)
@@ -118,15 +118,15 @@ class FedPeWS(SubnetStrategy):
 
     @property
     def warming_up(self) -> bool:
-        """Say whether the running round is one of the first W."""
+        """Say whether the running round is one of the first W rounds."""
         return bool(self.stage(self.round))
 
     def stage(self, server_round: int) -> str:
-        """The first W rounds are the warm-up."""
+        """Return "warm-up" for the first W rounds."""
         return "warm-up" if server_round <= self.options.warmup_rounds else ""
 
     def task(self, client: int) -> Task:
-        """Line 6: the global model and, in the warm-up, the others' mask probabilities or the client's fixed mask."""
+        """Send the global model and, in the warm-up, the others' mask probabilities or the fixed mask (line 6)."""
         if not self.warming_up:
             return super().task(client)
         if self.options.masks == "fixed":
@@ -139,11 +139,11 @@ class FedPeWS(SubnetStrategy):
         return Task(client, self.current | {"theta": others}, {"warm-up": True})
 
     def positions(self, mask: torch.Tensor) -> Tensors:
-        """Return which positions of every tensor a neuron mask [h] covers."""
+        """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
         return expand(self.units, split(mask, self.units), self.shapes)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The covered values of every tensor and, where masks are learned, the neuron mask and its probabilities."""
+        """Expect the covered values of every tensor and, where masks are learned, the mask and its probabilities."""
         if not self.warming_up:
             return super().expected(client)
         specs = {name: spec.gathered() for name, spec in self.specs.items()}
@@ -154,16 +154,16 @@ class FedPeWS(SubnetStrategy):
         return specs
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """In the warm-up also the fraction of the hidden units that is on."""
-        said = super().metrics(client)
-        return {**said, "mask-density": Range(0, 1)} if self.warming_up else said
+        """Add, in the warm-up, the fraction of the hidden units that is on."""
+        metrics = super().metrics(client)
+        return {**metrics, "mask-density": Range(0, 1)} if self.warming_up else metrics
 
     def mask_of(self, update: Update) -> torch.Tensor:
         """Return the neuron mask [h] under which a client trained in the warm-up."""
         return update.tensors["mask"] if self.options.masks == "learned" else self.fixed[update.client]
 
     def contribution(self, update: Update) -> Contribution:
-        """Line 20, Eq. 4: the values that its mask covers; after the warm-up all."""
+        """Add the values that the client's mask covers (line 20, Eq. 4); after the warm-up all values."""
         if not self.warming_up:
             return super().contribution(update)
         positions = self.positions(self.mask_of(update))
@@ -174,11 +174,11 @@ class FedPeWS(SubnetStrategy):
         return Contribution(scatter(update.tensors, positions), positions, self.weight(update))
 
     def refuses(self) -> Mapping[str, str]:
-        """In the warm-up clients cover different positions, by masks that they have learned from their data."""
+        """Refuse defences that compare whole updates: in the warm-up clients cover different positions."""
         return WITHOUT_MASKS if self.options.warmup_rounds else {}
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Keep the clients' probabilities; report how many hidden units nobody, one client, two clients … cover."""
+        """Keep the clients' probabilities; report the number of hidden units that 0, 1, 2, … clients cover."""
         merged = super().merge(mean, updates)
         if not self.warming_up:
             return merged
@@ -190,7 +190,7 @@ class FedPeWS(SubnetStrategy):
         return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
 
     def unit_masks(self) -> torch.Tensor | None:
-        """The fixed masks, or the units that each client takes with a probability above one half."""
+        """Return the fixed masks, or the units that each client takes with a probability above one half."""
         if self.options.masks == "fixed":
             return self.fixed if self.options.warmup_rounds else None
         return self.theta > 0.5

@@ -5,9 +5,9 @@ Parameters for Fine-Tuning, CVPR 2024, https://arxiv.org/abs/2404.02478.
 
 Every client has a mask of personal positions, at first none. A client trains its personal positions, then the global
 ones; the server takes at each position the mean over the clients for which it is global. Then the positions that
-training moved most become personal, until a fraction alpha is. Personal values never leave the client; up travel the
-values at its global positions and the new mask's bits where it changed. Down travel the values at the positions that
-were global in the client's last round (Algorithm 1, last lines): one made personal since then starts from the mean.
+training moved most become personal, until a fraction alpha is. Personal values never leave the client. The values at
+its global positions travel up, with the new mask's bits where it changed. The values at the positions that were global
+in the client's last round travel down (Algorithm 1, last lines): one made personal since then starts from the mean.
 
 Paper and published code differ; the default reads the paper, with what only the code says filled in:
 - p of the positions of each layer that are still global (code; the paper reads as if model-wide: ``scope = "model"``),
@@ -49,38 +49,38 @@ MASK = "mask/"
 
 
 class FedSelectSettings(MethodSettings):
-    """Keys of FedSelect; ``choose`` and ``layer`` are the ablations of Table 3, those after them readings."""
+    """Keys of FedSelect; ``choose`` and ``layer`` are the ablations of Table 3, the keys after them are readings."""
 
     alpha: Fraction = 0.3
     """Fraction of the parameters that becomes personal."""
     share: Fraction = 0.25
     """p, fraction of the global positions that becomes personal at a time."""
     choose: Literal["most", "least", "random"] = "most"
-    """Which positions become personal: those that moved most or least, or random ones."""
+    """Positions that become personal: the ones that moved most, that moved least, or random ones."""
     layer: TextOrNone = None
     """Only this layer can become personal: "layer4"; "": all."""
     scope: Literal["layer", "model"] = "layer"
-    """What alpha and p are fractions of: each layer, or the model."""
+    """Scope of the fractions alpha and p: each layer, or the model."""
     alpha_test: Literal["below", "at-most"] = "below"
     """A layer grows while its personal fraction is below alpha, or at most alpha."""
     movement: Literal["round", "since-growth"] = "round"
-    """The movement that counts: of this round's training, or since the last growth."""
+    """Movement that counts: of this round's training, or since the last growth."""
     grow_every: Count = 1
     """Rounds from one growth to the next; 3, 6, 9, ... without the first one."""
     bn_statistics: Literal["local", "average"] = "local"
     """BatchNorm's running statistics: the client's own, or averaged."""
     bn_batch: Literal["always", "first-round"] = "always"
-    """When training uses the batch's statistics, not the running ones."""
+    """Rounds in which training uses the batch's statistics; in the others it uses the running ones."""
 
 
 class FedSelect(SubnetStrategy):
-    """Knows every client's mask; merges each position over those clients for which it is global.
+    """Knows every client's mask; merges each position over the clients for which it is global.
 
     Attributes
     ----------
     masks : client -> tensor name -> bool, 1: personal; names that can be selected only. m^t of the paper.
-    held : the same, of the mask under which the client trained in its last merged round: positions whose personal
-        values it has. m^(t-1).
+    held : client -> the mask under which it trained in its last merged round: the positions whose personal values it
+        has. m^(t-1).
     """
 
     options: FedSelectSettings
@@ -105,13 +105,13 @@ class FedSelect(SubnetStrategy):
         self.held = [self.empty] * settings.num_clients
 
     def task(self, client: int) -> Task:
-        """Send the values at the positions that the client does not hold, whole tensors where these are all."""
+        """Send the values at the positions that the client does not hold; whole tensors where it holds none."""
         cut = shared_positions(self.held[client])
         whole = {name: self.current[name] for name in self.global_names if name not in cut}
         return Task(client, whole | gather(self.current, cut))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The values at its global positions and, where it grew, its mask."""
+        """Expect the values at the client's global positions and, where it grew, its mask."""
         masks = self.masks[client]
         specs = {name: self.specs[name] for name in self.global_names}
         specs |= {name: self.specs[name].of_shape([int(mask.sum())]) for name, mask in shared_positions(masks).items()}
@@ -120,7 +120,7 @@ class FedSelect(SubnetStrategy):
         }
 
     def contribution(self, update: Update) -> Contribution:
-        """The values at the positions that were global in this round; a mask may only grow."""
+        """Add the values at the positions that were global in this round; a mask may only grow."""
         masks = self.masks[update.client]
         for name, new in unprefixed(MASK, update.tensors).items():
             if bool((masks[name] & ~new).any()):
@@ -130,11 +130,11 @@ class FedSelect(SubnetStrategy):
         return Contribution(whole | scatter(update.tensors, cut), cut, self.weight(update))
 
     def refuses(self) -> Mapping[str, str]:
-        """Clients send different positions, by masks that they have learned from their data."""
+        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
         return WITHOUT_MASKS
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """The clients now hold what they trained as personal; then their masks grow."""
+        """Record that the clients hold the positions that they trained as personal; then their masks grow."""
         masks, held = list(self.masks), list(self.held)
         for update in updates:
             held[update.client] = self.masks[update.client]
@@ -144,16 +144,16 @@ class FedSelect(SubnetStrategy):
         return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, report)
 
     def forget(self, client: int) -> None:
-        """Nothing is personal to the client any more."""
+        """Make all positions of the client global again."""
         super().forget(client)
         self.masks[client] = self.held[client] = self.empty
 
     def personal_download(self, client: int) -> Tensors:
-        """Send nothing: a client's model is as its last training left it."""
+        """Send nothing: a client is evaluated on its model after its last training."""
         return {}
 
     def position_masks(self) -> list[Tensors] | None:
-        """Every client's mask."""
+        """Return every client's mask."""
         return self.masks
 
 

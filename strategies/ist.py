@@ -7,23 +7,23 @@ https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``; wi
 tables, the term's gradient is 0 and they are the same.
 
 A round deals the units of each hidden layer to its clients, each layer by a permutation of its own. A client trains the
-network of its units (strategies/sliced.py); what it returns is written back: the mean of one value. With two or more
-hidden layers the weights between units of different clients are with nobody and keep their value, and so do the units
-of a client that does not answer. What belongs to no unit (the output bias; the residual stream of a ResNet) is sent to
-all and averaged. Units are those that the model declares (``models.unit_groups``): neurons, or a convolution's
-channels.
+network of its units (strategies/sliced.py), and the server writes its values back: each is the mean of one value. With
+two or more hidden layers no client has the weights between units of different clients; these weights keep their value,
+and so do the units of a client that does not answer. Tensors and positions that belong to no unit (the output bias; the
+residual stream of a ResNet) are sent to all clients and averaged. Units are the ones that the model declares
+(``models.unit_groups``): neurons, or a convolution's channels.
 
-Where this leaves the papers or the authors' code (IST_FL):
+Deviations from the papers or the authors' code (IST_FL):
 
 - Biases are not in the papers. The authors' clients start from biases of their own, at random, and neither send nor
-  receive any; here a hidden unit's bias goes with it. ``bias = "keep"`` leaves the server's biases where they began,
-  which is what theirs come to; what its clients train them to is thrown away.
+  receive any; here a hidden unit's bias goes with it. ``bias = "keep"`` leaves the server's biases at their initial
+  values, as the authors' code does in effect; the biases that its clients train are discarded.
 - A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
   momentum is then that of other neurons.
 - The permutation is drawn anew from seed and round, where theirs is shuffled on: the same distribution, and a round
   needs no state.
-- BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; theirs are of 32 and
-  drawn anew. Running statistics, where a network has them, go with their units.
+- BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; their batches have 32
+  samples and are drawn anew. Running statistics, where a network has them, go with their units.
 - Units that do not divide by the clients are dealt as evenly as possible; the papers' widths are multiples.
 - ``objective = "moon"`` is refused: a client has other units in every round, so that its last model is no z_p.
 """
@@ -55,13 +55,13 @@ class ISTSettings(MethodSettings):
     width: CountOrNone = None
     """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own are shared out.
 
-    The global network has so many times the clients of a round; for multi-layer perceptrons alone.
+    The global network has this number times the clients of a round; for multi-layer perceptrons only.
     """
     bias: Literal["average", "keep"] = "average"
-    """Biases are trained, those of no hidden unit averaged; or the global ones stay as they began (authors' code)."""
+    """Biases are trained, the output bias averaged; or the global biases keep their initial values (authors' code)."""
 
     def hidden_width(self, settings: Settings) -> int | None:
-        """Return the global width: that of a client, times the clients of a round."""
+        """Return the global width: a client's width times the clients of a round."""
         return self.width and self.width * settings.sample_size
 
 
@@ -70,7 +70,7 @@ class IST(Sliced):
 
     Attributes
     ----------
-    kept : names of the tensors that stay as they began.
+    kept : names of the tensors that keep their initial values.
     """
 
     options: ISTSettings
@@ -97,7 +97,7 @@ class IST(Sliced):
         return dict(zip(clients, deal(self.units, len(clients), draws), strict=True))
 
     def contribution(self, update: Update) -> Contribution:
-        """What all clients have is averaged; each unit's values are those of the one client that has it."""
+        """Average the tensors that all clients have; a unit's values are those of the one client that has it."""
         added = super().contribution(update)
         tensors = {name: tensor for name, tensor in added.tensors.items() if name not in self.kept}
         return added._replace(tensors=tensors, alone=added.slices or ())
@@ -107,6 +107,6 @@ class IST(Sliced):
         return self.current
 
     def refuses(self) -> Mapping[str, str]:
-        """All: a unit is trained by one client of a round."""
+        """Refuse all defences: one client of a round trains a unit."""
         alone = dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
         return alone | {"oversample": "the units of a client that is not waited for would not be trained"}

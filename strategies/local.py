@@ -9,10 +9,10 @@ from strategies.defences import DEFENCES
 
 
 class Local(SubnetStrategy):
-    """The floor that every federated method is compared with: each client trains alone, from the common start."""
+    """The baseline of every federated method: each client trains alone, from the common start."""
 
     def task(self, client: int) -> Task:
-        """Send nothing: the start follows from the seed, the rest is the client's own."""
+        """Send nothing: a client rebuilds the initial model from the seed and keeps its own afterwards."""
         return Task(client)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
@@ -20,7 +20,7 @@ class Local(SubnetStrategy):
         return {}
 
     def refuses(self) -> Mapping[str, str]:
-        """All: there is nothing to defend."""
+        """Refuse all defences: nothing is merged."""
         return dict.fromkeys(DEFENCES, "nothing is merged")
 
     def personal_download(self, client: int) -> Tensors:

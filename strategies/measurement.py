@@ -1,7 +1,7 @@
 """A phase after the merge: clients answer with tensors on the merged model, such as the statistics of its layers.
 
 A method that needs one makes a :class:`Measurement` its ``measurement``. The hooks are those of a round: ``task``,
-``expected``, ``contribution``, ``merge``. The answers are checked, bounded and averaged as those of training are.
+``expected``, ``contribution``, ``merge``. The replies are checked, bounded and averaged like training replies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ SUMMED = (*rounds.COSTS, "bytes-down", "formula-bytes-down", "bytes-up", "formul
 
 
 class Measurement(SubnetStrategy):
-    """What clients are asked after the merge; by default they are sent the merged model and answer with one like it.
+    """The hooks of the phase after the merge; by default clients get the merged model and answer with one like it.
 
     ``current`` is the merged model. A measurement keeps no state of its own, on the server or on a client; a client has
     the state of its last merged reply.
@@ -32,21 +32,22 @@ class Measurement(SubnetStrategy):
         self.method, self.current = method, method.current
 
     def clients(self) -> Sequence[int]:
-        """Return the clients that are asked in the running round, none to leave it out: by default the round's own."""
+        """Return the clients that are asked in the running round, by default the round's own; none: no phase."""
         return self.federation.sample(self.round)
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse noise: it would be in the clients' training alone."""
+        """Refuse noise, which would protect the clients' training only."""
         return {**super().refuses(), "dp-noise-multiplier": "no noise is in what its clients measure after the merge"}
 
     def forget(self, client: int) -> None:
-        """Take note that a client has lost its state."""
+        """Record that a client has lost its state."""
         self.method.forget(client)
 
     def run(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:
-        """Ask the clients; returns the model that comes of it, the merged one where too few answers count.
+        """Ask the clients; returns the new model, or the merged one where too few replies are valid.
 
-        Costs are added to those of the round's training, and the rest goes into the round's line as ``measurement``.
+        Costs are added to the costs of the round's training, and the rest goes into the round's line as
+        ``measurement``.
         """
         method = self.method
         self.connect(method.federation, method.facts)

@@ -1,4 +1,4 @@
-"""What a method's server remembers between rounds, as the named tensors of a checkpoint and back."""
+"""A method's state on the server, between its attributes and the named tensors of a checkpoint."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What becomes of a round's answers that count: judged, clipped, summed, merged."""
+"""A round's valid updates are judged, clipped, summed and merged."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from fedsub_app.subnets.robust import RobustMean, clipped
 if TYPE_CHECKING:
     from strategies.base import Merged, SubnetStrategy
 
-# Of contributions that are summed at a time: one after the other costs three times the memory traffic.
+# Contributions of this many bytes are summed together: one after the other costs three times the memory traffic.
 WAITING_BYTES = 1 << 26
 
 
 class Valid(NamedTuple):
-    """An update that is as it must be, what it adds to the mean, and its norms, which the others' may refuse."""
+    """A checked update, its contribution to the mean, and its norms, which :class:`NormGuard` compares."""
 
     update: Update
     contribution: Contribution
@@ -29,41 +29,41 @@ class Valid(NamedTuple):
 
 
 class FirstValid:
-    """Decides on a round's updates as :class:`NormGuard` does, where more clients were asked than it needs.
+    """Accepts or rejects updates like :class:`NormGuard` in an over-sampled round.
 
-    Nothing is decided before enough of them are in. What is decided depends on which have come, not on their order: all
-    are held against each other in the order of the clients, and of those that pass, the clients that were drawn first
-    count.
+    No update is decided before enough of them are in. The decision depends on the set of updates, not on their order:
+    all are compared with each other in the order of the clients, and among the accepted ones the clients that were
+    drawn first count.
 
     Parameters
     ----------
     draw : the clients that were asked, in the order in which they were drawn.
-    wanted : how many of them are enough.
+    wanted : number of accepted updates that are enough.
     guard : makes the guard of a round.
     """
 
     def __init__(self, draw: Sequence[int], wanted: int, guard: Callable[[], NormGuard[Valid]]) -> None:
         self._place = {client: place for place, client in enumerate(draw)}
         self._wanted, self._guard = wanted, guard
-        self._came: dict[int, Valid] = {}
+        self._received: dict[int, Valid] = {}
 
     def add(self, item: Valid, norms: Mapping[str, float]) -> list[tuple[Valid, str]]:
         """Take the next update; none is decided yet."""
-        self._came[item.update.client] = item
+        self._received[item.update.client] = item
         return []
 
     @property
     def enough(self) -> bool:
-        """Whether as many as are needed have passed."""
-        return len(self._came) >= self._wanted and sum(not reason for _, reason in self._judged()) >= self._wanted
+        """Whether enough updates are accepted."""
+        return len(self._received) >= self._wanted and sum(not reason for _, reason in self._judged()) >= self._wanted
 
     def _judged(self) -> list[tuple[Valid, str]]:
         guard = self._guard()
-        decided = [found for _, item in sorted(self._came.items()) for found in guard.add(item, item.norms)]
+        decided = [each for _, item in sorted(self._received.items()) for each in guard.add(item, item.norms)]
         return decided + guard.rest()
 
     def rest(self) -> list[tuple[Valid, str]]:
-        """Return those that count, with the reason "", and those that are refused; in the order of the clients."""
+        """Return the updates that count, with the reason "", and the refused ones; in the order of the clients."""
         decided = self._judged()
         passed = sorted(self._place[item.update.client] for item, reason in decided if not reason)
         last = passed[: self._wanted][-1] if passed else -1
@@ -71,15 +71,15 @@ class FirstValid:
 
 
 class Merging:
-    """The answers of a round that count: their sum, and of each what its method still needs.
+    """A round's accepted updates: their sum, and the tensors of each that its method still needs.
 
     Attributes
     ----------
-    updates : in the order of the sum, with the tensors that the method keeps.
-    formula_bytes : of all tensors that were answered, by the papers' formula.
-    seconds : spent on adding and merging.
-    clipped : answers that were longer than ``clip-norm``.
-    norms : of the answers that change anything.
+    updates : the updates in the order of the sum, with the tensors that the method keeps.
+    formula_bytes : bytes of all their tensors, by the papers' formula.
+    seconds : time spent on adding and merging.
+    clipped : number of updates that were longer than ``clip-norm``.
+    norms : norms of the updates that change anything.
     """
 
     def __init__(self, strategy: "SubnetStrategy") -> None:
@@ -92,13 +92,13 @@ class Merging:
         self._bytes = 0
 
     def add(self, valid: Valid) -> None:
-        """Add the next answer."""
+        """Add the next update."""
         update, contribution, norms = valid
         if norms.get("update"):
             self.norms.append(norms["update"])
         self.formula_bytes += formula_bytes(update.tensors)
         strategy = self._strategy
-        # A copy: what is received is a view of a whole message.
+        # A copy: a received tensor is a view of a whole message.
         kept = {name: tensor.clone() for name, tensor in strategy.remembered(update, contribution).items()}
         self.updates.append(replace(update, tensors=kept))
         if limit := strategy.settings.clip_norm:
@@ -116,7 +116,7 @@ class Merging:
         return {"clipped-updates": self.clipped} if self._strategy.settings.clip_norm else {}
 
     def result(self) -> "Merged":
-        """Return what the round becomes; to be called once."""
+        """Return the outcome of the round; to be called once."""
         self._sum()
         start = time.perf_counter()
         merged = self._strategy.merge(self._mean, self.updates)

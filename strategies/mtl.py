@@ -23,11 +23,11 @@ class MTLSettings(MethodSettings):
     """Keys of federated multi-task learning."""
 
     lambda_: NonNegative = 1e-6
-    """c, weight of a model's square and of its distance to the mean; published for 10^4 to 10^5 weights: 1e-6."""
+    """c, weight of a model's square and of its distance to the mean; published value for 10^4 to 10^5 weights: 1e-6."""
 
 
 class MTL(SubnetStrategy):
-    """The global model is the mean of personal ones, which never come back."""
+    """The global model is the mean of the personal models, which the clients keep."""
 
     def personal_download(self, client: int) -> Tensors:
         """Send nothing."""

@@ -1,6 +1,6 @@
 """Methods that share a part of the model and leave the rest with the clients, server side.
 
-Which part is personal is a setting, ``personal``: ``head``, ``body`` or names of layers (``models.part_names``).
+The setting ``personal`` names the personal part: ``head``, ``body`` or names of layers (``models.part_names``).
 
 - FedPer, Arivazhagan et al., https://arxiv.org/abs/1912.00818: personal head, trained together with the body.
 - FedRep, Collins et al., ICML 2021, https://arxiv.org/abs/2102.07078: personal head first, then the body. While one
@@ -39,7 +39,7 @@ class PartSettings(MethodSettings):
     """Keys of FedPer."""
 
     personal: str = "head"
-    """What stays with the client: head, body or names of layers, "conv1, layer4.1"."""
+    """Part that stays with the client: head, body or names of layers, "conv1, layer4.1"."""
 
 
 class FedRepSettings(PartSettings):
@@ -55,9 +55,9 @@ class FedBABUSettings(PartSettings):
     """Keys of FedBABU."""
 
     personal: str = "head"
-    """What stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
+    """Part that stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
     tune: str = "all"
-    """What is fine-tuned before a client's evaluation: all, head, body or names of layers."""
+    """Part that is fine-tuned before a client's evaluation: all, head, body or names of layers."""
     tune_epochs: Epochs = 3
     """Epochs of that fine-tuning."""
 
@@ -66,13 +66,13 @@ class LGFedAvgSettings(PartSettings):
     """Keys of LG-FedAvg."""
 
     personal: str = "body"
-    """What stays with the client: head, body or names of layers, "conv1, layer4.1"."""
+    """Part that stays with the client: head, body or names of layers, "conv1, layer4.1"."""
     warm_rounds: CountOrZero = 0
     """Rounds of FedAvg on the whole model first."""
 
 
 class SharedPart(SubnetStrategy):
-    """Sends, receives and merges the shared part; the personal part of the global model stays as it started."""
+    """Sends, receives and merges the shared part; the personal part of the global model keeps its initial values."""
 
     options: PartSettings
 
@@ -91,7 +91,7 @@ class SharedPart(SubnetStrategy):
         return Task(client, chosen(self.current, self.shared), {"answer": "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The shared part."""
+        """Expect the shared part."""
         return {name: self.specs[name] for name in self.shared}
 
     def personal_download(self, client: int) -> Tensors:
@@ -110,7 +110,7 @@ class Tuned(SubnetStrategy):
 
 
 class FedRep(SharedPart):
-    """Shares the body; a client trains its head, then the body."""
+    """Shares the body; a client trains its head first, then the body."""
 
     options: FedRepSettings
 
@@ -130,7 +130,7 @@ class FedBABU(SharedPart):
 
 
 class LGFedAvg(SharedPart):
-    """Shares everything in the first ``warm_rounds``; a client without a body of its own is sent the whole model."""
+    """Shares everything in the first ``warm_rounds``; a client that lacks a body is sent the whole model."""
 
     options: LGFedAvgSettings
 
@@ -140,19 +140,19 @@ class LGFedAvg(SharedPart):
         return bool(self.stage(self.round))
 
     def stage(self, server_round: int) -> str:
-        """The first ``warm_rounds`` are FedAvg."""
+        """Return "warm-up" for the first ``warm_rounds``, which are FedAvg."""
         return "warm-up" if server_round <= self.options.warm_rounds else ""
 
     def task(self, client: int) -> Task:
-        """Send the shared part, or the whole model to a client that has no body of its own from after the warm-up."""
+        """Send the shared part. Send the whole model to a client that has not trained since the warm-up."""
         return Task(client, self.personal_download(client), {"answer": "all" if self.warming_up else "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The whole model, then the shared part."""
+        """Expect the whole model in the warm-up, then the shared part."""
         return self.specs if self.warming_up else super().expected(client)
 
     def personal_download(self, client: int) -> Tensors:
-        """Send the shared part, or the whole model to a client that has no body of its own from after the warm-up."""
+        """Send the shared part. Send the whole model to a client that has not trained since the warm-up."""
         warm_rounds = self.options.warm_rounds
         has_body = not warm_rounds or bool(self.state_rounds[client] > warm_rounds)
         return super().personal_download(client) if has_body else self.current

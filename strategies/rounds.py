@@ -1,6 +1,6 @@
-"""Flower's verbs: what a round asks of its clients, and what becomes of their answers.
+"""Flower's verbs: they ask a round's clients, check their replies and merge the valid ones.
 
-Functions of a strategy, whose hooks (``base.py``) they call; no method overrides them.
+They are functions of a strategy, whose hooks (``base.py``) they call; no method overrides them.
 """
 
 import math
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from strategies.base import Merged, SubnetStrategy
 
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
-MAX_LOSS = 1e4  # a cross-entropy above it is that of a model that has diverged: guessing among 10^6 classes costs 14
+MAX_LOSS = 1e4  # a model with a larger cross-entropy has diverged: guessing among 10^6 classes costs 14
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows by itself, and holds against what clients report.
+    """The server's own knowledge, against which the clients' reports are checked.
 
     Attributes
     ----------
     examples : training samples of each client, by the partition.
-    sample_flops : of a forward and backward pass of the whole network on one sample.
-    loss : returns the loss of a global model on some test samples.
-    held_out : validation or test samples that a client has at most.
+    sample_flops : FLOPs of a forward and backward pass of the whole network on one sample.
+    loss : a global model -> its loss on some test samples.
+    held_out : upper bound on a client's validation or test samples.
     """
 
     examples: Sequence[int]
@@ -56,7 +56,7 @@ def ask(
     config: ConfigRecord,
     grid: Grid,
 ) -> Phase:
-    """Return the phase, of Flower's message type ``kind``, with the clients' tasks; each names its client's state."""
+    """Return the phase, of Flower's message type ``kind``, with the clients' tasks; a task names its client's state."""
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task = partial(_with_state, strategy, strategy.task)
@@ -106,14 +106,14 @@ def merge_answers(
             diverged += isinstance(error, Diverged)
             if isinstance(error, StateLost):
                 strategy.forget(client)
-        if judge.enough and not federation.simulated:  # nobody waits for the others
+        if judge.enough and not federation.simulated:  # the server does not wait for the other replies
             break
     take(judge.rest())
-    # Only the answers that passed the checks are costed: what a refused one claims is not trusted either.
+    # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.
     updates = merging.updates
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
     metrics = _means(updates, names) | _sums(updates, COSTS)
-    # What the server measures has the last word.
+    # The server's own measurements override the clients' metrics.
     phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
     phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": phase.outbox.formula_down}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
@@ -137,14 +137,14 @@ def merge_answers(
 
 
 def _merged(strategy: "SubnetStrategy", merging: Merging, diverged: int) -> tuple["Merged | None", str]:
-    """Return what the round becomes; ``None`` and the reason where it is abandoned: model and state stay."""
+    """Return the outcome of the round; ``None`` and the reason where it is abandoned: model and state stay."""
     count, settings = len(merging.updates), strategy.settings
     if count < settings.min_replies:
         return None, f"fewer than min-replies = {settings.min_replies} valid replies"
     if count < (least := settings.least_replies):
         which = f"mean = {settings.mean!r} with byzantine-clients = {settings.byzantine_clients}"
         return None, f"{count} valid replies: {which} needs {least}"
-    if diverged > count:  # the few that are left may be those that have brought it about
+    if diverged > count:  # the few clients that are left may have caused it
         return None, f"training diverged on {diverged} of {diverged + count} clients"
     merged = merging.result()
     broken = [name for name, tensor in merged.model.items() if not finite(tensor)]
@@ -159,8 +159,8 @@ def _merged(strategy: "SubnetStrategy", merging: Merging, diverged: int) -> tupl
 def _privacy(strategy: "SubnetStrategy") -> Json:
     """Return ``epsilon`` and ``delta`` that the run has spent so far; nothing without noise.
 
-    The clients of a round follow from the seed, which every node has, and not from any data. So nothing is gained by
-    sampling: the client that was asked most often counts, and the other rounds tell nothing of it.
+    The clients of a round follow from the seed, which every node has, and not from any data. So sampling gives no
+    amplification: the client that was asked most often counts, and the other rounds reveal nothing of it.
     """
     settings = strategy.settings
     if not settings.dp_noise_multiplier:
@@ -191,7 +191,7 @@ def evaluation_due(strategy: "SubnetStrategy", server_round: int, config: Config
 def ask_evaluation(
     strategy: "SubnetStrategy", server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Phase:
-    """Ask all clients for the accuracies on their own test sets; nobody where the settings name none."""
+    """Ask all clients for the accuracies on their own test sets, if the settings name any."""
     wanted = [name for name in strategy.settings.evaluations if name != "global"]
     strategy.phase = Phase()
     if wanted and evaluation_due(strategy, server_round, config):
@@ -204,14 +204,14 @@ def ask_evaluation(
 
 
 def _evaluation_task(strategy: "SubnetStrategy", wanted: Sequence[str], client: int) -> Task:
-    """Return what a client needs for its own model and, for the global one, the tensors that are not the same."""
+    """Return the tensors of a client's own model and, for the global one, the tensors that differ from them."""
     personal = strategy.personal_download(client) if "personal" in wanted else {}
     differs = {n: t for n, t in strategy.current.items() if personal.get(n) is not t}
     return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
 
 
 def _evaluation_metrics(strategy: "SubnetStrategy", client: int) -> Mapping[str, Range]:
-    """Return the numbers that a client may answer an evaluation with: those that were asked for, and its costs."""
+    """Return the metrics that a client may answer an evaluation with: the requested ones, and its costs."""
     ranges = {"flops": Range(0, strategy.max_flops(client))}
     for name in strategy.settings.evaluations:
         if name != "global":

@@ -5,7 +5,7 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled 
 loss, a client's c_i that of its own; a local step goes along g - c_i + c. Model and variate travel both ways: a round
 costs twice FedAvg's bytes (BatchNorm's running statistics, which are averaged as in FedAvg, have no variate).
 
-Where the paper says nothing, or this leaves it:
+Deviations from the paper, and points that it leaves open:
 - Option II reads a mean gradient off K plain SGD steps, and c is the mean of the c_i of all N clients, each counted
   once: momentum, Adam and ``weighting = "examples"`` are refused. Weight decay and ``objective`` are part of a client's
   loss, and so of its variate. lr is the round's; a variate is a gradient, so lr decay leaves it as it is.
@@ -28,7 +28,7 @@ from fedsub_app.subnets.norms import norm
 from strategies.base import Merged, SubnetStrategy
 from strategies.defences import DEFENCES
 
-VARIATE = "variate/"  # before the names of c down, of c_i's change up
+VARIATE = "variate/"  # prefix of c's names down, and of the names of c_i's change up
 
 
 class Scaffold(SubnetStrategy):
@@ -57,19 +57,19 @@ class Scaffold(SubnetStrategy):
         return Task(client, self.current | prefixed(VARIATE, self.variate))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """y_i and the change of c_i."""
+        """Expect y_i and the change of c_i."""
         return self.specs | {f"{VARIATE}{name}": Spec(tuple(c.shape)) for name, c in self.variate.items()}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Also that of the change of c_i."""
+        """Add the norm of the change of c_i."""
         return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
 
     def refuses(self) -> Mapping[str, str]:
-        """All: c is moved by what the clients say of their variates."""
+        """Refuse all defences: the clients' changes of their variates move c."""
         return dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
+        """Merge the model, and set c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
         changes = {n: sum(update.tensors[f"{VARIATE}{n}"] for update in updates) for n in self.variate}
         variate = {name: c + changes[name] / self.settings.num_clients for name, c in self.variate.items()}
         return Merged(super().merge(mean, updates).model, {"variate": variate})

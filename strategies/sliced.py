@@ -3,7 +3,7 @@
 A method names the units of each client (:meth:`Sliced.units_of`). The client is sent the network that has only these
 units, a network that is really so small, and returns it trained; FedAvg's client does that. The values are averaged at
 the rows and columns that they were taken from, over the clients that have them; a position that no client has keeps its
-value. What belongs to no unit, such as the output bias, goes to all.
+value. Positions that belong to no unit, such as the output bias, go to all clients.
 """
 
 from abc import abstractmethod
@@ -37,7 +37,7 @@ class Sliced(SubnetStrategy):
         """
 
     def slices_of(self, client: int) -> dict[str, Index]:
-        """Return the rows and columns of each tensor that a client has, of those that it does not have whole."""
+        """Return a client's rows and columns of each tensor that it does not have whole."""
         return indices(self.units, self.units_of(client))
 
     def network_of(self, client: int) -> Tensors:
@@ -57,12 +57,12 @@ class Sliced(SubnetStrategy):
         return Task(client, self.network_of(client))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect it back."""
+        """Expect the client's network back."""
         slices = {name: sliced_shape(self.current[name].shape, index) for name, index in self.slices_of(client).items()}
         return self.specs | {name: self.specs[name].of_shape(shape) for name, shape in slices.items()}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add it where it was taken from."""
+        """Add the client's network at the rows and columns that it was taken from."""
         return super().contribution(update)._replace(slices=self.slices_of(update.client))
 
     def personal_download(self, client: int) -> Tensors:

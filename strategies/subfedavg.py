@@ -4,9 +4,9 @@ Vahidian, Morafah, Lin: Personalized Federated Learning by Structured and Unstru
 ICDCS Workshops 2021, https://arxiv.org/abs/2105.00562.
 
 Every client has a sub-network, at first all of the network. It trains it and may prune it: its smallest weights, its
-channels with the smallest BatchNorm scaling factors, or both. Down and up travel the values at the positions that it
-keeps, and up the bits of the masks that shrank. The server takes at each position the mean over the clients that keep
-it. A client whose channels are gone builds, trains and sends a network that is really that much narrower.
+channels with the smallest BatchNorm scaling factors, or both. The values at the positions that it keeps travel down and
+up, and the bits of the masks that shrank travel up. The server takes at each position the mean over the clients that
+keep it. A client whose channels are gone builds, trains and sends a network that is really that much narrower.
 
 Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default is the code, but for the gate:
 - pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
@@ -66,35 +66,35 @@ class SubFedAvgSettings(MethodSettings):
     share: Fraction = 0.1
     """r_us, fraction of a layer's weights that one event prunes."""
     share_of: Literal["remaining", "layer"] = "remaining"
-    """What share is a fraction of: the weights that the layer has left, or all that it had."""
+    """Weights of which share is a fraction: the ones that the layer has left, or all that it had."""
     distance: NonNegative = 0.0001
-    """Masks of weights after the first and last epoch must differ by more; published with hybrid: 0.0005."""
+    """The weights' masks after the first and last epoch must differ in a larger fraction; published hybrid: 0.0005."""
     channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
     """r_s, fraction of a layer's channels that one event prunes (and one more)."""
     channel_scope: Literal["layer", "model"] = "layer"
-    """Whether each layer has a threshold of its own, or all layers have one."""
+    """Scope of the threshold: one for each layer, or one for all layers."""
     channel_floor: Fraction = 0.5
-    """Fraction of its channels, rounded down and at least 1, below which no layer falls."""
+    """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
     channel_distance: NonNegative = 0.01
-    """Masks of channels after the first and last epoch must differ by more."""
+    """The channels' masks after the first and last epoch must differ in a larger fraction."""
     accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
-    """Percent that the pruned network must exceed on gate-data, or the pruning is undone."""
+    """Accuracy in percent that the pruned network must exceed on gate-data, or the pruning is undone."""
     gate_data: Literal["validation", "test"] = "validation"
-    """The client's samples that accuracy is of; test, as published, lets the test set choose the network."""
+    """The client's samples on which accuracy is measured; test, as published, lets the test set choose the network."""
     average: Literal["keepers", "intersection"] = "keepers"
-    """Mean of a position over the clients that keep it, or only where all of the round do."""
+    """A position is averaged over the clients that keep it, or only where all clients of the round keep it."""
     bn_statistics: Literal["local", "average"] = "local"
     """BatchNorm's running statistics: the client's own, or averaged."""
 
 
 class SubFedAvg(SubnetStrategy):
-    """Knows every client's sub-network; merges each position over those who keep it.
+    """Knows every client's sub-network; merges each position over the clients that keep it.
 
     Attributes
     ----------
-    plan : what of the network can be pruned.
+    plan : the parts of the network that can be pruned.
     masks : client -> masks of :mod:`fedsub_app.subnets.pruning`, 1: kept.
-    fractions : of all parameters, gone from each client's network, float64 [N].
+    fractions : fraction of all parameters that each client's network has lost, float64 [N].
     """
 
     options: SubFedAvgSettings
@@ -134,22 +134,22 @@ class SubFedAvg(SubnetStrategy):
         return Task(client, whole | values)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """The values at the positions that it keeps after pruning, and its masks where they shrank."""
+        """Expect the values at the positions that the client keeps after pruning, and the masks that shrank."""
         specs = self.specs | {name: self.specs[name].gathered() for name in self.cuttable}
         return specs | {
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
 
     def max_samples(self, client: int) -> int:
-        """Also those of the gate."""
+        """Add the gate's samples."""
         return super().max_samples(client) + (self.facts.held_out if self.facts else 0)
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Also how far the masks of the first and last epoch are apart."""
+        """Add the distance between the masks of the first and the last epoch."""
         return {**super().metrics(client), "mask-distance": Range(0, 1)}
 
     def contribution(self, update: Update) -> Contribution:
-        """The values at the positions that it keeps; a mask may only shrink, and not to nothing."""
+        """Add the values at the positions that the client keeps; a mask may only shrink, and not to nothing."""
         masks = self.masks[update.client]
         for name, new in unprefixed(MASK, update.tensors).items():
             if bool((new & ~masks[name]).any()):
@@ -164,11 +164,11 @@ class SubFedAvg(SubnetStrategy):
         return Contribution(whole | scatter(update.tensors, positions), positions, self.weight(update))
 
     def refuses(self) -> Mapping[str, str]:
-        """Clients send different positions, by masks that they have pruned after their data."""
+        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
         return WITHOUT_MASKS
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Take the mean over the keepers, or over all where all keep; the clients' masks shrink."""
+        """Average each position over the clients that keep it, or only where all keep it; the clients' masks shrink."""
         everybody = {}
         if self.options.average == "intersection":
             everybody = {name: mean.everybody(name) for name in self.cuttable}
@@ -184,16 +184,16 @@ class SubFedAvg(SubnetStrategy):
         return Merged(model, {"masks": masks, "fractions": fractions}, report)
 
     def forget(self, client: int) -> None:
-        """The client keeps the whole network again."""
+        """Give the client the whole network again."""
         super().forget(client)
         self.masks[client], self.fractions[client] = self.plan.everything(), 0.0
 
     def personal_download(self, client: int) -> Tensors:
-        """Send nothing: a client's model is as its last training left it."""
+        """Send nothing: a client is evaluated on its model after its last training."""
         return {}
 
     def unit_masks(self) -> torch.Tensor | None:
-        """Every client's channels; None where only single weights are pruned."""
+        """Return every client's channels; None where only single weights are pruned."""
         if not self.plan.groups:
             return None
         return torch.stack(
@@ -204,12 +204,12 @@ class SubFedAvg(SubnetStrategy):
         )
 
     def position_masks(self) -> list[Tensors] | None:
-        """Every client's kept positions of convolutions and linear layers."""
+        """Return every client's kept positions of convolutions and linear layers."""
         every = (self.plan.positions(masks) for masks in self.masks)
         return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]
 
     def summary(self) -> None:
-        """Log the settings, and whether test data chose the networks."""
+        """Log the settings, and a warning where test data choose the networks."""
         super().summary()
         if self.options.gate_data == "test":
             log.warning("subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published")

@@ -20,13 +20,13 @@ CLIENT_FAILED = 9  # Flower's code for a ClientApp that raised
 
 
 def named(message: Message) -> str:
-    """Give a message an id, as a SuperLink would; returns it."""
+    """Give a message an id, as a SuperLink would; returns the id."""
     message.metadata.__dict__["_message_id"] = message_id = str(uuid4())
     return message_id
 
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """Return the app's answer; where it raises, an error, as a node would."""
+    """Return the app's reply; where the app raises, an error reply, as a node would."""
     try:
         return app(message=message, context=context)
     except Exception:
@@ -40,7 +40,7 @@ class LocalGrid(Grid):
     ----------
     app : the ClientApp that every node runs.
     overrides : the run config as single keys, as ``flwr run -c`` would pass them.
-    num_nodes : nodes, with ids from 2 on and partition ids from 0 on.
+    num_nodes : number of nodes, with ids from 2 on and partition ids from 0 on.
     """
 
     def __init__(self, app: ClientApp, overrides: Mapping[str, Value], num_nodes: int = 1) -> None:
@@ -67,7 +67,7 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message (Flower deprecates this way)."""
+        """Make a message (deprecated by Flower)."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
@@ -83,7 +83,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand out the answers."""
+        """Return the replies and forget them."""
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -91,4 +91,4 @@ class LocalGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def close(self) -> None:
-        """End what the grid has started: nothing here."""
+        """End the grid's processes: none here."""

@@ -1,8 +1,7 @@
-"""Which node hosts which clients; who takes part in a round; messages to them and their answers.
+"""The federation: the clients of a round, the nodes that host them, messages to the nodes and their replies.
 
-``num-clients`` is the experiment's; SuperNodes are hosts, each of the clients with ``c % num_partitions ==
-partition_id``. Where all nodes are simulated they share data and client state, and take the sampled clients from one
-queue instead.
+``num-clients`` belongs to the experiment. A SuperNode hosts the clients with ``c % num_partitions == partition_id``.
+Simulated nodes share data and client state, and take the sampled clients from one queue instead.
 """
 
 import json
@@ -29,14 +28,15 @@ from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, unpack_re
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
-MAX_WAITING = 4  # times message-mb: answers that wait for an earlier client's
-Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, what it was asked for
+MAX_WAITING = 4  # times message-mb: replies that wait for an earlier client's
+Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, the tensors that it was asked for
 
 
 def draw(settings: FederationSettings, server_round: int) -> list[int]:
     """Return the clients that a round asks, in the order in which they are drawn, seeded by (seed, round).
 
-    The first ``sample_size`` take part; those after them are asked as well and stand in for them (``oversample``).
+    The first ``sample_size`` take part; the clients after them are asked as well and stand in for them
+    (``oversample``).
     """
     order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample"))
     drawn: list[int] = order[: settings.asked_size].tolist()
@@ -52,17 +52,17 @@ class Federation:
     """The nodes of a run and their clients."""
 
     def __init__(
-        self, settings: FederationSettings, header: Json, told: Json | None = None, device: str = "cpu"
+        self, settings: FederationSettings, header: Json, run_settings: Json | None = None, device: str = "cpu"
     ) -> None:
-        """``header`` goes into every message: the run's id, where client state lies.
+        """``header`` goes into every message: the run's id, the folder of client states.
 
-        ``told``: the run's settings, which go with the roll call; later messages have their digest, and a node that has
-        not got them asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
+        ``run_settings`` go with the roll call; later messages have their digest, and a node that lacks them asks for
+        them. ``device``: ``"cuda"`` where the server computes on a GPU.
         """
         self.settings = settings
-        self.told = {"settings": json.dumps(told)} if told else {}
-        self.header = header | ({"digest": text_digest(self.told["settings"])} if told else {})
-        self.roll = Roll(settings, self.header | self.told, device)
+        self.run_settings = {"settings": json.dumps(run_settings)} if run_settings else {}
+        self.header = header | ({"digest": text_digest(self.run_settings["settings"])} if run_settings else {})
+        self.roll = Roll(settings, self.header | self.run_settings, device)
         self.late: set[str] = set()  # messages of earlier phases that were not waited for
 
     def sample(self, server_round: int) -> list[int]:
@@ -71,28 +71,28 @@ class Federation:
 
     @property
     def nodes(self) -> dict[int, Node]:
-        """Those that take part, by Flower's node id."""
+        """Nodes that take part, by Flower's node id."""
         return self.roll.nodes
 
     @property
     def simulated(self) -> bool:
-        """Whether no node is a machine of its own: all answers come, whichever is first."""
+        """Whether all nodes are simulated: then every message is answered."""
         return all(node.simulated for node in self.nodes.values())
 
     def meet(self, grid: Grid) -> None:
-        """Call the roll of nodes that are not known yet and forget those that left (:meth:`Roll.meet`)."""
+        """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`)."""
         self._forget_late(grid)
         self.roll.meet(grid)
 
     def _forget_late(self, grid: Grid) -> None:
-        """Throw the replies away that came too late, which a SuperLink keeps until somebody asks for them."""
+        """Discard the replies that came too late, which a SuperLink keeps until they are pulled."""
         for reply in grid.pull_messages(list(self.late)) if self.late else ():
             self.late.discard(reply.metadata.reply_to_message_id)
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
-        """Return which node may be asked for which of the sorted clients; those whose node is away are dropped.
+        """Return node id -> queue of the sorted clients that it serves, and the clients whose node is away, dropped.
 
-        Simulated nodes share one queue, and a fast one takes more of it; a real node has its own.
+        Simulated nodes share one queue, and a fast node takes more of it; a real node has its own.
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         placement = self.settings.placement
@@ -123,23 +123,23 @@ class Federation:
         extra: Json,
         expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
     ) -> Phase:
-        """Return a phase that asks each of the clients for its task; those that no node hosts now are dropped.
+        """Return a phase that asks each client for its task; clients that no node hosts now are dropped.
 
         ``task`` and ``expected`` are :class:`Outbox`'s; ``extra`` goes into every message's header.
         """
         queues, dropped = self.hosts(sorted(clients))
         stamp = {"phase": kind, "round": server_round, "nonce": secrets.token_hex(8)}  # no reply can be sent twice
         header = self.header | extra | stamp | {"code": code_digest()}
-        return Phase(Outbox(header, queues, self.settings, task, expected, self.told), dropped)
+        return Phase(Outbox(header, queues, self.settings, task, expected, self.run_settings), dropped)
 
     def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
-        """Hand out a phase's messages and yield the replies as they come, until all are there or time is up.
+        """Send a phase's messages and yield the replies as they come, until all are there or the time is over.
 
-        A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. None is handed out from a
-        shared queue while many answers wait for an earlier client's. A node that has lost the settings gets its message
-        again with them. Replies that nobody waits for any more are thrown away before a later phase.
+        A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. No message is sent from a
+        shared queue while many replies wait for an earlier client's. A node that has lost the settings gets its message
+        again with them. Late replies are discarded before a later phase.
         """
-        flying: dict[str, Metadata] = {}  # without their content, of which each may be a model
+        flying: dict[str, Metadata] = {}  # without the messages' content, which may be a model each
         try:
             yield from self._replies(grid, phase, flying)
         finally:
@@ -149,7 +149,7 @@ class Federation:
         start = time.monotonic()
         again: set[str] = set()
         while self._hand_out(grid, phase, flying):
-            found = []
+            ready = []
             for reply in grid.pull_messages(list(flying)):
                 sent = flying.pop(reply.metadata.reply_to_message_id, None)
                 if sent is None:
@@ -159,18 +159,18 @@ class Federation:
                 if sent.message_id not in again and _lost_settings(reply):
                     again.add(_push(grid, phase, phase.outbox.again(sent), flying))
                 else:
-                    found.append(reply)
+                    ready.append(reply)
             elapsed = time.monotonic() - start
-            if found:
-                self._hand_out(grid, phase, flying)  # before the answers are looked at, so that no node idles
-                yield from found
+            if ready:
+                self._hand_out(grid, phase, flying)  # before the replies are read, so that no node idles
+                yield from ready
             elif elapsed > self.settings.round_timeout:
                 return
             else:
                 _wait(grid, elapsed)
 
     def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
-        """Give the nodes what they may have; says whether any message is not answered yet."""
+        """Send the nodes' next messages; returns whether any message is not answered yet."""
         load = Counter(metadata.dst_node_id for metadata in flying.values())
         outbox = phase.outbox
         for wanted in range(1, IN_FLIGHT + 1):
@@ -191,16 +191,15 @@ class Federation:
     ) -> Iterator[Answer]:
         """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
 
-        ``in_order=False``: as they come. Who needs no more of them stops iterating.
+        ``in_order=False``: parts are yielded as they come. The caller may stop iterating when it needs no more. At the
+        end the clients without a part are in ``phase.dropped``.
 
-        At the end the clients without a part are in ``phase.dropped``.
-
-        ``expected`` says which tensors a client was asked for; none is decoded here. A reply is matched by the message
-        it answers (the error reply for a dead node has another source id). One of another run, round or phase, or
-        without the phase's nonce, drops its node's clients; a second one, one that was not asked for, and parts of
-        clients that were not asked are ignored and logged.
+        ``expected`` returns the tensors that a client was asked for; none is decoded here. A reply is matched by the
+        message that it answers (the error reply for a dead node has another source id). A reply of another run, round
+        or phase, or without the phase's nonce, drops its node's clients. A second reply, a reply that was not asked
+        for, and parts of clients that were not asked are ignored and logged.
         """
-        found: dict[int, tuple[Answer, float]] = {}
+        waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
         for reply in replies:
             clients = phase.clients_of(reply)
@@ -215,19 +214,19 @@ class Federation:
                 phase.drop([client for client in clients if client not in parts], "its node's reply does not hold it")
                 phase.open -= parts.keys()
                 size = wire_bytes(reply.content) / len(clients)
-                found |= {client: (part, size) for client, part in parts.items()}
+                waiting |= {client: (part, size) for client, part in parts.items()}
             if not in_order:
-                yield from (found.pop(client)[0] for client in clients if client in found)
+                yield from (waiting.pop(client)[0] for client in clients if client in waiting)
                 continue
             while order and order[0] not in phase.open:
-                if (ready := found.pop(order.popleft(), None)) is not None:
+                if (ready := waiting.pop(order.popleft(), None)) is not None:
                     yield ready[0]
-            phase.waiting_bytes = int(sum(size for _, size in found.values()))
+            phase.waiting_bytes = int(sum(size for _, size in waiting.values()))
         phase.drop(sorted(phase.open), "no reply within round-timeout")
-        yield from (found[client][0] for client in order if client in found)
+        yield from (waiting[client][0] for client in order if client in waiting)
 
     def _parts(self, phase: Phase, reply: Message, asked: Mapping[int, Mapping[str, Spec]]) -> dict[int, Answer]:
-        """Return a reply's parts by client; :class:`BadReply`: there are none that count."""
+        """Return a reply's parts by client; :class:`BadReply` where the reply as a whole is not valid."""
         if reply.has_error():
             raise BadReply(f"node failed: {brief(reply.error.reason)}")
         phase.bytes_up += wire_bytes(reply.content)
@@ -240,19 +239,19 @@ class Federation:
             raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):
             raise BadReply(f"node failed: {brief(str(header['error']))}")
-        found: dict[int, Answer] = {}
+        by_client: dict[int, Answer] = {}
         for part in parts:
             client = part.config.get("client")
-            if type(client) is int and client in asked and client not in found:
-                found[client] = (client, part, asked[client])
-        if len(found) < len(parts):
-            said = "ignored %d parts of a reply of node %s: of clients that were not asked of it, or twice"
-            log.warning(said, len(parts) - len(found), reply.metadata.src_node_id)
-        return found
+            if type(client) is int and client in asked and client not in by_client:
+                by_client[client] = (client, part, asked[client])
+        if len(by_client) < len(parts):
+            message = "ignored %d parts of a reply of node %s: of clients that were not asked of it, or twice"
+            log.warning(message, len(parts) - len(by_client), reply.metadata.src_node_id)
+        return by_client
 
 
 def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata]) -> str:
-    """Hand a message out; returns its id, "" where Flower has not taken it."""
+    """Send a message; returns its id, "" where Flower has not taken it."""
     message_id = next(iter(grid.push_messages([message])), None)  # none at all after HTTP 413, or in the simulation
     if message_id:
         flying[message_id] = message.metadata
@@ -263,10 +262,10 @@ def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata
 
 
 def _wait(grid: Grid, elapsed: float) -> None:
-    """Wait before the next look for answers; a grid that knows when one comes has a ``wait`` of its own.
+    """Wait before the next look for replies; a grid that is notified of replies has a ``wait`` of its own.
 
-    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks; this starts at 5 ms and
-    backs off to 0.5 s, so short rounds are not dominated by the wait.
+    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks. This wait starts at 5 ms
+    and backs off to 0.5 s, so short rounds are not dominated by it.
     """
     getattr(grid, "wait", time.sleep)(pause(elapsed))
 

@@ -1,4 +1,4 @@
-"""One phase of a round: its messages, whom they ask, and what became of it."""
+"""One phase of a round: its messages, the clients that they ask, and the outcome."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ REFUSED = "the SuperLink, or a proxy before it, refuses its message as too large
 
 @dataclass(frozen=True)
 class Dropped:
-    """A client whose answer does not count in this round, and why: one printable line."""
+    """A client whose reply does not count in this round, and the reason: one printable line."""
 
     client: int
     reason: str
@@ -28,20 +28,21 @@ class Dropped:
 
 
 class Outbox:
-    """The messages of a phase, each made when it is asked for.
+    """The messages of a phase; each is made when a node can take it.
 
     Parameters
     ----------
-    header : of every message; has Flower's message type as ``phase``.
+    header : header of every message; has Flower's message type as ``phase``.
     queues : node id -> clients that the node may be asked for, sorted; nodes that share a queue take turns.
-    settings : bound a message's clients, bytes and lifetime.
-    task : client -> what it is sent; called when its message is made.
-    expected : client -> the tensors that it answers with, which count in ``message-mb``.
-    run_settings : goes into the header of a message that is made again.
+    settings : bounds of a message's clients, bytes and lifetime.
+    task : client -> its task; called when its message is made.
+    expected : client -> the tensors of its reply, which count in ``message-mb``.
+    run_settings : entries that the header of a repeated message has in addition.
 
     Attributes
     ----------
-    sent : what Flower knows of each message, with the clients whose tasks it holds.
+    sent : Flower's metadata of each message, with the clients whose tasks it holds.
+    shared : whether several nodes take their clients from one queue.
     bytes_down, formula_down : bytes so far, on the wire and by the papers' formula.
     """
 
@@ -63,7 +64,7 @@ class Outbox:
 
     @property
     def limit(self) -> int:
-        """Clients that the next message may hold; to be asked once for nodes that are free at the same time.
+        """Upper bound on the next message's clients; read it once for nodes that are free at the same time.
 
         Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
         """
@@ -74,7 +75,7 @@ class Outbox:
         return limit
 
     def next_message(self, node_id: int, limit: int) -> Message | None:
-        """Return the next message to a node, for ``limit`` clients at most; ``None``: none are left for it."""
+        """Return the next message to a node, for ``limit`` clients at most; ``None`` where no client is left for it."""
         queue, size = self.queues.get(node_id, deque()), 0
         tasks: list[Task] = []
         packed: set[int] = set()  # tensor objects in the message, which carries each of them once
@@ -95,7 +96,7 @@ class Outbox:
         return message
 
     def again(self, sent: Metadata) -> Message:
-        """Make a message again, with the run's settings; it takes the place of the one that was not answered."""
+        """Return a message once more, with the run's settings; it replaces the one that was not answered."""
         place, clients = next((k, clients) for k, (metadata, clients) in enumerate(self.sent) if metadata is sent)
         tasks = [self._task(client) for client in clients]
         message = self._message(sent.dst_node_id, tasks, self.header | self._run_settings)
@@ -110,20 +111,21 @@ class Outbox:
 
 
 class Phase:
-    """One phase of a round: whom to ask, and what became of it. Iterating over it makes its messages.
+    """One phase of a round: the clients to ask, and the outcome. Iterating over it makes its messages.
 
     Parameters
     ----------
-    outbox : makes the messages; without one nobody is asked.
+    outbox : makes the messages; without one no client is asked.
     dropped : clients that cannot be asked.
 
     Attributes
     ----------
-    clients : those that can be asked, sorted.
+    clients : clients that can be asked, sorted.
     open : clients that have neither answered nor been dropped yet.
-    dropped : clients whose answer does not count, and why.
-    report : what the round's line says of this phase (JSON-able).
-    bytes_up, waiting_bytes : bytes of the replies so far, and of those that wait for an earlier client's.
+    dropped : clients whose reply does not count, with the reason.
+    report : JSON-able entries for the round's line.
+    bytes_up : bytes of the replies so far.
+    waiting_bytes : bytes of replies that wait for an earlier client's.
     """
 
     def __init__(self, outbox: Outbox | None = None, dropped: Iterable[Dropped] = ()) -> None:
@@ -135,7 +137,7 @@ class Phase:
         self.bytes_up = self.waiting_bytes = 0
 
     def __iter__(self) -> Iterator[Message]:
-        """Make all messages, for the nodes in turn."""
+        """Yield all messages, for the nodes in turn."""
         while any(self.outbox.queues.values()):
             limit = self.outbox.limit
             yield from filter(None, (self.outbox.next_message(node_id, limit) for node_id in self.outbox.queues))
@@ -151,17 +153,17 @@ class Phase:
         return next((clients for metadata, clients in self.outbox.sent if metadata.message_id == number), [])
 
     def drop(self, clients: Collection[int], reason: str) -> None:
-        """Take note that there will be no answer of these clients that counts."""
+        """Record that no reply of these clients counts."""
         self.dropped += [Dropped(client, reason) for client in clients]
         self.open.difference_update(clients)
 
     def undelivered(self, message: Message, reason: str) -> None:
-        """Drop the clients of a message that Flower has not taken, and ask its node for no more."""
+        """Drop the clients of a message that Flower has not taken, and ask its node for no more clients."""
         self.drop(next(clients for metadata, clients in self.outbox.sent if metadata is message.metadata), reason)
         self.give_up(message.metadata.dst_node_id, reason)
 
     def give_up(self, node_id: int, reason: str = AWAY) -> None:
-        """Ask a node for no more clients; those that no other node may be asked for are dropped."""
+        """Ask a node for no more clients; the ones that no other node serves are dropped."""
         queue = self.outbox.queues.pop(node_id, None)
         if queue and not any(other is queue for other in self.outbox.queues.values()):
             self.drop(queue, reason)

@@ -1,7 +1,7 @@
-"""What a client is asked and what it may answer: tasks, updates, and what each tensor and number must be.
+"""Tasks, updates, and the requirements that each tensor and number of an update must meet.
 
-A method names it in :meth:`SubnetStrategy.task`, :meth:`~SubnetStrategy.expected` and :meth:`~SubnetStrategy.metrics`
-(strategies/base.py); how it travels is in wire.py.
+A method declares them in :meth:`SubnetStrategy.task`, :meth:`~SubnetStrategy.expected` and
+:meth:`~SubnetStrategy.metrics` (strategies/base.py); wire.py has the format of messages.
 """
 
 import math
@@ -31,7 +31,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class BadReply(Exception):
-    """A client's or node's answer is not what was asked; the message is the reason, one printable line."""
+    """A client's or node's reply is not valid; the message is the reason, one printable line."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(reason))
@@ -47,7 +47,7 @@ class StateLost(BadReply):
 
 @dataclass(frozen=True)
 class Task:
-    """What one client is sent in one phase: named tensors and a JSON-able ``config``."""
+    """One client's task in one phase: named tensors and a JSON-able ``config``."""
 
     client: int
     tensors: Tensors = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Update:
-    """What one client answers: tensors, metrics (finite numbers), examples it used; or only an ``error``.
+    """One client's reply: tensors, metrics (finite numbers), number of examples; or only an ``error``.
 
-    ``squares``: tensor name -> squared distance to :attr:`Spec.start`, for those that have one; measured by who reads
-    the update, not sent.
-    ``state``: the rounds of the durable state that it had before its task and has after it, 0 for none.
-    ``lost``: it failed because the state that its task named is gone.
+    ``squares``: tensor name -> squared distance to :attr:`Spec.start`, for specs that have one; measured by the
+    server, not sent.
+    ``state``: rounds of the client's durable state before its task and after it, 0 for none.
+    ``lost``: the client failed because the state that its task named is gone.
     """
 
     client: int
@@ -76,14 +76,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor of an update must be.
+    """Requirements that a tensor of an update must meet.
 
     Attributes
     ----------
-    shape, dtype : exactly; with ``up_to`` the sizes may be smaller.
-    optional : it may be left out.
-    low, high : range of the values, where they have one.
-    start : the values that the client started from, of this shape: the way from them is measured.
+    shape, dtype : the exact shape and dtype; with ``up_to`` the sizes may be smaller.
+    optional : whether the tensor may be left out.
+    low, high : range of the values.
+    start : the values that the client started from, of this shape; the distance to them is measured.
     """
 
     shape: tuple[int, ...]
@@ -96,20 +96,20 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the wire at most."""
+        """Upper bound on the tensor's bytes on the wire."""
         count = math.prod(self.shape)
         return -(-count // 8) if self.dtype == torch.bool else count * self.dtype.itemsize
 
     def gathered(self) -> "Spec":
-        """Return the spec of the values at some of the positions, in a row."""
+        """Return the spec of the values at some of the positions, as a vector."""
         return replace(self, shape=(math.prod(self.shape),), up_to=True, start=None)
 
     def of_shape(self, shape: Sequence[int]) -> "Spec":
-        """Return the spec of such a tensor in another shape."""
+        """Return the same spec for another shape."""
         return replace(self, shape=tuple(shape), start=None)
 
     def check(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """Raise :class:`BadReply` where an array, of which nothing was built yet, cannot be this tensor."""
+        """Raise :class:`BadReply` where an array that is not decoded yet cannot be this tensor."""
         if dtype != NAMES[self.dtype]:
             raise BadReply(f"tensor {name!r}: dtype {printable(dtype, 20)}, expected {NAMES[self.dtype]}")
         if shape != self.shape and not (
@@ -134,9 +134,10 @@ class Spec:
 
 
 class Range(NamedTuple):
-    """What a metric of an update must be: a number from ``low`` to ``high``.
+    """Requirements that a metric of an update must meet: a number from ``low`` to ``high``.
 
-    ``integer``: a whole one. ``needed``: it may not be left out. ``loss``: out of range means :class:`Diverged`.
+    ``integer``: the number must be whole. ``needed``: the metric may not be left out. ``loss``: a number out of range
+    means :class:`Diverged`.
     """
 
     low: float
@@ -153,12 +154,12 @@ class Range(NamedTuple):
         allowed = f"an integer from {self.low} to {self.high}"
         if not self.integer:
             allowed = f"a number from {self.low:g} to {self.high:g}"
-        said = f"metric {name!r} = {printable(repr(value), 40)}: must be {allowed}"
-        raise (Diverged if self.loss and number else BadReply)(said)
+        message = f"metric {name!r} = {printable(repr(value), 40)}: must be {allowed}"
+        raise (Diverged if self.loss and number else BadReply)(message)
 
 
 def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
-    """Return the specs of what starts from ``tensors``; BatchNorm's running variance must not be negative."""
+    """Return the specs of tensors that start from ``tensors``; BatchNorm's running variance must not be negative."""
     return {
         name: Spec(tuple(t.shape), t.dtype, low=0.0 if name.endswith("running_var") else -math.inf, start=t)
         for name, t in tensors.items()

@@ -1,6 +1,6 @@
-"""The roll call: which nodes take part.
+"""The roll call finds the nodes that take part.
 
-It asks each node once for its ``partition-id``: client ``c`` lives on the node with
+The server asks each node once for its ``partition-id``: client ``c`` lives on the node with
 ``c % num_partitions == partition_id``.
 """
 
@@ -20,8 +20,8 @@ from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import pack, unpack_reply
 
 log = logging.getLogger("fedsub")
-ASK_AGAIN_S = 120.0  # after the first roll call to a node that has not answered it rightly; twice that after the next
-MOST_NODES = 100_000
+ASK_AGAIN_S = 120.0  # from the first roll call to the second, for a node without a valid answer; it doubles each time
+MAX_NODES = 100_000
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Node:
     partition_id: int  # stays the same when the node is restarted; the node id need not
     num_partitions: int
     simulated: bool
-    gpu: bool = False  # it sees one
+    gpu: bool = False  # the node sees one
 
 
 class Roll:
@@ -45,41 +45,41 @@ class Roll:
 
     Attributes
     ----------
-    nodes : those that take part, by Flower's node id.
+    nodes : nodes that take part, by Flower's node id.
     """
 
     def __init__(self, settings: FederationSettings, content: Json, device: str = "cpu") -> None:
         self.settings, self.content, self.device = settings, content, device
         self.nodes: dict[int, Node] = {}
         self.met = False
-        self.waiting: dict[int, Node] = {}  # those whose partition another node has
+        self.waiting: dict[int, Node] = {}  # nodes whose partition another node has
         self.called: dict[str, int] = {}  # roll calls without an answer yet: message id -> node
-        self.ask_again: dict[int, tuple[float, float]] = {}  # a node that stays out: when, seconds since the last call
-        self.complaints: dict[int, str] = {}  # why a node stays out, as it was logged
+        self.ask_again: dict[int, tuple[float, float]] = {}  # node that stays out -> time of the next call, its delay
+        self.complaints: dict[int, str] = {}  # the logged reason why a node stays out
 
     def meet(self, grid: Grid) -> None:
-        """Call the roll of nodes that are not known yet and forget those that left.
+        """Call the roll of new nodes and forget the nodes that left.
 
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
-        answered, and rejects a misconfigured node with an error. Later ones wait for nobody, unless all nodes have
-        left: they look whether roll calls were answered since, however late, and a node that answers wrongly stays out
-        with a warning. A node outside is called when Flower lists it and, while it stays out, again after 2, 4, 8
-        minutes and so on: a call that it got just before it was killed is lost, and Flower does not say so.
+        answered, and rejects a misconfigured node with an error. Later calls do not wait, unless all nodes have left:
+        they read the answers that have come since, however late. A node with an invalid answer then stays out, with a
+        warning. A node that is not in the run is called when Flower lists it, and again after 2, 4, 8 minutes and so on
+        while it stays out: a call that it got just before it was killed is lost, and Flower does not report the loss.
 
-        A later node whose partition id is taken waits until Flower no longer lists the one that has it: a SuperNode
+        A later node whose partition id is taken waits until Flower no longer lists the node that has it: a SuperNode
         that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
 
         Raises
         ------
         UserError
-            At the start: ``node-timeout`` is over (the message says who is missing), or a node cannot take part.
+            At the start: ``node-timeout`` is over (the message names the missing nodes), or a node cannot take part.
         """
         deadline = time.monotonic() + self.settings.node_timeout
-        wait = not self.nodes  # where all have left, the round is abandoned if none comes back in time
+        wait = not self.nodes  # where all nodes have left, the round is abandoned if none returns in time
         while True:
             present = set(grid.get_node_ids())
             for known in (self.nodes, self.waiting, self.ask_again, self.complaints):
-                for node_id in known.keys() - present:  # one that comes back is called again
+                for node_id in known.keys() - present:  # a node that returns is called again
                     del known[node_id]
             self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
             self._take_answers(grid)
@@ -114,7 +114,7 @@ class Roll:
         return next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
 
     def _call_roll(self, grid: Grid, node_ids: Sequence[int]) -> None:
-        """Call those whose turn it is."""
+        """Call the nodes whose turn it is."""
         now = time.monotonic()
         due = [node_id for node_id in node_ids if self.ask_again.get(node_id, (0.0, 0.0))[0] <= now]
         for node_id in due:
@@ -122,18 +122,18 @@ class Roll:
             self.ask_again[node_id] = (now + seconds, seconds)
         if due:
             calls = _roll_call(due, self.content)
-            stored = set(grid.push_messages(calls))  # without those to nodes that have left just now
+            stored = set(grid.push_messages(calls))  # without the calls to nodes that have left just now
             asked = {call.metadata.message_id: call.metadata.dst_node_id for call in calls}
             self.called |= {number: node_id for number, node_id in asked.items() if number in stored}
 
     def _take_answers(self, grid: Grid) -> None:
-        """Look at the answers that have come; before the first round a wrong one is an error."""
+        """Read the answers that have come; before the first round an invalid one is an error."""
         replies = list(grid.pull_messages(list(self.called))) if self.called else []
         present = set(grid.get_node_ids()) if replies else set()
         for reply in replies:
             node_id = self.called.pop(reply.metadata.reply_to_message_id, None)
             if node_id is None or node_id not in present or node_id in self.nodes or node_id in self.waiting:
-                continue  # not asked for, or a second one, or of a node that has left
+                continue  # not asked for, or a second answer, or of a node that has left
             if reply.has_error() and reply.metadata.src_node_id != node_id:  # Flower's: it had left, and is back
                 self.ask_again.pop(node_id, None)
                 continue
@@ -149,14 +149,14 @@ class Roll:
             self.complaints.pop(node_id, None)
             self.ask_again.pop(node_id, None)
             if twin := self._twin(node):
-                said = "node %s waits: partition-id = %s is that of node %s, which Flower still lists"
-                log.warning(said, node_id, node.partition_id, twin.node_id)
+                message = "node %s waits: partition-id = %s is that of node %s, which Flower still lists"
+                log.warning(message, node_id, node.partition_id, twin.node_id)
                 self.waiting[node_id] = node
             else:
                 self.nodes[node_id] = node
 
     def _admitted(self, node_id: int, reply: Message) -> Node:
-        """Return the node that has answered the roll call; :class:`BadReply`: it cannot take part."""
+        """Return the node that has answered the roll call; :class:`BadReply` where it cannot take part."""
         node = _read_roll_call(node_id, reply)
         count = next(iter(self.nodes.values()), node).num_partitions
         if node.num_partitions != count:
@@ -178,7 +178,7 @@ class Roll:
 
 
 def wake(grid: Grid) -> None:
-    """Send a roll call and do not wait for answers: simulated nodes import the app while the server loads its data."""
+    """Send a roll call without waiting for answers: simulated nodes import the app while the server loads its data."""
     grid.push_messages(_roll_call(grid.get_node_ids(), {}))
 
 
@@ -194,9 +194,9 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
     if "error" in answer:
         raise BadReply(str(answer["error"]))
     number, count = answer.get("partition-id"), answer.get("num-partitions")
-    if type(number) is not int or type(count) is not int or not 0 <= number < count <= MOST_NODES:
+    if type(number) is not int or type(count) is not int or not 0 <= number < count <= MAX_NODES:
         raise BadReply(
-            f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MOST_NODES}"
+            f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MAX_NODES}"
         )
     return Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
 
@@ -208,5 +208,5 @@ def brief(reason: str | None) -> str:
 
 
 def pause(elapsed: float) -> float:
-    """Return the seconds until the next look for answers: a fiftieth of those gone by, from 5 ms to 0.5 s."""
+    """Return the seconds until the next look for replies: a fiftieth of the elapsed ones, from 5 ms to 0.5 s."""
     return min(0.5, max(0.005, elapsed / 50))

@@ -9,50 +9,54 @@ from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, Posit
 
 
 class FederationSettings(SeedSettings, ClientsSettings):
-    """Who takes part in a round, on which nodes, and how the answers become the next model."""
+    """The clients of a round, their nodes, and how their replies become the next model."""
 
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the clients that takes part in a round, at least one client."""
     clients_per_round: CountOrNone = None
     """Number of clients that take part in a round, at most num-clients; 0: by participation."""
     oversample: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """So many times the clients that take part in a round are asked; it goes on with the first valid replies.
+    """Over-sampling factor: this many times clients-per-round are asked.
 
-    1.3: 13 clients are asked where 10 take part, and the round goes on when 10 valid replies are in. Nobody waits for
-    the others: their answers do not count. Where all nodes are simulated all answers come, and the clients count that
-    were drawn first, so that a run does not depend on who was fast: those that take part without this key, and in the
-    place of each whose answer does not count the next one drawn.
+    The round continues when clients-per-round valid replies are in. 1.3: 13 clients are asked where 10 take part.
+    The server does not wait for the other replies and ignores them. Where all nodes are simulated the server waits for
+    all replies and takes the clients that were drawn first: the ones that take part without this key, and for each
+    invalid reply the client that was drawn next. So a simulated run does not depend on the nodes' speed.
     """
     min_replies: Count = 1
     """A round with fewer valid replies is abandoned."""
     max_abandoned: Count = 3
-    """So many abandoned rounds in a row stop the run."""
+    """Stop the run after this many abandoned rounds in a row."""
     server_lr: Positive = 1.0
-    """Step from the global model towards the mean of the answers; 1: the mean."""
+    """Step from the global model towards the mean of the replies; 1: the mean."""
     max_update_norm: Positive = 100.0
-    """An update that changes the model by more than so many times the median of its round so far is refused.
+    """Refuse an update whose norm exceeds this many times the median norm of the round's updates so far.
 
-    Euclidean norms, in the order of the clients, the first eight together, of updates that change anything. A median
-    counts as at least a hundredth of the norm of the model itself, and of fewer than three updates that norm does. Also
-    of what else a method's server remembers, such as moments and variates.
+    Norms are Euclidean. Updates are compared in the order of the clients, the first eight together; updates that change
+    nothing are left out. A median counts as at least a hundredth of the model's norm. Fewer than three updates are
+    compared with the model's norm itself. The same bound holds for other tensors that a method's server remembers, such
+    as moments and variates.
     """
     weighting: Literal["uniform", "examples"] = "uniform"
-    """What a client counts in a mean: all alike, or by its training samples."""
+    """A client's weight in a mean: the same for all clients, or its number of training samples."""
     placement: Literal["auto", "balanced", "pinned"] = "auto"
-    """Clients spread evenly over the nodes, or client c on the node c mod num-partitions.
+    """Clients are spread evenly over the nodes, or client c is on the node c mod num-partitions.
 
     ``auto``: balanced in a simulation, pinned on real nodes.
     """
     message_clients: Count = 128
-    """A message to a node holds the tasks of at most so many clients."""
+    """Upper bound on the clients whose tasks a message to a node holds."""
     message_mb: Positive = 192.0
-    """And so many MiB, what is sent and what is answered together, but at least one client."""
+    """Upper bound in MiB on a message plus its reply.
+
+    A message always holds at least one client's task.
+    """
     min_nodes: CountOrNone = None
-    """Nodes to wait for at the start; 0: as many as the first node says there are."""
+    """Nodes to wait for at the start; 0: the num-partitions that the nodes report."""
     node_timeout: Positive = 120.0
     """Seconds to wait for the nodes at the start."""
     round_timeout: Positive = 3600.0
-    """After so many seconds a phase ends at the first look without a reply."""
+    """Seconds after which a phase ends; replies already queued are still taken."""
 
     @property
     def sample_size(self) -> int:
@@ -66,11 +70,11 @@ class FederationSettings(SeedSettings, ClientsSettings):
 
     @property
     def spares(self) -> int:
-        """Clients that are asked beside those that take part."""
+        """Clients that are asked in addition to the ones that take part."""
         return self.asked_size - self.sample_size
 
     @model_validator(mode="after")
-    def _no_more_than_there_are(self) -> "FederationSettings":
+    def _check_counts(self) -> "FederationSettings":
         if self.clients_per_round and self.clients_per_round > self.num_clients:
             raise ValueError(f"clients-per-round = {self.clients_per_round}: at most num-clients = {self.num_clients}")
         if self.oversample > 1 and self.sample_size == self.num_clients:

@@ -1,12 +1,12 @@
 """The wire format: tasks and updates (protocol.py) as Flower records.
 
-One Flower message carries the parts of all clients that a node hosts. A part is a JSON object and named tensors.
+One Flower message carries the parts of several clients of a node. A part is a JSON object and named tensors.
 Equal-named tensors of one dtype and shape travel stacked in one array; a tensor object that several parts share (the
 global model) travels once; bool tensors travel as bits. So any method's tensors fit without a special case here: whole
 models, some layers and their optimizer moments, slices, smaller networks, gathered positions with their masks.
 
-A reply is not trusted. Its JSON is bounded by what was asked before it is parsed, and a tensor is built only where it
-was asked for, in the size and dtype that were asked for: memory and time follow from the question, not from the answer.
+A reply is not trusted. Its JSON is bounded by the request before it is parsed, and a tensor is built only if it was
+asked for, in the size and dtype that were asked for: memory and time follow from the request, not from the reply.
 
 Received tensors may alias the message's bytes: read-only.
 """
@@ -39,19 +39,19 @@ from fedsub_app.subnets.norms import squares
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
 STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
-UNKNOWN_SETTINGS = {"unknown": "settings"}  # first in the header of a node's answer that has not got the settings
-STAMP = ("run", "round", "phase", "nonce")  # of a message's header, which the reply's repeats
+UNKNOWN_SETTINGS = {"unknown": "settings"}  # first in the header of a node's reply that lacks the settings
+STAMP = ("run", "round", "phase", "nonce")  # keys of a message's header that the reply's header repeats
 # Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.
-MOST_HEADER, MOST_PART, MOST_ENTRY = 1 << 16, 1 << 12, 1 << 8
+MAX_HEADER, MAX_PART, MAX_ENTRY = 1 << 16, 1 << 12, 1 << 8
 
 
 def to_tensors(arrays: ArrayRecord) -> Tensors:
-    """Flower's record as named CPU tensors."""
+    """Return Flower's record as named CPU tensors."""
     return {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Named tensors as Flower's record."""
+    """Return named tensors as Flower's record."""
     return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
@@ -86,27 +86,27 @@ def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]])
 
 
 def asks_for_settings(content: RecordDict) -> bool:
-    """Say whether a node has answered that it has not got the run's settings."""
+    """Say whether a node has replied that it lacks the run's settings."""
     text = content.config_records[HEADER].get("json") if HEADER in content.config_records else None
     return isinstance(text, str) and text.startswith(json.dumps(UNKNOWN_SETTINGS, separators=(",", ":"))[:-1])
 
 
 class Stack:
-    """One array of a message: tensors of one name, dtype and shape. Nothing is built before one of them is asked for.
+    """One array of a message: tensors of one name, dtype and shape. The first call of :meth:`row` builds them.
 
     Parameters
     ----------
-    name : of the tensors.
-    array : as received.
-    uses : how many parts refer to it, which is the most rows that it may have.
+    name : name of the tensors.
+    array : the received array.
+    uses : number of parts that refer to it, and the upper bound on its rows.
     """
 
     def __init__(self, name: str, array: Array, uses: int) -> None:
         self.name, self.array, self.uses = name, array, uses
-        self._spec: Spec | None = None  # that the rows are of
+        self._spec: Spec | None = None  # the spec that the rows were checked against
         self._rows: Sequence[torch.Tensor] = ()
-        self._good = False  # whether all rows' values are as they must be: one pass over a stack, not one over each row
-        self.squares: list[float] = []  # of the distances of all rows to the spec's start, if it has one
+        self._good = False  # whether all rows' values are valid: one pass over a stack, not one over each row
+        self.squares: list[float] = []  # squared distances of all rows to the spec's start, if it has one
 
     def row(self, number: int, spec: Spec | None = None) -> torch.Tensor:
         """Return one tensor.
@@ -114,23 +114,23 @@ class Stack:
         Raises
         ------
         BadReply
-            It is not as ``spec`` says, or not of this format.
+            The tensor does not meet ``spec``, or is not of this format.
         """
         if not self._rows or (spec is not self._spec and spec != self._spec):
-            self._look(spec)
+            self._decode(spec)
         if not 0 <= number < len(self._rows):
             raise BadReply(f"tensor {self.name!r}: no row {number} of {len(self._rows)}")
         if not self._good and spec:
             spec.check_values(self.name, self._rows[number])
         return self._rows[number]
 
-    def _look(self, spec: Spec | None) -> None:
+    def _decode(self, spec: Spec | None) -> None:
         array, name = self.array, printable(self.name, 80)
         dtype = DTYPES.get(array.dtype)
         shape = tuple(array.shape)
         if dtype is None or array.stype != STYPE or not shape or min(shape) < 0:
-            said = printable(f"dtype {array.dtype!r}, stype {array.stype!r}, shape {shape}", 80)
-            raise BadReply(f"tensor {name!r}: {said}: not fedsub's wire format")
+            actual = printable(f"dtype {array.dtype!r}, stype {array.stype!r}, shape {shape}", 80)
+            raise BadReply(f"tensor {name!r}: {actual}: not fedsub's wire format")
         rows, sizes = shape[0], shape[1:]
         if spec:
             spec.check(name, array.dtype, sizes)
@@ -179,12 +179,12 @@ class Part:
     rows: dict[str, tuple[Stack, int]] = field(default_factory=dict)
 
 
-def _open(content: RecordDict, most: float) -> tuple[Json, list[Part]]:
-    """Return header and parts; ``most``: characters that the header may have."""
+def _open(content: RecordDict, limit: float) -> tuple[Json, list[Part]]:
+    """Return header and parts; ``limit``: upper bound on the header's characters."""
     try:
         text = content.config_records[HEADER]["json"]
-        if not isinstance(text, str) or len(text) > most:
-            raise BadReply(f"a header of {len(text)} characters: expected at most {most:g}")  # type: ignore[arg-type]
+        if not isinstance(text, str) or len(text) > limit:
+            raise BadReply(f"a header of {len(text)} characters: expected at most {limit:g}")  # type: ignore[arg-type]
         header = json.loads(text)
         arrays = content.array_records[TENSORS]
         parts = [Part(config) for config in header.pop("parts")]
@@ -206,7 +206,7 @@ def _open(content: RecordDict, most: float) -> tuple[Json, list[Part]]:
 
 
 def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
-    """Inverse of :func:`pack`, for a sender who is trusted with the sizes: a node opens the server's messages so.
+    """Inverse of :func:`pack`, for a trusted sender: a node opens the server's messages with it.
 
     Raises
     ------
@@ -222,18 +222,18 @@ def unpack_reply(content: RecordDict, asked: Mapping[int, Mapping[str, Spec]]) -
 
     Parameters
     ----------
-    asked : client -> tensors that it was asked for; they bound what is read.
+    asked : client -> tensors that it was asked for; they bound the size of the reply.
 
     Raises
     ------
     BadReply
-        The records are not of this format, or larger than any answer to this.
+        The records are not of this format, or larger than any valid reply.
     """
-    return _open(content, MOST_HEADER + sum(MOST_PART + MOST_ENTRY * len(expected) for expected in asked.values()))
+    return _open(content, MAX_HEADER + sum(MAX_PART + MAX_ENTRY * len(expected) for expected in asked.values()))
 
 
 def wire_bytes(content: RecordDict) -> int:
-    """Bytes of a message's content as sent: arrays and JSON, without Flower's own envelope."""
+    """Return the bytes of a message's content as sent: arrays and JSON, without Flower's own envelope."""
     if HEADER not in content.config_records or TENSORS not in content.array_records:
         return 0
     text = content.config_records[HEADER].get("json", "")
@@ -242,7 +242,7 @@ def wire_bytes(content: RecordDict) -> int:
 
 
 def update_part(update: Update) -> tuple[Json, Tensors]:
-    """An update as the part of a message."""
+    """Return an update as the part of a message."""
     config = {
         "client": update.client,
         "metrics": update.metrics,
@@ -254,14 +254,14 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
 
 
 def read_update(
-    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], most_examples: int = MAX_EXAMPLES
+    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], max_examples: int = MAX_EXAMPLES
 ) -> Update:
-    """Return the update in a part, checked against what was asked.
+    """Return the update in a part, checked against the request.
 
     Parameters
     ----------
     expected, metrics : the tensors and metrics that the client may answer with; others are refused.
-    most_examples : that the client can have.
+    max_examples : upper bound on the client's examples.
 
     Raises
     ------
@@ -270,7 +270,7 @@ def read_update(
         :class:`~fedsub_app.federation.protocol.Diverged` where they are not finite,
         :class:`~fedsub_app.federation.protocol.StateLost` where the client has lost its state.
     """
-    config, tensors, away = part.config, {}, {}
+    config, tensors, distances = part.config, {}, {}
     if config.get("error"):
         raise (StateLost if config.get("lost") is True else BadReply)(f"client failed: {config['error']}")
     missing = [name for name in expected.keys() - part.rows.keys() if not expected[name].optional]
@@ -283,26 +283,26 @@ def read_update(
             raise BadReply(f"tensor {printable(name, 80)!r} was not asked for")
         tensors[name] = stack.row(number, spec)
         if stack.squares:
-            away[name] = stack.squares[number]
+            distances[name] = stack.squares[number]
     count = config.get("num-examples")
-    if type(count) is not int or not 1 <= count <= most_examples:
-        raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be an integer from 1 to {most_examples}")
-    said = _read_metrics(config.get("metrics"), metrics)
+    if type(count) is not int or not 1 <= count <= max_examples:
+        raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be an integer from 1 to {max_examples}")
+    values = _read_metrics(config.get("metrics"), metrics)
     match config.get("state"):
         case [int(before), int(after)] if 0 <= before <= after:
-            return Update(int(config["client"]), tensors, said, count, state=(before, after), squares=away)
+            return Update(int(config["client"]), tensors, values, count, state=(before, after), squares=distances)
     shown = printable(repr(config.get("state")), 40)
     raise BadReply(f"state = {shown}: must be two rounds, of its state before and after")
 
 
-def _read_metrics(said: object, allowed: Mapping[str, Range]) -> dict[str, float]:
-    if not isinstance(said, dict):
-        raise BadReply(f"metrics = {said!r}: must be an object of numbers")
-    for name, value in said.items():
+def _read_metrics(values: object, allowed: Mapping[str, Range]) -> dict[str, float]:
+    if not isinstance(values, dict):
+        raise BadReply(f"metrics = {values!r}: must be an object of numbers")
+    for name, value in values.items():
         if name not in allowed:
             raise BadReply(f"metric {printable(name, 80)!r} was not asked for")
         allowed[name].check(name, value)
-    missing = sorted(name for name in allowed.keys() - said.keys() if allowed[name].needed)
+    missing = sorted(name for name in allowed.keys() - values.keys() if allowed[name].needed)
     if missing:
         raise BadReply(f"metric {missing[0]!r} is missing")
-    return said
+    return values

@@ -1,9 +1,10 @@
-"""The grid of this machine's cores: every node is a process of its own, forked once data and model are there.
-Where GPUs compute, it is spawned instead, and sees one of them.
+"""The grid of this machine's cores: every node is a process, forked once data and model are loaded.
 
-A message between processes is one file in memory, whose descriptor travels through a socket: nothing is pickled, and of
-a process that is killed no file is left. A node has its messages in a queue; where it dies, the message that it was
-working on is answered by an error, the others go to its replacement.
+Where GPUs compute, the process is spawned instead, and sees one of them.
+
+A message between processes is one file in memory, whose descriptor travels through a socket: nothing is pickled, and a
+killed process leaves no file. A node has its messages in a queue. Where it dies, the message that it was working on is
+answered by an error, and the others go to its replacement.
 """
 
 import errno
@@ -37,7 +38,7 @@ from fedsub_app.federation.wire import HEADER, TENSORS, unpack
 
 SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
-MAPPED = 1 << 20  # bytes from which on a message is mapped, which holds a descriptor; a smaller one is read
+MAPPED = 1 << 20  # bytes from which on a message is mapped, which uses a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
 
 
@@ -46,15 +47,15 @@ def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork:
 
     Parameters
     ----------
-    app : module of the ClientApp ``app`` and of ``prepare(message, context)``, which loads what the clients need.
+    app : module of the ClientApp ``app`` and of ``prepare(message, context)``, which loads the clients' data and model.
     overrides : the run config as single keys.
-    workers : at least 1.
-    fork : whether processes may be forked where the system can (not with CUDA): data and model are there once then.
+    workers : number of nodes, at least 1.
+    fork : whether processes may be forked where the system can (not with CUDA); they then share data and model.
 
     Raises
     ------
     UserError
-        Several workers where the system allows one.
+        Several workers are asked for where the system allows one.
     """
     if workers > 1 and not SEVERAL:
         raise UserError(f"--workers {workers}: must be 1 on Windows, where processes cannot pass open files on")
@@ -84,7 +85,7 @@ class WorkerGrid(LocalGrid):
 
     @_limits()
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Hand every message to its node's process; the roll call is answered here."""
+        """Send every message to its node's process; the roll call is answered here."""
         ids: list[str] = []
         for message in messages:
             if message.metadata.message_type == "query":
@@ -93,7 +94,7 @@ class WorkerGrid(LocalGrid):
             ids.append(named(message))
             if not self._workers:
                 if self._start == "fork":
-                    with suppress(Exception):  # each node will say what is wrong
+                    with suppress(Exception):  # each node's reply will name the error
                         resolve_name(f"{self._module}:prepare")(message, self.contexts[message.metadata.dst_node_id])
                 for node in self.contexts:
                     self._begin(node)
@@ -101,12 +102,12 @@ class WorkerGrid(LocalGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand out the answers that are there."""
+        """Return the replies that have come."""
         self._collect(0)
         return super().pull_messages(message_ids)
 
     def wait(self, seconds: float) -> None:
-        """Wait until an answer is there, at most so long."""
+        """Wait until a reply has come, at most ``seconds``."""
         self._collect(seconds)
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class WorkerGrid(LocalGrid):
 
     @_limits()
     def _collect(self, seconds: float) -> None:
-        """Take the answers that are there, or come within ``seconds``."""
+        """Take the replies that have come, or come within ``seconds``."""
         node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
         for ready in wait_for(list(node_of), seconds) if node_of else ():
             node = node_of[ready]
@@ -132,7 +133,7 @@ class WorkerGrid(LocalGrid):
                 reply = worker.receive()
             except (EOFError, ConnectionError):
                 worker.leaves = True
-                lost = worker.waiting.popleft() if worker.waiting else None  # what it was working on
+                lost = worker.waiting.popleft() if worker.waiting else None  # the message that it was working on
                 reply = Message(Error(CLIENT_FAILED, worker.ended()), reply_to=lost) if lost else None
             if worker.leaves:
                 self._replace(node)
@@ -140,7 +141,7 @@ class WorkerGrid(LocalGrid):
                 self._replies[reply.metadata.reply_to_message_id] = reply
 
     def _replace(self, node: int) -> None:
-        """Start another process for a node; it gets the messages that the old one has not begun."""
+        """Start another process for a node; it gets the messages that the old process has not begun."""
         old = self._workers.pop(node)
         old.end()
         self._begin(node)
@@ -149,9 +150,9 @@ class WorkerGrid(LocalGrid):
 
 
 class WorkerProcess:
-    """One process and the messages that it has not answered yet, in order; ``leaves``: it answers no more.
+    """One process and the messages that it has not answered yet, in order; ``leaves``: it answers no more messages.
 
-    ``others`` are the sockets that a forked process inherits, and closes; ``gpu`` is the one that it sees.
+    ``others`` are the sockets that a forked process inherits, and closes; ``gpu`` is the GPU that it sees.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class WorkerProcess:
         theirs.close()
 
     def send(self, message: Message) -> None:
-        """Queue a message; where the process is dead, :meth:`receive` will say so."""
+        """Queue a message; where the process is dead, :meth:`receive` raises."""
         self.waiting.append(message)
         about = message.metadata
         with suppress(ConnectionError):
@@ -180,9 +181,14 @@ class WorkerProcess:
             )
 
     def receive(self) -> Message:
-        """Return the next answer. Raises EOFError or ConnectionError where the process is dead.
+        """Return the next reply.
 
-        OSError: this machine had no room for the answer, there or here.
+        Raises
+        ------
+        EOFError, ConnectionError
+            The process is dead.
+        OSError
+            This machine had no memory or descriptor left for the reply, in this process or that one.
         """
         about, content = _receive(self.socket)
         if about.get("errno"):
@@ -200,7 +206,7 @@ class WorkerProcess:
         self.socket.close()
 
     def ended(self) -> str:
-        """Say how the process has ended, which has closed its socket."""
+        """Return in words how the process has ended, which has closed its socket."""
         self.process.join(1)
         code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -226,7 +232,7 @@ def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list
 
 
 def _answer_next(mine: socket.socket, run: ClientApp, node: int, context: Context) -> None:
-    """Answer one message; it and its reply, each up to a model, are freed before the next one is waited for."""
+    """Answer one message; message and reply, each up to a model, are freed before the next message is awaited."""
     about, content = _receive(mine)
     message = Message(content, node, about["type"], group_id=about["group"])
     message.metadata.__dict__["_message_id"] = about["id"]
@@ -240,14 +246,14 @@ def _answer_next(mine: socket.socket, run: ClientApp, node: int, context: Contex
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that started it has ended, also if that was killed."""
+    """End this process when its parent has ended or was killed."""
     while os.getppid() == parent:
         time.sleep(PARENT_LOOK_S)
     os._exit(1)
 
 
 def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None:
-    """Write what a message holds to a file in memory and send its descriptor."""
+    """Write a message's content to a file in memory and send its descriptor."""
     records = content.array_records.get(TENSORS, ArrayRecord())
     sizes = [(key, array.dtype, array.shape, array.stype, len(array.data)) for key, array in records.items()]
     text = content.config_records[HEADER]["json"] if HEADER in content.config_records else ""
@@ -262,8 +268,8 @@ def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None
 
 def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
     """Return what :func:`_send` sent; the arrays share its bytes. EOFError: the other end is closed."""
-    said, descriptors, *_ = socket.recv_fds(source, 1, 1)
-    if not said:
+    data, descriptors, *_ = socket.recv_fds(source, 1, 1)
+    if not data:
         raise EOFError
     if not descriptors:  # the system drops one for which this process has no room
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
