@@ -1,4 +1,4 @@
-"""The engines' common door: what a run is started with, and what is drawn and said when it has ended."""
+"""The engines' common door: it starts a run, and draws its pictures and logs its summary at the end."""
 
 import logging
 import sys
@@ -28,14 +28,14 @@ def run_local(overrides: Mapping[str, Value], workers: int | None = 1) -> Json:
     Parameters
     ----------
     overrides : single keys, as in TOML.
-    workers : processes, at most one a client; 1: all in this one; None: one a core, or one a GPU where GPUs train.
+    workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
 
     Raises
     ------
     UserError
         Bad input, before round 1.
     RunFailed
-        The run could not go on; its ``folder`` may hold a checkpoint to resume from.
+        The run could not continue; its ``folder`` may hold a checkpoint to resume from.
     """
     settings = settings_of(overrides)
     on_gpu = pick_device(settings.device).type == "cuda"
@@ -49,7 +49,7 @@ def run_local(overrides: Mapping[str, Value], workers: int | None = 1) -> Json:
 
 
 def run_and_report(grid: Grid, settings: Settings) -> Json:
-    """Run all rounds as :func:`run_experiment` does, draw what came out, also of a run that failed, log the summary."""
+    """Run all rounds as :func:`run_experiment` does, draw the pictures, also of a failed run, log the summary."""
     try:
         summary = run_experiment(grid, settings)
     except RunFailed as failure:
@@ -61,7 +61,7 @@ def run_and_report(grid: Grid, settings: Settings) -> Json:
 
 
 def _draw(folder: Path) -> None:
-    """Draw a run's pictures; where that cannot be, the run is none the worse for it."""
+    """Draw a run's pictures; a failure is logged only."""
     try:
         pictures.draw_run(folder)
     except (OSError, UserError) as error:

@@ -1,6 +1,6 @@
 """A node: the settings, data and folders of the runs that it takes part in, and the clients that it hosts.
 
-A header is that of a message (federation/wire.py); ``config`` is the node's own, ``--node-config``.
+``header`` is a message's header (federation/wire.py); ``config`` is the node's own configuration, ``--node-config``.
 """
 
 import json
@@ -30,11 +30,11 @@ from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, update_par
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState, StateGone
-from fedsub_app.training.stacked import MOST
+from fedsub_app.training.stacked import MAX_STACKED
 from fedsub_app.training.workplace import Workplace, workplace
 
 Config = Mapping[str, Any]
-_texts: dict[Path, str] = {}  # settings, as JSON, by the file that they are kept in
+_texts: dict[Path, str] = {}  # settings as JSON, by their file
 
 
 def simulated() -> bool:
@@ -43,12 +43,12 @@ def simulated() -> bool:
 
 
 def sees_gpu() -> bool:
-    """Say whether this process may use a GPU: Ray hides those that a node was given no share of."""
+    """Say whether this process may use a GPU: Ray hides a GPU from a node that has no share of it."""
     return torch.cuda.is_available()
 
 
 def roll_call(header: Json, config: Config) -> Json:
-    """Return which partition this node is, or why it cannot take part; keep the settings of the run that asks."""
+    """Return this node's partition, or the reason why it cannot take part; keep the settings of the run that asks."""
     answer: Json = {"simulated": simulated()}
     if header["code"] != code_digest():
         return answer | {"error": _other_code(header["code"])}
@@ -63,9 +63,10 @@ def roll_call(header: Json, config: Config) -> Json:
 
 
 def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], config: Config) -> RecordDict:
-    """Run the clients of a message, one a part; returns what the reply holds.
+    """Run the clients of a message, one a part; returns the reply's content.
 
-    A failure of the message as a whole is an ``error`` in it; ``fatal`` one of the machine, which ends the run.
+    The key ``error`` reports a failure of the message as a whole; ``fatal`` marks a failure of the machine, which ends
+    the run.
     """
     stamp = {key: header[key] for key in STAMP}
     try:
@@ -92,7 +93,7 @@ def _content(header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, c
 
 
 def _run(place: Workplace, folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
-    """Run one client's task; where it fails, only this client's update says so."""
+    """Run one client's task; a failure is reported in this client's update only."""
     client, count = task["client"], place.settings.num_clients
     try:
         if type(client) is not int or not 0 <= client < count:
@@ -111,7 +112,7 @@ def _run(place: Workplace, folder: Path, header: Json, task: Json, sent: Tensors
         if worker.state:
             store.save(header["round"], worker.state, merged, header["checkpoints"])
         return replace(update, state=(before, update.state[1] or before))
-    except (Exception, SystemExit) as error:  # any client may fail without taking the others of its node along
+    except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
         return _failed(client, error)
 
 
@@ -121,16 +122,16 @@ def _failed(client: int, error: BaseException) -> Update:
     Raises
     ------
     MachineFailed
-        A simulated node's machine has failed, which is the run's and would be the next client's failure as well. A real
-        node is one of many machines: the others go on.
+        A simulated node's machine has failed: it is also the run's machine, and the next client would fail as well. A
+        real node is one of many machines, and the run continues with the others.
     """
-    if simulated() and (said := machine_failure(error)):
-        raise MachineFailed(f"client {client}: {said}") from error
+    if simulated() and (failure := machine_failure(error)):
+        raise MachineFailed(f"client {client}: {failure}") from error
     return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
 
 
 def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
-    """Train clients whose tensors and numbers of samples are alike together; they have no state (setting)."""
+    """Train clients with tensors of equal shapes and equally many samples together; they have no state."""
     kind = METHODS[place.settings.method].client
     groups: dict[object, list[int]] = {}
     for number, (task, sent) in enumerate(parts):
@@ -138,26 +139,26 @@ def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Te
         groups.setdefault((len(place.partition.train[task["client"]]), shapes), []).append(number)
     updates: dict[int, Update] = {}
     for alike in groups.values():
-        for some in (alike[start : start + MOST] for start in range(0, len(alike), MOST)):
+        for some in (alike[start : start + MAX_STACKED] for start in range(0, len(alike), MAX_STACKED)):
             clients = [kind(place, parts[number][0]["client"], header["round"], {}) for number in some]
             try:
-                found = kind.run_together(clients, [parts[number][1] for number in some])
-            except Exception as error:  # a failure of one operation is one of all these clients
-                found = [_failed(client.id, error) for client in clients]
-            updates |= dict(zip(some, found, strict=True))
+                together = kind.run_together(clients, [parts[number][1] for number in some])
+            except Exception as error:  # where one operation fails, all these clients fail
+                together = [_failed(client.id, error) for client in clients]
+            updates |= dict(zip(some, together, strict=True))
     return [updates[number] for number in range(len(parts))]
 
 
-# --- what a run's clients share -------------------------------------------------------------------------------------
+# --- the workplace of a run's clients -------------------------------------------------------------------------------
 
 
 def place_of(header: Json, config: Config) -> Workplace | None:
-    """Return the workplace of a message; ``None`` where its settings are not known here.
+    """Return the workplace of a message; ``None`` where this node lacks its settings.
 
     Raises
     ------
     UserError
-        The server's code, the run's id or the settings' digest is wrong, or the node's own data are.
+        The server's code, the run's id, the settings' digest or the node's own data are wrong.
     """
     if header["code"] != code_digest():
         raise UserError(_other_code(header["code"]))
@@ -177,8 +178,8 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
     """Return the workplace of a node's own data, which must be like the server's."""
     settings = _settings(text, "")
     if not path:
-        said = f"private-examples = {settings.private_examples}"
-        raise UserError(f"--node-config: {said} needs private-data=<path of an .npz file or image folder>")
+        setting = f"private-examples = {settings.private_examples}"
+        raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file or image folder>")
     if not settings.private_examples:
         raise UserError(f"private-data = {path!r}: not used in a run with private-examples = 0")
     shape, classes = tuple(header["shape"]), header["classes"]
@@ -193,35 +194,35 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
 
 @lru_cache(maxsize=4)
 def _private_settings(text: str, path: str, image_size: int) -> Settings:
-    """Settings from a message, with all samples of a data set of this node in the place of the run's."""
+    """Return the settings of a message, with all samples of this node's data set instead of the run's."""
     name = private_name(Path(path))
-    own: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
-    return resolve(json.loads(text) | own | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
+    private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
+    return resolve(json.loads(text) | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 
 @lru_cache(maxsize=4)
 def _settings(text: str, data_dir: str) -> Settings:
-    """Settings from a message; a node's own ``data-dir`` (node config) wins."""
+    """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
     return resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
 
 
-# --- what a run's messages have in common ---------------------------------------------------------------------------
+# --- a run's settings and folder ------------------------------------------------------------------------------------
 
 
 def _keep_settings(header: Json, folder: Path) -> None:
-    """Keep a run's settings beside its clients' state; later messages, maybe to other processes, have their digest."""
+    """Keep a run's settings beside its clients' state; later messages, to any process of the node, have the digest."""
     text = header["settings"]
     if header["digest"] != text_digest(text):
         raise UserError(f"digest = {header['digest']!r}: not that of the settings")
     path = _settings_file(folder, header["digest"])
     if path not in _texts:
         _texts[path] = text
-        with suppress(OSError):  # a process that finds no file asks for them
+        with suppress(OSError):  # a process without the file asks for the settings
             write_atomic(path, text.encode())
 
 
 def _kept_settings(folder: Path, digest: str) -> str:
-    """Return a run's settings, JSON; "" where this node has not got them, or not whole."""
+    """Return a run's settings as JSON; "" where this node lacks them or their file is damaged."""
     path = _settings_file(folder, digest)
     if path not in _texts:
         with suppress(OSError, UnicodeDecodeError):
@@ -236,7 +237,7 @@ def _settings_file(folder: Path, digest: str) -> Path:
 
 
 def state_folder(header: Json, config: Config) -> Path:
-    """Return where client state lies: in the run directory on one machine, else in a folder of the node's own."""
+    """Return the folder of client states: in the run directory on one machine, else a folder of the node's own."""
     run, folder = str(header["run"]), str(config.get("state-dir", ""))
     if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
         raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")

@@ -1,4 +1,4 @@
-"""What is learned, apart from how: data, network, loss and score."""
+"""The learning problem, independent of the method: data, network, loss and score."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class Task(Protocol):
-    """What a network's output is held against, and what is reported of it.
+    """The loss of a network's output, and the metrics that are reported of it.
 
     Attributes
     ----------
-    score : the metric that runs are compared by; it ends report keys: ``global-<score>``.
+    score : the metric by which runs are compared; report keys end with it: ``global-<score>``.
     high_is_good : whether a higher score is a better one.
     """
 
@@ -31,10 +31,10 @@ class Task(Protocol):
         """Return the loss of a batch, differentiable: its mean, its sum, or one number a sample."""
 
     def sums(self, output: Tensor, y: Tensor) -> dict[str, float]:
-        """Return what the metrics are computed from, as sums: those of several batches or clients are added."""
+        """Return the sums from which the metrics are computed; sums of several batches or clients can be added."""
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of all samples in ``sums``: the score, ``loss`` (the mean), and others if any."""
+        """Return the metrics of all samples in ``sums``: the score, ``loss`` (the mean), and any others."""
 
 
 class Classification:
@@ -63,10 +63,10 @@ class Problem:
 
     Parameters
     ----------
-    data : training and test samples, and what an input is.
+    data : training and test samples, with the shape of an input.
     build : seed -> a fresh network, initialised from this seed and nothing else.
     task : loss and score.
-    seed : of the initial global model.
+    seed : seed of the initial global model.
     """
 
     data: Dataset
@@ -81,12 +81,12 @@ class Problem:
         Raises
         ------
         UserError
-            The data are not there, damaged or too few; what is wrong with the network :meth:`network` says.
+            The data are missing, damaged or too few; :meth:`network` checks the network.
         """
         return _named(load_dataset(settings.data), settings.model, settings.hidden_width, settings.seed)
 
     def network(self, seed: int | None = None) -> nn.Module:
-        """Return a fresh network on the CPU: the initial global model, or that of another seed.
+        """Return a fresh network on the CPU: the initial global model, or another seed's model.
 
         Raises
         ------

@@ -58,7 +58,7 @@ class ISTSettings(MethodSettings):
     The global network has this number times the clients of a round; for multi-layer perceptrons only.
     """
     bias: Literal["average", "keep"] = "average"
-    """Biases are trained, the output bias averaged; or the global biases keep their initial values (authors' code)."""
+    """Biases are trained, and averaged if no hidden unit has them; or all keep their initial values (authors' code)."""
 
     def hidden_width(self, settings: Settings) -> int | None:
         """Return the global width: a client's width times the clients of a round."""

@@ -223,7 +223,7 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
 def _mask_tables(masks: Masks) -> list[tuple[str, Heat]]:
     clients = [str(client) for client in range(len(masks.shares))]
     shares = Heat("client", masks.layers, _shaded(clients, masks.shares, 1.0, percent=True))
-    tables = [(f"Part of a layer's {masks.of} in a client's mask after round {masks.round}, percent", shares)]
+    tables = [(f"Part of a layer's {masks.kind} in a client's mask after round {masks.round}, percent", shares)]
     overlap = Heat("client", clients, _shaded(clients, masks.overlap, 1.0, percent=True))
     if len(clients) <= MAX_CELLS:
         tables.append(("Intersection over union of two clients' masks, percent", overlap))

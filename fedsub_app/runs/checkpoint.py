@@ -1,4 +1,4 @@
-"""The file that a finished round leaves behind."""
+"""The checkpoint of a finished round, one file."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +10,15 @@ from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a finished round leaves behind; before the first one round 0 and no tensors.
+    """The global model and the method's state after a round; before the first round round 0 and no tensors.
 
     Attributes
     ----------
     round : number of the finished round.
     model : the global model after it, named tensors.
-    state : what :meth:`strategies.base.SubnetStrategy.state` returned after it.
-    abandoned : how many rounds in a row, up to this one, were abandoned.
-    digest : that of the settings it belongs to.
+    state : the tensors that :meth:`strategies.base.SubnetStrategy.state` returned after it.
+    abandoned : number of rounds in a row, up to this one, that were abandoned.
+    digest : digest of the run's settings.
     """
 
     round: int = 0
@@ -34,12 +34,12 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return what :meth:`Checkpoint.write` wrote; the tensors are in the order of the file, not of the model.
+    """Read a checkpoint; its tensors are in the order of the file, not of the model.
 
     Raises
     ------
     UserError
-        The file is truncated or damaged, or that of another round.
+        The file is truncated or damaged.
     """
     try:
         tensors, header = read_tensors(path)
@@ -52,5 +52,5 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in the directory of a run, the oldest first."""
+    """Return the checkpoints' files in the directory of a run, the oldest first."""
     return list(round_files(folder / "checkpoints").values())

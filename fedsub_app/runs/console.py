@@ -1,4 +1,4 @@
-"""What is printed of a running run: its first line, a line a round, a table at the end."""
+"""The printed lines of a run: its first line, a line a round, a table at the end."""
 
 from itertools import groupby
 from pathlib import Path
@@ -11,12 +11,12 @@ from fedsub_app.runs.rounds import ACCURACIES
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
-LOST = ("lost-state", "evaluated-without-state")  # of a round's line: clients
+LOST = ("lost-state", "evaluated-without-state")  # keys of a round's line: clients
 NAMED = ("not-waited-for", *LOST)
 
 
 def opening(folder: Path, dataset: Dataset, strategy: SubnetStrategy) -> str:
-    """Return what a run is about to do, as one line of text."""
+    """Return a run's settings and sizes as one line of text."""
     settings = strategy.settings
     count = sum(parameter.numel() for parameter in strategy.model.parameters())
     words = [f"run {folder}", f"{settings.method} on {settings.dataset}"]
@@ -29,16 +29,16 @@ def opening(folder: Path, dataset: Dataset, strategy: SubnetStrategy) -> str:
 
 
 def stages_of(strategy: SubnetStrategy) -> list[tuple[str, str]]:
-    """Return the parts of a run, one after the other: a part's name, "" for none, and which rounds it is."""
-    most = strategy.settings.num_rounds
-    parts = [(name, list(rounds)) for name, rounds in groupby(range(1, most + 1), strategy.stage)]
+    """Return the stages of a run, one after the other: a stage's name, "" for none, and its rounds in words."""
+    count = strategy.settings.num_rounds
+    parts = [(name, list(rounds)) for name, rounds in groupby(range(1, count + 1), strategy.stage)]
     if len(parts) == 1:
         return [(parts[0][0], "all of them")]
     return [(name, f"rounds {rounds[0]} to {rounds[-1]}") for name, rounds in parts]
 
 
 def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
-    """Return one round as one line of text; ``line`` is that of rounds.jsonl."""
+    """Return one round as one line of text; ``line`` is its line of rounds.jsonl."""
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
     words += [line["stage"]] if "stage" in line else []
     words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
@@ -75,9 +75,9 @@ def summary_table(summary: Json) -> str:
         rows.append(("privacy", f"epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}, of one client"))
     bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"
     rows.append(("rounds", f"{summary['rounds']}{bad}"))
-    for way in ("down", "up"):
-        sent, formula = summary[f"total-bytes-{way}"], summary[f"total-formula-bytes-{way}"]
-        rows.append((f"bytes {way}", f"{human_bytes(sent)} sent, {human_bytes(formula)} by the formula"))
+    for direction in ("down", "up"):
+        sent, formula = summary[f"total-bytes-{direction}"], summary[f"total-formula-bytes-{direction}"]
+        rows.append((f"bytes {direction}", f"{human_bytes(sent)} sent, {human_bytes(formula)} by the formula"))
     rows.append(
         ("training", f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks")
     )

@@ -10,7 +10,7 @@ summary.json, model.safetensors       written when the run ends
 ====================================  =================================================================================
 
 Killed at any moment and resumed, a run gives bit-identical weights and metrics on the CPU: everything random depends on
-(seed, round, client, purpose), what a round needs lies in the last checkpoint, and lines after it are cut off.
+(seed, round, client, purpose), the last checkpoint holds all that the next round needs, and later lines are cut off.
 """
 
 import os
@@ -49,11 +49,11 @@ except ImportError:  # Windows
 
 CPU = torch.device("cpu")
 EXTENDED = "num-rounds"  # the key that may be larger when a run is resumed
-EARLIER = "earlier-digests"  # of settings.json: those of the settings before each extension
+EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
 
 
 class RunFailed(Exception):
-    """The run could not go on (abandoned rounds, a full disk); ``folder`` may hold a checkpoint to resume from."""
+    """The run could not continue (abandoned rounds, a full disk); ``folder`` may hold a checkpoint to resume from."""
 
     def __init__(self, message: str, folder: Path) -> None:
         super().__init__(message)
@@ -61,14 +61,14 @@ class RunFailed(Exception):
 
 
 def resume_command(folder: Path) -> str:
-    """Return what goes on with the run of a directory."""
+    """Return the command that resumes the run of a directory."""
     return f"fedsub run --resume {shlex.quote(str(folder))}"
 
 
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
-    """Resolve a run's settings; with ``resume`` those of its directory, which the other keys must not contradict.
+    """Resolve a run's settings; with ``resume`` the settings of its directory, which other keys must not contradict.
 
-    But for ``num-rounds``, which may be larger: the run is extended.
+    ``num-rounds`` may be larger: the run is extended.
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
@@ -78,35 +78,35 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     longer = {}
     for key, value in overrides.items():
         if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):
-            before = recorded.get(key)
-            if key != EXTENDED or type(value) is not int or not isinstance(before, int) or value < before:
+            old = recorded.get(key)
+            if key != EXTENDED or type(value) is not int or not isinstance(old, int) or value < old:
                 more = "; it can only get more" if key == EXTENDED else ""
-                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {before!r}{more}")
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
             longer = {key: value}
-    own = {key: value for key, value in recorded.items() if key != "experiment"}
+    before = {key: value for key, value in recorded.items() if key != "experiment"}
     try:
-        resolve(own)
+        resolve(before)
     except UserError as error:
         wrote = f"it was written by commit {content.get('commit', 'unknown')}, which can resume it"
         raise UserError(f"{folder / 'settings.json'}: {error}; {wrote}") from None
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
-    return resolve(own | location | longer).model_copy(update={"experiment": recorded.get("experiment") or None})
+    return resolve(before | location | longer).model_copy(update={"experiment": recorded.get("experiment") or None})
 
 
 def _recorded(folder: Path) -> Json:
-    """Return what ``open_run`` wrote into a run's settings.json."""
+    """Return the content of a run's settings.json, as ``open_run`` wrote it."""
     path = folder / "settings.json"
     if not path.is_file():
         raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run")
-    found = read_json(path)
-    recorded, run_id = found.get("settings"), found.get("run-id")
+    content = read_json(path)
+    recorded, run_id = content.get("settings"), content.get("run-id")
     if not isinstance(recorded, dict) or not re.fullmatch(r"[0-9a-f]{12}", str(run_id)):
         raise UserError(f"{path}: not a run's settings (settings, run-id)")
-    if found.get("digest") != digest(recorded):
+    if content.get("digest") != digest(recorded):
         raise UserError(
-            f"{path}: damaged or changed (digest {found.get('digest')}, its settings' is {digest(recorded)})"
+            f"{path}: damaged or changed (digest {content.get('digest')}, its settings' is {digest(recorded)})"
         )
-    return found
+    return content
 
 
 def _lock(folder: Path) -> TextIO:
@@ -147,12 +147,12 @@ class Run:
 
     @property
     def state_folder(self) -> Path:
-        """Where clients on this machine keep their state."""
+        """Folder of the states of clients on this machine."""
         return self.folder / "clients"
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[Path]:
-        """Say in one line that a file of the run cannot be written: :class:`RunFailed`."""
+        """Turn an error in writing a file of the run into :class:`RunFailed`, one line."""
         path = self.folder / name
         try:
             if not (self.folder / "settings.json").exists():
@@ -178,9 +178,9 @@ class Run:
             os.fsync(file.fileno())
 
     def extend(self, recorded: Json) -> None:
-        """Have the run end later: its settings.json, ``recorded``, gets the larger ``num-rounds``.
+        """Extend the run: its settings.json, ``recorded``, gets the larger ``num-rounds``.
 
-        Its summary goes first: killed in between, the run is one that has not ended, and no other's.
+        The summary is deleted first: if the process is killed in between, the run counts as not ended.
         """
         changed = recorded["settings"] | {EXTENDED: self.settings.num_rounds}
         with self._writing("summary.json") as path:
@@ -202,17 +202,17 @@ class Run:
         finished = Checkpoint(server_round, dict(model), state, abandoned, self.digest)
         with self._writing("checkpoints") as folder:
             finished.write(round_file(folder, server_round))
-            keep, found = self.settings.keep_checkpoints, checkpoints(self.folder)
-            for path in found[:-keep] if keep else []:
+            keep, files = self.settings.keep_checkpoints, checkpoints(self.folder)
+            for path in files[:-keep] if keep else []:
                 path.unlink(missing_ok=True)
 
     @property
     def checkpoint_rounds(self) -> list[int]:
-        """Rounds of the checkpoints there, from which a resume may start."""
+        """Rounds of the checkpoints on disk, from which a resume may start."""
         return list(round_files(self.folder / "checkpoints"))
 
     def restore(self) -> Checkpoint:
-        """Return the last checkpoint, cut off the lines of later rounds and delete what a killed writer left.
+        """Return the last checkpoint; cut off the lines of later rounds and delete a killed writer's files.
 
         Raises
         ------
@@ -220,11 +220,11 @@ class Run:
             The checkpoint is truncated or damaged, or belongs to other settings; or a line of a round is damaged.
         """
         last = Checkpoint()
-        if found := checkpoints(self.folder):
-            last = read_checkpoint(found[-1])
+        if files := checkpoints(self.folder):
+            last = read_checkpoint(files[-1])
             if last.digest not in (self.digest, *self.earlier):
                 reason = f"(digest {last.digest}, this run's is {self.digest})"
-                raise UserError(f"{found[-1]}: checkpoint of other settings {reason}")
+                raise UserError(f"{files[-1]}: checkpoint of other settings {reason}")
         lines = read_rounds(self.folder) if last.round else []  # without a checkpoint round 0 is measured again, too
         self.lines, self.last_round = [line for line in lines if line["round"] <= last.round], last.round
         sweep(self.folder)
@@ -238,19 +238,19 @@ class Run:
             write_tensors(path, model)
         summary = summarise(self.lines, self.settings) | {"status": status, "run-dir": str(self.folder)}
         if missing := sorted(set(range(1, self.last_round + 1)) - {line["round"] for line in self.lines}):
-            summary["missing-rounds"] = missing  # somebody deleted their lines: the totals are without them
+            summary["missing-rounds"] = missing  # their lines were deleted: the totals are without them
         self.write_json("summary.json", summary)
         return summary
 
 
 def open_run(settings: Settings, device: torch.device = CPU) -> Run:
-    """Create the run directory, or open that of a run to resume; ``device``: where it is computed.
+    """Create the run directory, or open the directory of a run to resume; ``device``: the device that computes it.
 
     Raises
     ------
     UserError
-        The directory exists and is not empty, cannot be made, or (resume) is not one of a run, or one of a run on
-        another kind of device where the settings do not name this one.
+        The directory exists and is not empty, or cannot be made. With ``resume``: the directory has no run, or its run
+        was computed on another kind of device and the settings do not name this one.
     """
     folder = Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings)
     if settings.resume:
@@ -314,7 +314,7 @@ def _new(root: Path, stamp: str) -> Path:
         try:
             path.mkdir(parents=True)
             return path
-        except FileExistsError:  # of another one of this second
+        except FileExistsError:  # another folder of this second
             path = root / f"{stamp}-{number}"
         except OSError as error:
             raise UserError(f"{path}: cannot be made ({error.strerror})") from None
@@ -325,7 +325,7 @@ def _commit() -> str:
     """Return the checkout's commit, ``-dirty`` with changes; a Flower bundle has none."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return "unknown"
-    return found.stdout.strip() or "not a git checkout"
+    return done.stdout.strip() or "not a git checkout"

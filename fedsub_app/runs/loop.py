@@ -49,10 +49,10 @@ class GlobalTest:
 
     @torch.no_grad()
     def quick_loss(self, tensors: Tensors) -> float:
-        """Return the loss on a few test samples: a model that has diverged is not merged, evaluated or not.
+        """Return the loss on a few test samples, which keeps a diverged model from being merged in any round.
 
-        BatchNorm uses the samples' own statistics: with some methods the running ones stay with the clients, and those
-        of the global model are nobody's.
+        BatchNorm uses the samples' own statistics: with some methods the running statistics stay with the clients, and
+        the global model's do not fit any data.
         """
         load_tensors(self.model, tensors)
         x, y = self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES]
@@ -62,9 +62,9 @@ class GlobalTest:
 
 
 def prepare(settings: Settings) -> tuple[Problem, Partition | None, SubnetStrategy]:
-    """Return the problem, what each client has of its data, and the method's server side.
+    """Return the problem, the partition of its data over the clients, and the method's server side.
 
-    Where the clients' data are their nodes' own there is no partition.
+    The partition is None where each node has private data.
 
     Raises
     ------
@@ -91,26 +91,26 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     UserError
         Bad input, before round 1.
     RunFailed
-        All rounds, or ``max-abandoned`` in a row, had too few valid replies; files cannot be written; or, here
-        or on a simulated node, the memory is used up or the GPU lost.
+        All rounds, or ``max-abandoned`` in a row, were abandoned; files cannot be written; or, here or on a simulated
+        node, the memory is used up or the GPU lost.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)
     problem, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
     dataset, run = problem.data, open_run(settings, device)
     try:
-        told = settings.flat() | {"experiment": "", "resume": False}
+        run_settings = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
-        if not partition:  # what a node's own data must be like
+        if not partition:  # each node compares its own data with these
             header |= {"shape": list(dataset.in_shape), "classes": dataset.num_classes}
         global_test = GlobalTest(problem, device)
         sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients
         examples = [len(indices) for indices in partition.train] if partition else private
         held_out = (*partition.validation, *partition.test) if partition else ()
-        most = max(map(len, held_out), default=settings.private_examples)
-        facts = Facts(examples, sample_flops, global_test.quick_loss, most)
-        strategy.connect(Federation(settings, header, told, device.type), facts)
+        limit = max(map(len, held_out), default=settings.private_examples)
+        facts = Facts(examples, sample_flops, global_test.quick_loss, limit)
+        strategy.connect(Federation(settings, header, run_settings, device.type), facts)
         if partition:
             run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         notes = dataset.notes
@@ -124,11 +124,11 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
     except Exception as error:
-        if said := machine_failure(error):
+        if failure := machine_failure(error):
             stacked = " or stack-clients = false" if settings.stack_clients else ""
             less = f"; fewer --workers or message-clients take less, in a new run a smaller batch-size{stacked}"
-            how = less if "out of memory" in said else ""
-            raise RunFailed(f"{said}{how}; `{resume_command(run.folder)}` goes on", run.folder) from error
+            how = less if "out of memory" in failure else ""
+            raise RunFailed(f"{failure}{how}; `{resume_command(run.folder)}` goes on", run.folder) from error
         raise
     finally:
         run.close()
@@ -147,11 +147,11 @@ def _check_stacked(settings: Settings, model: nn.Module) -> None:
 
 
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
-    """The loop over rounds: train, evaluate, write the line, checkpoint. Continues after the run's last checkpoint."""
+    """Run the rounds after the last checkpoint: train, evaluate, write the line, checkpoint; returns the summary."""
     settings = run.settings
-    found = run.restore()
-    last, model, state, abandoned = found.round, found.model, found.state, found.abandoned
-    # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on where a run resumed.
+    checkpoint = run.restore()
+    last, model, state, abandoned = checkpoint.round, checkpoint.model, checkpoint.state, checkpoint.abandoned
+    # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on a resume.
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
         strategy.load_state(state)
@@ -177,7 +177,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
         status = "ok" if merged is not None else "abandoned"
         stage = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
         measured: Json = {"round": number, "status": status, **stage, "seconds": time.perf_counter() - start}
-        line = measured | strategy.phase.report | measured  # in this order, and the server has the last word
+        line = measured | strategy.phase.report | measured  # in this order; the server's values override the report's
         over = ended_by([*run.lines, line], settings)
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
@@ -188,8 +188,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Glob
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         pace = (time.perf_counter() - began) / (number - last)
         left = pace * (settings.num_rounds - number)
-        told = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
-        log.info("%s", console.round_line(line, settings, left), extra=told)
+        details = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
+        log.info("%s", console.round_line(line, settings, left), extra=details)
         if over:
             log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
         if over or abandoned >= settings.max_abandoned:
@@ -218,12 +218,12 @@ def _evaluate(
     config: ConfigRecord,
     global_test: GlobalTest | None,
 ) -> Json:
-    """Measure what is due after a round; returns it for the round's line."""
+    """Make the evaluations that are due after a round; returns their entries for the round's line."""
     if not evaluation_due(strategy, number, config):
         return {}
     start = time.perf_counter()
-    found: Json = dict(global_test(arrays)) if global_test else {}
+    metrics: Json = dict(global_test(arrays)) if global_test else {}
     if (phase := strategy.configure_evaluate(number, arrays, config, grid)).clients:
         strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
-        found = phase.report | found
-    return found | {"evaluate-seconds": time.perf_counter() - start}
+        metrics = phase.report | metrics
+    return metrics | {"evaluate-seconds": time.perf_counter() - start}

@@ -1,4 +1,4 @@
-"""The masks of a run's clients, as its checkpoints hold them, and how much they overlap."""
+"""The masks of a run's clients, read from its checkpoints, and their overlap."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from strategies.base import SubnetStrategy
 
 
 def strategy_of(settings: Settings) -> SubnetStrategy:
-    """Return the server side of the run's method, which reads the clients' masks from its state."""
+    """Return the server side of a run's method, whose state holds the clients' masks."""
     return METHODS[settings.method].strategy(settings, Problem.of(settings).network())
 
 
@@ -32,20 +32,20 @@ def overlap(masks: Sequence[Tensor]) -> Tensor:
 
 
 def _in_both(masks: Tensor) -> Tensor:
-    """Return how many positions every pair of masks shares: bool [N, n] -> float [N, N]."""
+    """Return the number of positions that every pair of masks shares: bool [N, n] -> float [N, N]."""
     numbers = masks.float()
     return numbers @ numbers.T
 
 
 def _over_union(both: Tensor) -> Tensor:
-    """Return the intersection over union of masks from what each pair shares; the diagonal has their sizes."""
+    """Return the intersection over union of masks from each pair's shared positions; the diagonal has their sizes."""
     sizes = both.diagonal()
     either = sizes[:, None] + sizes[None, :] - both
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
 
 
 def overlap_by_chance(masks: Sequence[Tensor]) -> Tensor:
-    """Return what :func:`overlap` would be of independent masks of the same sizes: ``pq / (p + q - pq)``."""
+    """Return the expected :func:`overlap` of independent masks of the same sizes: ``pq / (p + q - pq)``."""
     parts = torch.stack([mask.float().mean() for mask in masks])
     both = torch.outer(parts, parts)
     return torch.nan_to_num(both / (parts[:, None] + parts[None, :] - both), nan=1.0)
@@ -56,14 +56,14 @@ class Masks(NamedTuple):
 
     Attributes
     ----------
-    of : ``units`` of hidden layers, or ``positions`` of weight tensors.
-    round : of the checkpoint.
-    layers : names.
-    shares : client -> layer -> which part of it is in the client's mask, 0 to 1.
+    kind : ``units`` of hidden layers, or ``positions`` of weight tensors.
+    round : round of the checkpoint.
+    layers : names of the layers.
+    shares : client -> layer -> fraction of it in the client's mask, 0 to 1.
     overlap : client -> client -> intersection over union of both masks, over all layers, 0 to 1.
     """
 
-    of: str
+    kind: str
     round: int
     layers: list[str]
     shares: list[list[float]]
@@ -71,12 +71,12 @@ class Masks(NamedTuple):
 
 
 def last_masks(folder: Path) -> Masks | None:
-    """Return what the clients' masks are at the last checkpoint; ``None`` where the method has none.
+    """Return the clients' masks at the last checkpoint; ``None`` where the method has none.
 
     Raises
     ------
     UserError
-        The folder is not that of a run, its checkpoint is damaged, or its data are not on this machine.
+        The folder has no run, its checkpoint is damaged, or its data are not on this machine.
     """
     paths = checkpoints(folder)
     checkpoint = read_checkpoint(paths[-1]) if paths else None
@@ -89,11 +89,11 @@ def last_masks(folder: Path) -> Masks | None:
     if units is not None:
         layers = {name: kept.T for name, kept in split(units.T, strategy.units).items()}  # bool [clients, size]
     elif positions:
-        layers = {name: torch.stack([of[name].flatten() for of in positions]) for name in positions[0]}
+        layers = {name: torch.stack([masks[name].flatten() for masks in positions]) for name in positions[0]}
     else:
         return None
     alike = _over_union(torch.stack([_in_both(kept) for kept in layers.values()]).sum(0))  # a layer at a time in memory
     shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
     names = [name.removesuffix(".weight") for name in layers]
-    what = "positions" if units is None else "units"
-    return Masks(what, checkpoint.round, names, shares.tolist(), alike.tolist())
+    kind = "positions" if units is None else "units"
+    return Masks(kind, checkpoint.round, names, shares.tolist(), alike.tolist())

@@ -1,4 +1,4 @@
-"""What a run would be, before it is started: settings, partition, network, what a round sends and computes, memory."""
+"""The plan of a run before it starts: settings, partition, network, a round's bytes and FLOPs, memory."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ from fedsub_app.runs.console import stages_of
 from fedsub_app.runs.loop import prepare
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
-from fedsub_app.training.stacked import MOST
+from fedsub_app.training.stacked import MAX_STACKED
 from strategies.base import SubnetStrategy
 from strategies.rounds import Facts
 
-MOST_CLIENTS = 20  # with more the partition is summed up
+MAX_CLIENTS = 20  # with more clients the partition is summed up
 
 
 def plan(settings: Settings) -> str:
@@ -27,7 +27,7 @@ def plan(settings: Settings) -> str:
     Raises
     ------
     UserError
-        What a run refuses before round 1.
+        Bad input that a run refuses before round 1.
     """
     settings.need_data()
     problem, partition, strategy = prepare(settings)
@@ -57,9 +57,9 @@ def _size(strategy: SubnetStrategy) -> int:
 
 
 def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
-    """Yield, of the first round of each part of the method, its number, the part's name and what it sends.
+    """Yield the number, the name and the bytes of the first round of each stage of the method.
 
-    Both by the papers' formula, of what the method's own ``task`` and ``expected`` name.
+    Bytes down and up are counted by the papers' formula, from the tensors of ``task`` and ``expected``.
     """
     seen = set()
     for number in range(1, strategy.settings.num_rounds + 1):
@@ -70,17 +70,17 @@ def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
         clients = strategy.federation.sample(number)
         down = sum(formula_bytes(strategy.task(client).tensors) for client in clients)
         expected = [strategy.expected(client) for client in clients]
-        up = sum(_most_bytes(specs) for specs in expected)
+        up = sum(_max_bytes(specs) for specs in expected)
         exact = not any(spec.up_to or spec.optional for specs in expected for spec in specs.values())
-        most = "" if exact else "at most "
+        bound = "" if exact else "at most "
         yield (
             number,
             name,
-            f"{human_bytes(down)} down, {most}{human_bytes(up)} up by the formula, {len(clients)} clients",
+            f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula, {len(clients)} clients",
         )
 
 
-def _most_bytes(specs: Mapping[str, Spec]) -> int:
+def _max_bytes(specs: Mapping[str, Spec]) -> int:
     sizes = ((math.prod(spec.shape), spec.dtype == torch.bool) for spec in specs.values())
     return sum(-(-count // 8) if bits else 4 * count for count, bits in sizes)
 
@@ -92,29 +92,32 @@ def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int)
     samples = float(steps * settings.batch_size if steps else sizes.mean() * settings.local_epochs)
     flops = samples * sample_flops * settings.sample_size
     what = f"local-steps = {steps}" if steps else f"local-epochs = {settings.local_epochs}"
-    rest = "without what the method adds or leaves out"
+    rest = "without the method's own additions and savings"
     return f"{flops / 1e9:.3g} GFLOPs a round on average: {what} of the whole network, {rest}"
 
 
 def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) -> str:
-    """Say what tensors take: of the server, and of a process that trains. Python, torch and activations come on top."""
+    """Return in words the memory of the tensors on the server and in a process that trains.
+
+    Python, torch and activations come on top.
+    """
     settings, model = strategy.settings, _size(strategy)
     data = sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
-    held = settings.sample_size if strategy.holds_all or settings.mean != "average" else 1
+    kept = settings.sample_size if strategy.holds_all or settings.mean != "average" else 1
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
-    server = data + (3 + held) * model + 2 * messages  # current, mean and weights; two messages at a node
+    server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
-    together = min(MOST, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
-    taken = max(map(len, partition.train)) * 4 * math.prod(dataset.in_shape)  # as float32
-    own = (3 + state) * model + taken  # network, gradients, what was sent
-    worker = data + together * own + messages
+    together = min(MAX_STACKED, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
+    samples = max(map(len, partition.train)) * 4 * math.prod(dataset.in_shape)  # as float32
+    client = (3 + state) * model + samples  # network, gradients, the received model
+    worker = data + together * client + messages
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"
 
 
 def _clients(dataset: Dataset, partition: Partition) -> str:
     counts = partition.class_counts(dataset)
     sizes = [len(indices) for indices in partition.train]
-    if len(sizes) > MOST_CLIENTS:
+    if len(sizes) > MAX_CLIENTS:
         classes = (counts > 0).sum(1)
         middle = sorted(sizes)[len(sizes) // 2]
         return (
@@ -130,8 +133,8 @@ def _clients(dataset: Dataset, partition: Partition) -> str:
                 str(size),
                 str(len(partition.validation[client])),
                 str(len(partition.test[client])),
-                ", ".join(f"{label}: {int(of[label])}" for label in of.nonzero().flatten().tolist()),
+                ", ".join(f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist()),
             ]
-            for client, (size, of) in enumerate(zip(sizes, counts, strict=True))
+            for client, (size, labels) in enumerate(zip(sizes, counts, strict=True))
         ],
     )

@@ -1,4 +1,4 @@
-"""The lines of a run's rounds.jsonl, one a round with its checksum, and what they sum up to."""
+"""The lines of a run's rounds.jsonl, one a round with its checksum, and their summary."""
 
 import json
 import zlib
@@ -36,17 +36,17 @@ def to_line(line: Json) -> str:
 
 
 def from_line(text: str, checksum: bool) -> Json:
-    """Return what :func:`to_line` was given; ``checksum`` is False for lines of 0.1.0, which have no checksum.
+    """Return the inverse of :func:`to_line`; ``checksum`` is False for lines of 0.1.0, which have no checksum.
 
     Raises
     ------
     ValueError
-        It is not a round's line, or not as it was written.
+        The text is not a round's line, or was changed after it was written.
     """
     if checksum:
         place = max(0, len(text) - _CHECKSUM_LENGTH)
-        text, found = f"{text[:place]}}}", text[place:]
-        if found != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
+        text, ending = f"{text[:place]}}}", text[place:]
+        if ending != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
             raise ValueError("its checksum is of another line")
     line = json.loads(text, parse_constant=lambda _: None)
     if not isinstance(line, dict) or type(line.get("round")) is not int:
@@ -84,16 +84,16 @@ def read_rounds(folder: Path) -> list[Json]:
 
 
 def ended_by(lines: list[Json], settings: Settings) -> str | None:
-    """Return what ends a run after these rounds before ``num-rounds``: a budget that is used up, an accuracy, or none.
+    """Return the setting that ends a run after these rounds, before ``num-rounds``; None where the run continues.
 
-    A key of the settings: ``max-flops``, ``max-bytes`` or ``stop-at-accuracy``.
+    ``max-flops`` or ``max-bytes``: the budget is used up; ``stop-at-accuracy``: the accuracy is reached.
     """
     spent = {
         "max-flops": (settings.max_flops, ("flops",)),
         "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
     }
-    for key, (most, counted) in spent.items():
-        if most and sum(line.get(count) or 0 for line in lines for count in counted) >= most:
+    for key, (limit, counted) in spent.items():
+        if limit and sum(line.get(count) or 0 for line in lines for count in counted) >= limit:
             return key
     enough, key = settings.stop_at_accuracy, f"{settings.evaluations[0]}-accuracy"
     return "stop-at-accuracy" if enough and any((line.get(key) or 0) >= enough for line in lines) else None

@@ -1,11 +1,11 @@
-"""Rounds for an experiment tracker as well: TensorBoard, MLflow, Weights & Biases.
+"""Experiment trackers: every round goes to TensorBoard, MLflow or Weights & Biases as well.
 
-What counts stays in rounds.jsonl. A tracker is told the numbers of every line, the settings as parameters and the
-run's folder as its name. It is asked, when a run is opened, which round it was told last: a resumed run goes on there,
-without points that are there twice, and rounds that it has missed are told later.
+rounds.jsonl remains the record. A tracker gets the numbers of every line, the settings as parameters and the run's
+folder as its name. When a run is opened, the tracker names the last round that it has: a resumed run continues there,
+without duplicate points, and rounds that the tracker has missed are logged later.
 
-A tracker's own environment variables say where it writes. Without them: TensorBoard's events lie in the run directory,
-so that ``tensorboard --logdir runs`` shows all runs, MLflow's in ``mlflow.db`` beside it.
+A tracker's own environment variables set its place. Without them TensorBoard's events lie in the run directory, so that
+``tensorboard --logdir runs`` shows all runs, and MLflow's in ``mlflow.db`` beside it.
 """
 
 import importlib
@@ -27,20 +27,20 @@ from fedsub_app.common.tensors import Json
 log = logging.getLogger("fedsub")
 Name = Literal["none", "tensorboard", "mlflow", "wandb"]
 PROJECT = "fedsub"  # MLflow's experiment, the project of Weights & Biases
-LAST = "round"  # a number of every round, which is told last
+LAST = "round"  # a number of every round, logged last
 
 
 class Tracker(Protocol):
-    """What is asked of a tracker."""
+    """The interface of a tracker."""
 
     def last_round(self) -> int:
-        """Return the last round that it was told; -1 without one."""
+        """Return the last round that the tracker has; -1 without one."""
 
-    def tell(self, server_round: int, numbers: Mapping[str, float]) -> None:
+    def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Add the numbers of a round."""
 
     def end(self, completed: bool) -> None:
-        """The run is over."""
+        """End the tracker's run."""
 
 
 class TensorBoard:
@@ -68,7 +68,7 @@ class TensorBoard:
         """Return the last round in the event files."""
         return self._last
 
-    def tell(self, server_round: int, numbers: Mapping[str, float]) -> None:
+    def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write a scalar for each number."""
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, server_round)
@@ -96,9 +96,9 @@ class MLflow:
                 self._client.create_experiment(name, artifacts)
         experiment = self._client.get_experiment_by_name(name)
         assert experiment, f"{place}: the experiment {name} cannot be made"
-        found = self._client.search_runs([experiment.experiment_id], f"tags.`fedsub.run-id` = '{run_id}'")
-        if found:
-            self._id = found[0].info.run_id
+        earlier = self._client.search_runs([experiment.experiment_id], f"tags.`fedsub.run-id` = '{run_id}'")
+        if earlier:
+            self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {"fedsub.run-id": run_id, "fedsub.folder": str(folder)}
@@ -112,7 +112,7 @@ class MLflow:
         """Return the last round in the store."""
         return max((metric.step for metric in self._client.get_metric_history(self._id, LAST)), default=-1)
 
-    def tell(self, server_round: int, numbers: Mapping[str, float]) -> None:
+    def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write a metric for each number, in one batch."""
         from mlflow.entities import Metric
 
@@ -120,12 +120,12 @@ class MLflow:
         self._client.log_batch(self._id, [Metric(key, value, now, server_round) for key, value in numbers.items()])
 
     def end(self, completed: bool) -> None:
-        """Say how the run has ended."""
+        """Set the status with which the run has ended."""
         self._client.set_terminated(self._id, "FINISHED" if completed else "FAILED")
 
 
 class Wandb:
-    """A run of Weights & Biases; what it was told last stands in the run directory: offline it cannot be asked."""
+    """A run of Weights & Biases; a file in the run directory has its last round, which it cannot return offline."""
 
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
         self._wandb: Any = importlib.import_module("wandb")
@@ -138,16 +138,16 @@ class Wandb:
             dir=str(folder),
             settings=self._wandb.Settings(console="off", silent=True),
         )
-        self._told = folder / ".wandb-told"
+        self._last = folder / ".wandb-told"
 
     def last_round(self) -> int:
         """Return the round in the file."""
-        return int(self._told.read_text()) if self._told.exists() else -1
+        return int(self._last.read_text()) if self._last.exists() else -1
 
-    def tell(self, server_round: int, numbers: Mapping[str, float]) -> None:
+    def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers as a step."""
         self._wandb.log(dict(numbers), step=server_round)
-        self._told.write_text(str(server_round))
+        self._last.write_text(str(server_round))
 
     def end(self, completed: bool) -> None:
         """End the run."""
@@ -160,14 +160,14 @@ def check_tracker(name: Name) -> None:
     Raises
     ------
     UserError
-        It says what to install.
+        The package is missing; the message has the command that installs it.
     """
     if name != "none" and importlib.util.find_spec(name) is None:
         raise UserError(f"track = {name!r}: needs its package; `pip install -e '.[{name}]'` in the checkout")
 
 
 class Tracking:
-    """Tells a tracker the rounds of a run; where it fails, the run goes on without it.
+    """Logs the rounds of a run to a tracker; where the tracker fails, the run continues without it.
 
     Parameters
     ----------
@@ -195,14 +195,14 @@ class Tracking:
             raise UserError(f"track = {name!r}: {printable(one_line(error))}") from None
 
     def follow(self, lines: Sequence[Json]) -> None:
-        """Tell the rounds that are new; ``lines``: those of rounds.jsonl so far."""
+        """Log the new rounds; ``lines``: the lines of rounds.jsonl so far."""
         new = list(takewhile(lambda line: line["round"] > self._last, reversed(lines)))
         for line in reversed(new):
-            self._try(partial(_tell, line))
+            self._try(partial(_log, line))
             self._last = line["round"]
 
     def end(self, completed: bool) -> None:
-        """The run is over."""
+        """End the tracker's run."""
         self._try(lambda tracker: tracker.end(completed))
 
     def _try(self, call: Callable[[Tracker], None]) -> None:
@@ -212,16 +212,16 @@ class Tracking:
             call(self._tracker)
         except Exception as error:
             self._tracker = None
-            said = "track = %r: %s; the run goes on without it, rounds.jsonl has every round"
-            log.warning(said, self._name, printable(one_line(error)))
+            message = "track = %r: %s; the run goes on without it, rounds.jsonl has every round"
+            log.warning(message, self._name, printable(one_line(error)))
 
 
-def _tell(line: Json, tracker: Tracker) -> None:
-    tracker.tell(line["round"], numbers_of(line))
+def _log(line: Json, tracker: Tracker) -> None:
+    tracker.log_round(line["round"], numbers_of(line))
 
 
 def numbers_of(line: Json) -> dict[str, float]:
-    """Return the numbers of a round's line; the round itself comes last, and of refused replies how many there were."""
+    """Return the numbers of a round's line, with the number of dropped replies; the round itself comes last."""
     numbers = {
         key: float(value)
         for key, value in line.items()
@@ -233,5 +233,5 @@ def numbers_of(line: Json) -> dict[str, float]:
 
 
 def _name(folder: Path) -> str:
-    """Return how a tracker names a run: by its folder; the folder of a seed of a table with the row's."""
+    """Return a run's name in a tracker: its folder's name, for a seed of a table after the row's folder."""
     return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("seed") else folder.name

@@ -1,4 +1,4 @@
-"""The server's mean of what clients send, with or without masks: FedAvg, FedPeWS, FedPart, Sub-FedAvg, FedSelect."""
+"""The server's mean of the clients' tensors, with or without masks: FedAvg, FedPeWS, FedPart, Sub-FedAvg, FedSelect."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
@@ -15,13 +15,13 @@ BLOCK = 1 << 16
 
 
 class Contribution(NamedTuple):
-    """What one client adds to the mean.
+    """One client's contribution to the mean.
 
     Attributes
     ----------
     tensors : tensor name -> values. A tensor that is lacking gets nothing from this client.
     masks : tensor name -> bool that broadcasts to its tensor: the positions that count; all where one is lacking.
-    weight : of the client; finite.
+    weight : weight of the client; finite.
     slices : tensor name -> rows and columns of the whole tensor that the values belong to, for a tensor that holds only
         these; it has no mask.
     alone : names of tensors at whose positions no other client contributes. They are added with weight 1, so that the
@@ -35,7 +35,7 @@ class Contribution(NamedTuple):
     alone: Collection[str] = ()
 
     def whole(self, name: str, old: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the values and the mask of a tensor in the shape of the ``old`` one; of a slice, 0 beside it."""
+        """Return the values and the mask of a tensor in the shape of ``old``; beside a slice the values are 0."""
         x, index = self.tensors[name], (self.slices or {}).get(name)
         if index is None:
             return x, (self.masks or {}).get(name)
@@ -48,12 +48,12 @@ class Contribution(NamedTuple):
 def masked_mean(
     old: Mapping[str, Tensor], updates: Sequence[Contribution], server_lr: float = 1.0
 ) -> dict[str, Tensor]:
-    """Return, for every position, the weighted mean of those updates that cover it; the old value where none does.
+    """Return, for every position, the weighted mean of the updates that cover it; the old value where none does.
 
     ``new = old + server_lr * (sum_i w_i m_i x_i / sum_i w_i m_i - old)`` where ``sum_i w_i m_i > 0``, else ``old``.
     FedPeWS (2024), Eq. 4; without masks Eq. 2, which is FedAvg.
 
-    What holds: no mask and an all-ones mask give bit-identical results, and so do a slice and the whole tensor with a
+    Invariants: no mask and an all-ones mask give bit-identical results, and so do a slice and the whole tensor with a
     mask that is on at the slice's positions (:meth:`Contribution.whole`); ``server_lr = 1`` gives exactly the quotient
     above, 0 exactly ``old``; the result depends on the order of the updates in the last bits only, and that order is
     the caller's (sorted by client id). The mean of equal tensors is that tensor up to rounding (relative error of about
@@ -62,14 +62,14 @@ def masked_mean(
     Parameters
     ----------
     old : tensor name -> float tensor of any shape, on the CPU or all on one device. Not modified.
-    updates : what each client adds, in the order of the sum. Values must be finite also where they are masked. Where
-        negative weights make the denominator 0 or less, the old value stays.
+    updates : each client's contribution, in the order of the sum. Values must be finite also where they are masked.
+        Where negative weights make the denominator 0 or less, the old value stays.
     server_lr : step from ``old`` (0) to the mean (1).
 
     Returns
     -------
-    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments. Besides it
-    a few blocks of ``BLOCK`` elements are allocated, a copy of a slice and, for tensors that have masks or slices, one
+    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments. The function
+    also allocates a few blocks of ``BLOCK`` elements, a copy of a slice and, for tensors that have masks or slices, one
     float a position.
 
     Raises
@@ -84,7 +84,7 @@ def masked_mean(
 
 
 class MaskedMean:
-    """:func:`masked_mean` of updates that come one after the other: what is kept are sums, not updates.
+    """:func:`masked_mean` of updates that come one after the other; it keeps sums, not updates.
 
     The result is bit for bit that of all updates at once in the same order, however they are cut into :meth:`add`s.
     Weights are divided by the first one, so that equal weights cancel exactly.
@@ -104,12 +104,12 @@ class MaskedMean:
 
     @torch.no_grad()
     def add(self, updates: Sequence[Contribution]) -> None:
-        """Add what clients contribute, in the order of the sum.
+        """Add the clients' contributions, in the order of the sum.
 
         Raises
         ------
         ValueError
-            As :func:`masked_mean` says.
+            The errors of :func:`masked_mean`.
         """
         for update in updates:
             check(self._old, update)
@@ -187,7 +187,7 @@ class MaskedMean:
 
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
-        """Return what :func:`masked_mean` says; to be called once, because the sums become the result."""
+        """Return the mean (:func:`masked_mean`); to be called once, because the sums become the result."""
         new = {}
         for name, old in self._old.items():
             mean = self._sums.pop(name, None)
@@ -207,7 +207,7 @@ class MaskedMean:
 
 
 class _Term(NamedTuple):
-    """What one client adds to one tensor."""
+    """One client's contribution to one tensor."""
 
     x: Tensor
     mask: Tensor | None
@@ -221,7 +221,7 @@ class _Term(NamedTuple):
 
 
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:
-    """Raise ValueError where an update does not fit the old model, as :func:`masked_mean` says."""
+    """Raise ValueError where an update does not fit the old model (:func:`masked_mean` lists the errors)."""
     masks, slices = update.masks or {}, update.slices or {}
     for name, x in update.tensors.items():
         if name not in old:

@@ -1,4 +1,4 @@
-"""FedPAC's combination of classifiers: whose heads help a client, by a quadratic program.
+"""FedPAC's combination of classifiers: a quadratic program weights the heads that help a client.
 
 Xu, Tong, Huang: Personalized Federated Learning with Feature Alignment and Classifier Collaboration, ICLR 2023,
 https://arxiv.org/abs/2306.11867 (Eq. 11).
@@ -12,7 +12,7 @@ SMALLEST_EIGENVALUE, SMALLEST_WEIGHT = 0.01, 1e-3  # both as published
 
 
 def feature_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return what FedPAC says of a client's features.
+    """Return FedPAC's statistics of a client's features.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
     """Return the weights with which the clients' heads are combined for ``client``: >= 0, adding up to 1.
 
     Minimises ``a^T (diag(V) + D) a`` with ``D_jk = sum_c <h_i(c) - h_j(c), h_i(c) - h_k(c)>`` (i: the client). Where
-    the solver finds nothing, the client's own head has all the weight.
+    the solver fails, the client's own head has all the weight.
 
     Parameters
     ----------
@@ -45,8 +45,8 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
     """
     from scipy.optimize import minimize  # 0.3 s, a tenth of the start of every other method's run
 
-    away = (h[client].double() - h.double()).flatten(1)
-    matrix = (torch.diag(variances.double()) + away @ away.T).numpy()
+    differences = (h[client].double() - h.double()).flatten(1)
+    matrix = (torch.diag(variances.double()) + differences @ differences.T).numpy()
     values, vectors = np.linalg.eigh(matrix)
     if values.min() < 0:  # rounding only: the sum of two such matrices has none
         kept = np.where(values >= SMALLEST_EIGENVALUE, values, 0.0)

@@ -1,13 +1,13 @@
 """Running a network with some of its hidden units off: ``f(x ∘ m)`` without forming ``x ∘ m``.
 
 Multiplying a unit's row of weights, its bias and its column in the next layer by m (FedPeWS, Eq. 5, rule "and") is
-multiplying what leaves its layer and what enters the next one by m. Between the two are only layers that pass a factor
-m >= 0 on (ReLU, pooling, dropout), so one product with m² has the value and the gradients of both: in the weights of a
-unit that is off they are zero, and in its m as well. Therefore a unit that is off may also be left out of the
-computation altogether.
+multiplying the output of its layer and the input of the next one by m. Between the two are only layers that pass a
+factor m >= 0 on (ReLU, pooling, dropout), so one product with m² has the value and the gradients of both: the gradients
+in the weights of a unit that is off are zero, and so is the gradient in its m. Therefore a unit that is off may also be
+left out of the computation.
 
-The common form for neuron masks multiplies what a unit puts out, h = relu(z), once: the same values, and the same
-gradients in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
+The common form for neuron masks multiplies a unit's output, h = relu(z), once: the same values, and the same gradients
+in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,8 +38,8 @@ def gated(
     mask : float ``[h]`` of 0 and 1, over the units of all groups.
     x : a batch of inputs.
     narrow : compute with smaller weights (units that are off are cut out) instead of with zeros: the same values and
-        gradients up to rounding; ``features`` are then those of the units that are on. Not for networks with
-        BatchNorm, whose gate is behind it so that its statistics are those of the whole layer.
+        gradients up to rounding; ``features`` then has only the units that are on. Not for networks with BatchNorm,
+        whose gate is behind it so that its statistics are the whole layer's.
     outputs : multiply by m where the units' outputs enter the next layer, for the gradient in the mask of all units.
         Not with ``narrow``.
     """
@@ -58,7 +58,7 @@ def gated(
 
 @contextmanager
 def _on(network: Network, factors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply what leaves the layers, or the BatchNorm behind them."""
+    """Multiply the outputs of the layers, or of the BatchNorm behind them, by the factors."""
     for name, factor in factors.items():
         network.gates[name].factor = factor
     try:
@@ -70,7 +70,7 @@ def _on(network: Network, factors: Mapping[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _entering(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply what enters the layers behind the groups by the gates; behind a flatten a gate has several columns."""
+    """Multiply the inputs of the layers behind the groups by the gates; behind a flatten a gate has several columns."""
     with ExitStack() as stack:
         for group in network.units:
             for name, repeat in group.cols:

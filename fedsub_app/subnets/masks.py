@@ -1,4 +1,4 @@
-"""Neuron masks: drawing them, fixing them, expanding them to the positions they cover.
+"""Neuron masks: functions that draw them, fix them and expand them to the positions that they cover.
 
 FedPeWS (Tastan et al., "FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated Learning",
 2024; equations 4 to 6). A mask of a network is a dict ``group name -> bool tensor [group.size]``, one entry per hidden
@@ -105,7 +105,7 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
     Raises
     ------
     UserError
-        If there are too few units, so that a client would own none of a layer: its network would be dead.
+        A layer has too few units, so that a client would own none of them and its network would be dead.
     """
     num_clients = len(shares)
     clients: list[dict[str, Tensor]] = [{} for _ in range(num_clients)]

@@ -1,4 +1,4 @@
-"""How far updates move the model, and which of a round's updates are far larger than the others."""
+"""Norms of updates, and a guard that refuses updates far larger than the round's others."""
 
 import math
 from bisect import insort
@@ -13,8 +13,8 @@ T = TypeVar("T")
 BLOCK = 1 << 17  # elements that are subtracted at a time, in a buffer that stays in the processor's cache
 FIRST = 8  # updates that are compared with each other before any of them is summed
 MAJORITY = 3  # the median of fewer norms does not tell which of them is odd
-# Of the model's norm: a median counts as at least that. Clients whose own task is solved, as FedRep's on a few classes,
-# hardly move the model, and one with more to learn may move it a hundred times as far.
+# A median counts as at least this fraction of the model's norm. Clients whose own task is solved, as FedRep's on a few
+# classes, hardly move the model, and a client with more to learn may move it a hundred times as far.
 MIN_MEDIAN = 0.01
 
 
@@ -41,8 +41,8 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
     partial = torch.empty(-(-len(at) // width), len(flat))
     for k, (columns, begin) in enumerate(zip(flat.split(width, 1), at.split(width), strict=True)):
         for some, norms in zip(columns.split(height), partial[k].split(height), strict=True):
-            away = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
-            torch.linalg.vector_norm(away, dim=1, out=norms)
+            difference = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
+            torch.linalg.vector_norm(difference, dim=1, out=norms)
     total = torch.zeros(len(flat), dtype=torch.float64)
     for norms in partial:
         total += norms.double().square()
@@ -50,11 +50,11 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
 
 
 def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
-    """Return ``||mask (x - start)||²``, as :func:`squares` does; ``mask``: bool that broadcasts, None for all."""
+    """Return ``||mask (x - start)||²`` like :func:`squares`; ``mask``: bool that broadcasts, None for all positions."""
     if mask is None:
         return squares(x[None], start)[0]
-    away = (x - start).mul_(mask)
-    return float(torch.linalg.vector_norm(away)) ** 2
+    difference = (x - start).mul_(mask)
+    return float(torch.linalg.vector_norm(difference)) ** 2
 
 
 class NormGuard(Generic[T]):

@@ -1,8 +1,8 @@
-"""Differential privacy of a client: Gaussian noise in the mean of clipped changes, and what it is worth.
+"""Differential privacy of a client: Gaussian noise in the mean of clipped changes, and its epsilon.
 
 McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018,
 https://arxiv.org/abs/1710.06963, with the fixed denominator (their f̃_f) and the noise added by the server. Two runs are
-neighbours if they differ in one client, whose contribution to every round is there in one and nothing in the other.
+neighbours if they differ in one client, whose contributions are in one run and missing from the other.
 """
 
 import importlib.util
@@ -19,9 +19,9 @@ from fedsub_app.subnets.averaging import MaskedMean
 class NoisyMean(MaskedMean):
     """``old + (sum_i (x_i - old) + N(0, deviation² I)) / clients``, of contributions without masks and of weight 1.
 
-    The denominator is a constant, so that what one client adds to the sum, whose norm is at most that to which it was
-    clipped, is all that it can change: a client that does not answer counts as one that changes nothing. The noise is
-    in the tensors that the answers hold, which must be the same for all of them.
+    The denominator is a constant, so that a client can change only its own term of the sum, whose norm is clipped: a
+    client that does not answer counts as one that changes nothing. The noise is in the tensors that the updates hold,
+    which must be the same for all updates.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class NoisyMean(MaskedMean):
 
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
-        """Return the noisy mean, ``server_lr`` of the way from the old model."""
+        """Return the noisy mean; ``server_lr`` is the step from the old model (0) to the mean (1)."""
         answered = float(self._total)
         names = list(self._sums)
         mean = super().result()
@@ -61,11 +61,12 @@ def require_accountant() -> None:
 def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
     """Return epsilon at ``delta`` after ``rounds`` participations of one client, by Rényi differential privacy.
 
-    Each is a Gaussian mechanism without amplification by sampling. An upper bound; it grows with ``rounds``.
+    Each participation is a Gaussian mechanism without amplification by sampling. The epsilon is an upper bound and
+    grows with ``rounds``.
 
     Parameters
     ----------
-    noise_multiplier : standard deviation of the noise over the norm that one client's part of the sum has at most, > 0.
+    noise_multiplier : standard deviation of the noise divided by the clipping norm of a client's term, > 0.
     """
     from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant

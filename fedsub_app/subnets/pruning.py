@@ -1,10 +1,10 @@
-"""Pruning: which weights and channels of a client's network go, and what the paper counts for the rest.
+"""Pruning of weights and channels of a client's network, and the paper's formula for its bytes.
 
 Vahidian, Morafah, Lin: Personalized Federated Learning by Structured and Unstructured Pruning under Data Heterogeneity
 (Sub-FedAvg), ICDCS Workshops 2021, https://arxiv.org/abs/2105.00562. "As published": https://github.com/MMorafah/Sub-FedAvg.
 
-A sub-network is one dict of bool masks, 1: kept. The name of a unit group (``"conv1"``) is the mask of its channels,
-``[size]``; the name of a tensor (``"fc1.weight"``) that of its weights, of its shape. Masks only shrink.
+A sub-network is one dict of bool masks, 1: kept. The entry of a unit group (``"conv1"``) is the mask of its channels,
+``[size]``; the entry of a tensor (``"fc1.weight"``) is the mask of its weights, of its shape. Masks only shrink.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Prunable:
     Attributes
     ----------
     groups : the unit groups whose channels can go.
-    scales : group name -> name of the BatchNorm weight (gamma) that says how much each channel counts.
+    scales : group name -> name of the BatchNorm weight (gamma) that is the channels' importance.
     weights : names of the tensors whose single positions can go.
     shapes : tensor name -> shape, of all tensors of the whole network.
     sizes : tensor name -> number of elements, of its parameters.
@@ -61,12 +61,12 @@ class Prunable:
         return kept | {name: kept[name] & masks[name] if name in kept else masks[name] for name in self.weights}
 
     def cut(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
-        """Return the smaller network: channels that are gone are not there, weights that are gone are 0."""
+        """Return the smaller network: pruned channels are cut out, pruned weights are 0."""
         zeroed = {name: tensors[name] * masks[name] for name in self.weights}
         return take({**tensors, **zeroed}, self.groups, self.units(masks))
 
     def widen(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
-        """Return a smaller network's tensors in the shapes of the whole one, 0 where it has nothing."""
+        """Return a smaller network's tensors in the shapes of the whole one, 0 at the positions that it lacks."""
         return put(tensors, self.groups, self.units(masks), self.shapes)
 
     def pruned(self, masks: Mapping[str, Tensor]) -> float:
@@ -77,8 +77,8 @@ class Prunable:
     def published_bytes(self, masks: Mapping[str, Tensor]) -> float:
         """Return Table 1's formula (:func:`published_bytes`) for a client in a round, with its masks as they are.
 
-        Hybrid: the linear layers' weights, and of the convolutions those that are left; biases go down only.
-        Structured, which it does not have: of both those that are left.
+        Hybrid: the formula counts the linear layers' weights and the remaining weights of the convolutions; biases go
+        down only. Structured, which the formula does not have: the remaining weights of both.
         """
         norms = {name.rpartition(".")[0] for name in self.scales.values()}
         parameters = sum(size for name, size in self.sizes.items() if name.rpartition(".")[0] not in norms)
@@ -125,7 +125,7 @@ def prune_weights(
 ) -> Tensors:
     """Return masks without the smallest weights of each tensor (Algorithm 1, as published).
 
-    Weights are removed whose absolute value is below the ``share`` quantile of the nonzero absolute values (linear
+    Weights with an absolute value below the ``share`` quantile of the nonzero absolute values are removed (linear
     between two values). The largest one always stays.
 
     Parameters
@@ -159,7 +159,7 @@ def prune_channels(
     scales : group name -> gamma, float ``[size]``.
     masks : group name -> bool ``[size]``, 1: kept.
     share : r_s in [0, 1).
-    floor : in [0, 1], of the channels that the layer has in the whole network; rounded down, at least 1.
+    floor : fraction in [0, 1] of the layer's channels in the whole network; rounded down, at least 1.
     whole : one threshold for all layers (Section 3.5) instead of one for each.
     """
     sizes = {name: scales[name].abs() for name in masks}
@@ -182,7 +182,7 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
 def last_share(
     pruned: float, target: float, share: float, hybrid: bool, share_of: Literal["remaining", "layer"] = "remaining"
 ) -> float:
-    """Return the share of an event: ``share``, but less where ``target`` is nearer than that.
+    """Return the share of an event: ``share``, or less where ``target`` is nearer.
 
     The share of the remaining weights (as published) is ``(target - pruned) / (1 - pruned)``; unstructured pruning
     limits it to 0.05, hybrid pruning subtracts 0.05 if it is above 0.16. The share of all weights (not in the paper) is
@@ -199,7 +199,7 @@ def last_share(
 def published_bytes(
     rounds: int, clients: int, parameters: int, pruned: float = 0.0, sent: int | None = None, dense: int = 0
 ) -> float:
-    """Return the bytes that Table 1 counts: down the whole network, up 32 bit a kept and 1 bit a pruned number.
+    """Return the bytes of Table 1: down the whole network, up 32 bit a kept and 1 bit a pruned number.
 
     ``Cost = R x B x |W| x 2``, decoded from the numbers that it prints: all clients of a round together, no mask bits,
     the target's pruning from the first round on. For hybrid pruning it reproduces few of them to the digit.
@@ -209,8 +209,8 @@ def published_bytes(
     rounds, clients : R, and clients a round.
     parameters : |W|, biases included, without BatchNorm's.
     pruned : p in [0, 1].
-    sent : numbers of which ``pruned`` is a fraction, where these are not all; hybrid: the linear layers' weights.
-    dense : further numbers that are sent whole; hybrid: the weights of the convolutions that are left.
+    sent : count of the numbers of which ``pruned`` is a fraction, default all; hybrid: the linear layers' weights.
+    dense : count of further numbers that are sent whole; hybrid: the remaining weights of the convolutions.
     """
     sent = parameters if sent is None else sent
     return rounds * clients * (32 * parameters + 32 * (1 - pruned) * sent + pruned * sent + 32 * dense) / 8

@@ -2,13 +2,14 @@
 
 - Median and trimmed mean of each position: Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates, ICML 2018, https://arxiv.org/abs/1803.01498, Definitions 1 and 2. The median of an
-  even number of values is the mean of the two in the middle. Theirs are of gradients; here they are of models, which
-  is the same, because both move with what is added to all values.
+  even number of values is the mean of the two in the middle. The paper's are of gradients; here they are of models,
+  which is the same, because both move with a value that is added to all.
 - Krum: Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries: Byzantine Tolerant Gradient
   Descent, NeurIPS 2017, https://arxiv.org/abs/1703.02757, Section 4.
 
-All count every client once. With masks a position's values are those of the clients that cover it, so that what is left
-out, and what a minority is, differs from position to position. A slice counts where it belongs, tensor by tensor.
+All count every client once. With masks only the clients that cover a position have a value there, so that the values
+that are left out, and the size of a minority, differ from position to position. A slice counts at its own positions,
+tensor by tensor.
 """
 
 import math
@@ -23,28 +24,28 @@ from fedsub_app.subnets.slices import ALL, select
 BLOCK = 1 << 18  # values of all clients together that are sorted at a time
 
 
-def clipped(contribution: Contribution, old: Mapping[str, Tensor], way: float, most: float) -> Contribution:
-    """Return a contribution with its change of the model scaled down to a norm of ``most``, if it is longer.
+def clipped(contribution: Contribution, old: Mapping[str, Tensor], distance: float, limit: float) -> Contribution:
+    """Return a contribution with its change of the model scaled down to a norm of ``limit``, if it is longer.
 
-    ``old + (x - old) min(1, most / way)``, up to the rounding of float32; McMahan et al. 2018,
+    ``old + (x - old) min(1, limit / distance)``, up to the rounding of float32; McMahan et al. 2018,
     https://arxiv.org/abs/1710.06963, flat clipping.
 
     Parameters
     ----------
     old : the model that the client started from.
-    way : Euclidean norm of the change, at the positions that the contribution's masks cover; finite.
-    most : > 0.
+    distance : Euclidean norm of the change, at the positions that the contribution's masks cover; finite.
+    limit : upper bound on that norm, > 0.
     """
-    if way <= most:
+    if distance <= limit:
         return contribution
     slices = contribution.slices or {}
     start = {name: select(old[name], slices.get(name, ALL)) for name in contribution.tensors}
-    tensors = {name: torch.lerp(start[name], x, most / way) for name, x in contribution.tensors.items()}
+    tensors = {name: torch.lerp(start[name], x, limit / distance) for name, x in contribution.tensors.items()}
     return contribution._replace(tensors=tensors)
 
 
 class RobustMean(MaskedMean):
-    """A robust mean in the place of the weighted one; all contributions are held until the result is asked for.
+    """A robust mean instead of the weighted one; it keeps all contributions until :meth:`result` is called.
 
     Parameters
     ----------
@@ -52,16 +53,16 @@ class RobustMean(MaskedMean):
     rule : "median", "trimmed" or "krum".
     trim_fraction : beta in [0, 0.5): of the c values of a position the floor(beta c) smallest and as many of the
         largest are left out.
-    byzantine : f >= 0 of Krum.
+    byzantine : Krum's f >= 0.
     """
 
     def __init__(self, old: Mapping[str, Tensor], rule: str, trim_fraction: float = 0.0, byzantine: int = 0) -> None:
         super().__init__(old)
         self._rule, self._trim_fraction, self._byzantine = rule, trim_fraction, byzantine
-        self._held: list[Contribution] = []
+        self._kept: list[Contribution] = []
 
     def add(self, updates: Sequence[Contribution]) -> None:
-        """Hold what clients contribute.
+        """Keep the clients' contributions.
 
         Raises
         ------
@@ -70,45 +71,48 @@ class RobustMean(MaskedMean):
         """
         for update in updates:
             check(self._old, update)
-            self._held.append(update)
-            partial = update.masks or update.slices or update.tensors.keys() != self._held[0].tensors.keys()
+            self._kept.append(update)
+            partial = update.masks or update.slices or update.tensors.keys() != self._kept[0].tensors.keys()
             if self._rule == "krum" and partial:
                 raise ValueError("krum compares whole updates: all must hold the same tensors, without masks or slices")
 
     def everybody(self, name: str) -> Tensor:
         """Return where all updates so far cover a tensor, bool, of its shape or one that broadcasts to it."""
-        covered = torch.tensor(all(name in update.tensors for update in self._held))
-        for update in self._held:
+        covered = torch.tensor(all(name in update.tensors for update in self._kept))
+        for update in self._kept:
             mask = update.whole(name, self._old[name])[1] if name in update.tensors else None
             covered = covered if mask is None else covered & mask
         return covered
 
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
-        """Return the robust mean, ``server_lr`` of the way from the old model; the old value where nobody covers."""
+        """Return the robust mean, the old value where no client covers a position.
+
+        ``server_lr`` is the step from the old model (0) to the mean (1).
+        """
         if self._rule == "krum":
-            held = self._held[krum([update.tensors for update in self._held], self._byzantine)].tensors
-            found = {name: held.get(name, old) for name, old in self._old.items()}
+            chosen = self._kept[krum([update.tensors for update in self._kept], self._byzantine)].tensors
+            means = {name: chosen.get(name, old) for name, old in self._old.items()}
         else:
             left_out = median_cut if self._rule == "median" else self._trimmed
-            found = {name: self._of(name, left_out) for name in self._old}
+            means = {name: self._inner_mean(name, left_out) for name in self._old}
         new = {}
         for name, old in self._old.items():
-            mean = found[name].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            mean = means[name].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
             new[name] = mean if server_lr == 1 else torch.lerp(old.float(), mean, server_lr)
         return new
 
     def _trimmed(self, count: int) -> int:
         return math.floor(self._trim_fraction * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
-    def _of(self, name: str, left_out: Callable[[int], int]) -> Tensor:
+    def _inner_mean(self, name: str, left_out: Callable[[int], int]) -> Tensor:
         old = self._old[name]
-        values = [update.whole(name, old) for update in self._held if name in update.tensors]
+        values = [update.whole(name, old) for update in self._kept if name in update.tensors]
         return inner_mean([x for x, _ in values], [mask for _, mask in values], old, left_out)
 
 
 def median_cut(count: int) -> int:
-    """Return how many of a position's values are left out at either end so that one or two are left."""
+    """Return the number of a position's values to leave out at either end so that one or two are left."""
     return max(0, count - 1) // 2
 
 
@@ -117,18 +121,18 @@ def inner_mean(
 ) -> Tensor:
     """Return, for every position, the mean of the values that cover it without the smallest and the largest ones.
 
-    The order of the values is of no influence, and the result lies between the smallest and the largest of those that
-    are not left out: sums are of float64.
+    The order of the values has no influence, and the result lies between the smallest and the largest value that is not
+    left out: sums are of float64.
 
     Parameters
     ----------
-    values : of the shape of ``old`` each, finite.
+    values : tensors of the shape of ``old``, finite.
     masks : bool that broadcasts to that shape, None for all positions; one for each of ``values``.
-    left_out : how many are left out at either end of so many values; fewer than half of them.
+    left_out : number of values -> number left out at either end; fewer than half of them.
 
     Returns
     -------
-    float32 of the shape of ``old``, which it equals where no value covers a position.
+    float32 of the shape of ``old``, which it equals at a position that no value covers.
     """
     if not values or not old.numel():
         return old.float()
@@ -147,7 +151,7 @@ def inner_mean(
         if everywhere is not None:
             covered = torch.stack([(everywhere if cover is None else cover)[part] for cover in covers])
             counts = covered.sum(0)
-            block = torch.where(covered, block, math.inf)  # sorted behind all that count
+            block = torch.where(covered, block, math.inf)  # sorted behind all values that count
         block = block.sort(0).values
         cut = cuts[counts]
         inner = torch.where((rank >= cut) & (rank < counts - cut), block, 0.0)
@@ -157,14 +161,14 @@ def inner_mean(
 
 
 def krum(updates: Sequence[Mapping[str, Tensor]], byzantine: int) -> int:
-    """Return which update is closest to those around it: that of the smallest score, of equal ones the first.
+    """Return the position of the update with the smallest score, the first one of equal scores.
 
-    The score is the sum of the squared distances to the n - f - 2 closest others.
+    The score of an update is the sum of its squared distances to the n - f - 2 closest others.
 
     Parameters
     ----------
     updates : named float tensors, the same names and shapes in all.
-    byzantine : f >= 0, how many may be hostile.
+    byzantine : f >= 0, number of updates that may be hostile.
 
     Raises
     ------

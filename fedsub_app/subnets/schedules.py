@@ -1,4 +1,4 @@
-"""Which layers are trained in which round."""
+"""The schedule of the layers that each round trains."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ def scheduled_group(
     ----------
     server_round : from 1.
     groups : number of layer groups, numbered from shallow (0) to deep.
-    order : from shallow to deep, from deep to shallow, or in an order drawn anew for every cycle from ``seed``.
+    order : shallow to deep, deep to shallow, or an order drawn anew for every cycle from ``seed``.
     """
     length = full_rounds + groups * rounds_per_group
     cycle, step = divmod(server_round - 1, length)

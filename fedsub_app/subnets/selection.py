@@ -1,4 +1,4 @@
-"""Growing a mask of personal parameters by how much training moved them: FedSelect's GradSelect."""
+"""Growth of a mask of personal parameters by their movement in training: FedSelect's GradSelect."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal
@@ -20,7 +20,7 @@ def grow(
     whole: bool = False,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """Return masks with the ``share`` of the positions that are still off turned on that training moved most.
+    """Return masks in which a ``share`` of the positions that are off is turned on: the ones that training moved most.
 
     ``n - round((1 - share) * n)`` of the n positions that are off are turned on (halves to even, as published); ties go
     to the first positions in the tensor. No position is ever turned off.
@@ -31,14 +31,14 @@ def grow(
     moved : tensor name -> float of the same shape: distance that training moved each position, any sign.
     share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
     limit : alpha in [0, 1]: no growth where the fraction of ones is not below it (``limit_included``: not above it).
-    choose : the positions that moved most, those that moved least, or random ones (the paper's ablation).
+    choose : the positions that moved most, that moved least, or random ones (the paper's ablation).
     whole : count and choose over all tensors together instead of in each by itself.
-    generator : for ``choose = "random"``; CPU.
+    generator : generator on the CPU for ``choose = "random"``.
     """
     if whole:
         flat = {"": torch.cat([masks[name].flatten() for name in masks])}
-        distances = {"": torch.cat([moved[name].flatten() for name in masks])}
-        grown = grow(flat, distances, share, limit, limit_included, choose, False, generator)[""]
+        movement = {"": torch.cat([moved[name].flatten() for name in masks])}
+        grown = grow(flat, movement, share, limit, limit_included, choose, False, generator)[""]
         parts = grown.split([mask.numel() for mask in masks.values()])
         return {name: part.view(mask.shape) for (name, mask), part in zip(masks.items(), parts, strict=True)}
     result = {}
@@ -53,8 +53,8 @@ def grow(
         if choose == "random":
             chosen = torch.randperm(len(off), generator=generator)[:count]
         else:
-            far = moved[name].flatten()[off].abs()
-            chosen = _largest(far if choose == "most" else -far, count)
+            distances = moved[name].flatten()[off].abs()
+            chosen = _largest(distances if choose == "most" else -distances, count)
         grown = mask.clone()
         grown.view(-1)[off[chosen]] = True
         result[name] = grown
@@ -73,7 +73,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """Return where a mask is on, int64, as if it were flat; by NumPy, as torch takes 17 times as long."""
+    """Return the flat positions at which a mask is on, int64; by NumPy, as torch takes 17 times as long."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 

@@ -1,4 +1,4 @@
-"""Smaller networks out of a large one and back: the rows and columns of some of its hidden units."""
+"""Slices of a large network, which make a smaller one: the rows and columns of some of its hidden units."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ ALL: Index = (None, None)
 
 
 def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Index]:
-    """Return which rows and columns of each tensor belong to the units that are on.
+    """Return the rows and columns of each tensor that belong to the units that are on.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[st
 
     Returns
     -------
-    tensor name -> index, for the tensors of the groups that ``units`` has; of the others all positions belong.
+    tensor name -> index, for the tensors of the groups in ``units``; all positions of the other tensors belong.
     """
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
@@ -37,14 +37,14 @@ def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[st
 
 
 def select(tensor: Tensor, index: Index) -> Tensor:
-    """Return the rows and columns of a tensor; the tensor itself where all are wanted. Differentiable."""
+    """Return the rows and columns of a tensor; the tensor itself where the index is :data:`ALL`. Differentiable."""
     for axis, wanted in enumerate(index):
         tensor = tensor if wanted is None else tensor.index_select(axis, wanted)
     return tensor
 
 
 def position(index: Index) -> tuple[Any, ...]:
-    """Return the index in the form that reads and writes: ``tensor[position(index)] = values``."""
+    """Return the index in a form for reads and writes: ``tensor[position(index)] = values``."""
     rows, columns = index
     if columns is None:
         return (...,) if rows is None else (rows,)
@@ -57,7 +57,7 @@ def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
     Raises
     ------
     ValueError
-        The index is not int64 and ascending, or not within the shape; what it is, to be put behind a name.
+        The index is not int64 and ascending, or not within the shape; the message continues a tensor's name.
     """
     sizes = list(shape)
     for axis, wanted in enumerate(index):
@@ -78,12 +78,12 @@ def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapp
     Parameters
     ----------
     tensors : tensor name -> tensor, of the whole network.
-    groups, units : as for :func:`indices`.
+    groups, units : the arguments of :func:`indices`.
 
     Returns
     -------
-    tensor name -> tensor, for every name of ``tensors``: of a group's rows ``[on, ...]``, of its columns
-    ``[:, on * repeat, ...]``, others as they are. Differentiable: the gradient is that of the slice, 0 elsewhere.
+    tensor name -> tensor, for every name of ``tensors``: a group's rows ``[on, ...]``, its columns
+    ``[:, on * repeat, ...]``, other tensors unchanged. Differentiable: the gradient is the slice's, 0 elsewhere.
     """
     index = indices(groups, units)
     return {name: select(tensor, index.get(name, ALL)) for name, tensor in tensors.items()}
@@ -103,7 +103,7 @@ def put(
     Parameters
     ----------
     tensors : tensor name -> tensor of the smaller network, of any dtype.
-    groups, units : as for :func:`take`.
+    groups, units : the arguments of :func:`take`.
     shapes : tensor name -> shape in the whole network, at least for the names of ``tensors``.
 
     Returns
@@ -113,7 +113,7 @@ def put(
     Raises
     ------
     ValueError
-        If a mask is of no group or of the wrong size, or a tensor is not as large as the units that are on.
+        A mask has no group or the wrong size, or a tensor's size is not that of the units that are on.
     """
     wanted = {name: shapes[name] for name in tensors}
     masks = expand(groups, units, wanted)

@@ -1,1 +1,1 @@
-"""What a client does on its own machine: workplace, local training, optimizer, objectives, costs, durable state."""
+"""A client's work on its own machine: workplace, local training, optimizer, objectives, costs, durable state."""

@@ -28,11 +28,11 @@ class ClientTools:
     place, settings, options : the process's workplace, the run's settings and the method's own.
     id, round : client id from 0, round number from 1.
     network : the network, to be loaded before use: the whole one, or a narrower one after such tensors were loaded.
-    state : the client's durable tensors as of the last round; what a method assigns here is saved after training.
+    state : the client's durable tensors as of the last round; tensors that a method assigns are saved after training.
     previous : MOON's z_p, the model at the end of the last round, in the shapes of the network; {} in the first.
     metrics : finite numbers that the client reports, by name.
-    flops : of the passes over the data so far, those of frozen tensors' gradients left out.
-    published_flops : those of the training steps as the IST paper counts them.
+    flops : FLOPs of the passes over the data so far, without the gradients of frozen tensors.
+    published_flops : FLOPs of the training steps as the IST paper counts them.
     """
 
     def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
@@ -51,7 +51,7 @@ class ClientTools:
 
     @property
     def attack(self) -> str:
-        """What this client does to harm the model (setting ``attack``), "none" for an honest one."""
+        """The attack that this client makes on the model (setting ``attack``), "none" for an honest client."""
         return self.settings.attack if self.id < self.settings.attackers else "none"
 
     # --- data and random numbers ------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class ClientTools:
     # --- models -----------------------------------------------------------------------------------------------------
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy named tensors into the network that they are of; they are the objective's w_global from then on."""
+        """Copy named tensors into the network of their shapes; from then on they are the objective's w_global."""
         self.network = self.place.network_for(tensors)
         self.network.load(tensors)
         self._loaded = tensors
@@ -112,11 +112,11 @@ class ClientTools:
 
     @property
     def own(self) -> Tensors:
-        """The client's own model, or the part of it that its state holds."""
+        """The client's own model, or its part that the state holds."""
         return unprefixed(OWN, self.state)
 
     def keep_own(self, names: Collection[str] | None = None) -> Tensors:
-        """Keep the network's tensors, or those of ``names``, as the client's own model; returns them."""
+        """Keep the network's tensors, all or the ones in ``names``, as the client's own model; returns them."""
         kept = {name: tensor for name, tensor in self.trained().items() if names is None or name in names}
         self.state |= prefixed(OWN, kept)
         return kept
@@ -147,8 +147,8 @@ class ClientTools:
 
         Parameters
         ----------
-        count : passes, ``None`` for ``local-epochs``, or as many as ``local-steps`` takes, the last one cut.
-        purpose : of the generator that orders them; another one where a round trains twice.
+        count : number of passes; ``None`` for ``local-epochs``, or for ``local-steps``, which cut the last pass.
+        purpose : purpose of the generator that orders the samples; another one where a round trains twice.
         """
         settings = self.settings
         skip_single = bool(self.network.normalisations)
@@ -159,9 +159,9 @@ class ClientTools:
                 yield order()
             return
         left = settings.local_steps
-        while left and (found := order()[:left]):
-            left -= len(found)
-            yield found
+        while left and (batches := order()[:left]):
+            left -= len(batches)
+            yield batches
 
     def batches(self, epochs: int | None = None, purpose: str = "batches") -> Iterator[Tensor]:
         """Yield the mini-batches of all :meth:`epochs`, one after the other."""
@@ -186,13 +186,13 @@ class ClientTools:
         x, _ = self.samples(split)
         self.network.module.eval()
         batches = evaluation_batches(self.network.module, len(x), x.device)
-        found = [self.network(x[batch]) for batch in batches]
+        outputs = [self.network(x[batch]) for batch in batches]
         self.flops += len(x) * self.place.forward_flops(self.network)
         seen = torch.cat([torch.arange(len(x), device=x.device)[batch] for batch in batches])
-        return Output(*(torch.cat(parts)[seen.argsort()] for parts in zip(*found, strict=True)))
+        return Output(*(torch.cat(parts)[seen.argsort()] for parts in zip(*outputs, strict=True)))
 
     def score(self, split: Split) -> float:
-        """Return the network's score on a split, the task's: for a classification the accuracy in percent."""
+        """Return the task's score of the network on a split: for a classification the accuracy in percent."""
         task = self.place.problem.task
         _, y = self.samples(split)
         return task.metrics(task.sums(self.outputs(split).logits, y))[task.score]

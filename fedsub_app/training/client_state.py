@@ -3,7 +3,7 @@
 Flower's ``context.state`` lives in memory, is lost after a restart or an exception, and travels with every message in
 simulation. Files have none of these faults.
 
-A task names the round of the client's last merged reply, and the client goes on from the state of exactly that round.
+A task names the round of the client's last merged reply, and the client continues from the state of exactly that round.
 The state of a reply that was lost, or of a round that was never checkpointed, is deleted by the client's next task.
 """
 
@@ -47,7 +47,7 @@ class ClientState:
 
         Parameters
         ----------
-        merged : round of the client's last merged reply, 0 for none: no state between it and ``round_`` was merged.
+        merged : round of the client's last merged reply, 0 for none; no state between it and ``round_`` was merged.
         checkpoints : rounds of the server's checkpoints; a resume from one names the newest merged state up to it.
         """
         write_tensors(round_file(self.folder, round_), tensors)

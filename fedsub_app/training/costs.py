@@ -1,4 +1,4 @@
-"""What a sample costs in FLOPs, by counting operations.
+"""The FLOPs of a sample, by counting operations.
 
 FLOPs = 2 x MAC, as ``torch.utils.flop_counter`` counts them: convolutions and matrix products; BatchNorm, activations
 and pooling are free. The IST paper counts otherwise: :func:`published_flops`.
@@ -18,10 +18,10 @@ from fedsub_app.problem import Problem
 def _flops_by_module(
     problem: Problem, model: nn.Module, training: bool, names: Collection[str] | None = None
 ) -> dict[str, int]:
-    """FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
+    """Return the FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
 
-    Run on the "meta" device, where shapes are real and numbers are not: no time, and the model's statistics stay as
-    they are. Two inputs, because BatchNorm on batch statistics refuses one.
+    The "meta" device has shapes without numbers: counting takes no time and leaves the model's statistics unchanged.
+    The batch has two inputs because BatchNorm on batch statistics refuses one.
     """
     ghost = copy.deepcopy(model).to("meta").train(training)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
@@ -47,14 +47,14 @@ def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | 
 
     With ``names`` only these tensors are trained: the backward pass ends at the first of them.
 
-    The backward pass counts the gradients of weights and activations, but not that of the network's input, which nobody
-    needs: the total is a little below three times the forward pass. The optimizer's step is not counted.
+    The backward pass counts the gradients of weights and activations, but not the gradient of the network's input,
+    which is not computed: the total is a little below three times the forward pass. The optimizer's step is left out.
     """
     return _flops_by_module(problem, model, training=True, names=names)[""] // 2
 
 
 def published_flops(forward: float, contrastive: bool) -> float:
-    """Return what the IST paper's tables count for a training step: one MAC is one FLOP, no backward pass.
+    """Return the FLOPs of a training step as the IST paper's tables count them: one a MAC, no backward pass.
 
     Hu et al. 2023. Appendix B.2 says that the forward pass counts twice for the backward one, which the tables do not
     have: FedAvg's GFLOPs and GB in Table 2 are 25 local steps apart, as many as it makes, and not 50.
@@ -81,7 +81,7 @@ def subnet_flops(
 
     Parameters
     ----------
-    problem, model : as for :func:`training_flops`.
+    problem, model : the arguments of :func:`training_flops`.
     groups : the model's unit groups.
     unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
     training : forward and backward pass (default), or the forward pass alone.

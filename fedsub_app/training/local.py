@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Training:
-    """Some tensors of a client's network, the optimizer that moves them, and what one step does.
+    """Training of some tensors of a client's network: the optimizer that moves them, and the step.
 
     Parameters
     ----------
@@ -34,9 +34,9 @@ class Training:
         the statistics of a frozen BatchNorm are used and stay.
     lr : learning rate; default: the setting's of this round.
     loss : ``(output, labels) -> scalar`` instead of the task's; the objective's term comes on top.
-    step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; its passes beyond ``descend`` are for it to
-        :meth:`spend`.
-    correct : changes the gradients, named tensors, in place before the optimizer's step, after the objective has.
+    step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; it counts its passes beyond ``descend``
+        with :meth:`spend`.
+    correct : changes the gradients, named tensors, in place, after the objective's term, before the optimizer's step.
     keep : tensor name -> bool of its shape: the positions that are trained; a name that is lacking is trained whole.
     objective : instead of the setting's; ``Objective()`` for none.
     batch_statistics : BatchNorm on batch statistics everywhere (``True``) or nowhere (``False``), instead of where its
@@ -76,7 +76,7 @@ class Training:
         self._extra = 0.0
 
     def run(self, batches: Iterable[Tensor]) -> None:
-        """Train on these mini-batches (index tensors) with the optimizer as it is; its costs are the client's."""
+        """Train on these mini-batches (index tensors), continuing with the optimizer; add the costs to the client."""
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
@@ -127,9 +127,9 @@ class Training:
 
 
 def _factors(keep: Mapping[str, Tensor], parameters: Mapping[str, Tensor], device: torch.device) -> Tensors:
-    """Return bool positions as 0 and 1 laid out as the parameters; via uint8, the same bytes, in half the time."""
+    """Return bool positions as 0 and 1, laid out as the parameters; uint8, the same bytes, halves the time."""
     bits = brought({name: keep[name].view(torch.uint8) for name in parameters if name in keep}, device)
-    return {name: torch.empty_like(parameters[name]).copy_(of) for name, of in bits.items()}
+    return {name: torch.empty_like(parameters[name]).copy_(mask) for name, mask in bits.items()}
 
 
 def epoch(
@@ -137,9 +137,8 @@ def epoch(
 ) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
-    They are brought to ``device`` at once, by one copy.
-
-    ``skip_single`` leaves out a last batch of one sample, which batch normalisation cannot train on.
+    One copy moves all of them to ``device``. ``skip_single`` leaves out a last batch of one sample, on which batch
+    normalisation cannot train.
     """
     parts = torch.randperm(count, generator=generator).to(device).split(batch_size)
     return [part for part in parts if not (skip_single and len(part) == 1 < count)]
@@ -151,8 +150,8 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding:
     Parameters
     ----------
     x : float ``[n, channels, height, width]``.
-    black : float ``[channels]``: what the border is filled with, black as it is after normalisation.
-    generator : CPU.
+    black : float ``[channels]``: value of the border, black after normalisation.
+    generator : generator on the CPU.
     """
     n, channels, height, width = x.shape
     padded = black.view(1, -1, 1, 1).expand(n, channels, height + 2 * padding, width + 2 * padding).clone()
@@ -168,15 +167,15 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding:
 
 
 def evaluation_batch(count: int) -> int:
-    """Return the size of evaluation batches that leaves none of one sample, which has no batch statistics."""
+    """Return the largest size of evaluation batches that leaves no batch of one sample, which has no statistics."""
     return next(size for size in range(EVALUATION_BATCH, 0, -1) if count % size != 1)
 
 
 def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> list[slice] | list[Tensor]:
-    """Return which of ``count`` samples are evaluated together: slices, or index tensors (int64) on ``device``.
+    """Return the evaluation batches of ``count`` samples: slices, or index tensors (int64) on ``device``.
 
-    A BatchNorm without running statistics takes those of the batch in evaluation as well. Samples may lie class by
-    class (image files do), so for such a model batches are drawn at random, the same ones each time.
+    A BatchNorm without running statistics uses the batch's statistics in evaluation as well. Samples may be sorted by
+    class (image files are), so for such a model batches are drawn at random, the same ones each time.
     """
     size = evaluation_batch(count)
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules()):
@@ -187,7 +186,7 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, x: Tensor | Samples, y: Tensor) -> dict[str, float]:
-    """Return the task's metrics of ``model`` in evaluation mode, by name; leaves its mode as it was."""
+    """Return the task's metrics of ``model`` in evaluation mode, by name; restores the model's mode."""
     training = model.training
     model.eval()
     sums: dict[str, float] = {}

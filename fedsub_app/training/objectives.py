@@ -1,4 +1,4 @@
-"""Local objectives that any method can take (setting ``objective``): what is added to the loss of a mini-batch."""
+"""Local objectives that any method can take (setting ``objective``): terms added to the loss of a mini-batch."""
 
 from collections.abc import Callable, Mapping
 
@@ -26,14 +26,14 @@ class Objective:
     forwards = 0
 
     def term(self, x: Tensor, output: Output, forward: Forward) -> Tensor | float:
-        """Return what is added to the loss on ``x``, for which ``forward`` has just computed ``output``."""
+        """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``."""
         return 0.0
 
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
-        """Add the gradient of what has a simple one, in place; by name, of the tensors that are trained."""
+        """Add the gradient of a term that needs no graph, in place, to the trained tensors' gradients by name."""
 
     def remember(self, trained: Mapping[str, Tensor]) -> Tensors:
-        """Return what the client's state must hold for its next round, now that the model is ``trained`` (live)."""
+        """Return the tensors that the client's next round needs of the ``trained`` model (live tensors)."""
         return {}
 
 
@@ -42,7 +42,7 @@ class Prox(Objective):
 
     Parameters
     ----------
-    anchor : the w_global of the round by name, on the network's device.
+    anchor : w_global of the round by name, on the network's device.
     mu : weight of the term, >= 0.
     """
 
@@ -54,18 +54,19 @@ class Prox(Objective):
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
         """Add ``mu * (w - anchor)``."""
         if self.mu:
-            away = torch._foreach_sub(list(parameters.values()), [self.anchor[name] for name in parameters])
-            torch._foreach_add_([gradients[name] for name in parameters], away, alpha=self.mu)
+            differences = torch._foreach_sub(list(parameters.values()), [self.anchor[name] for name in parameters])
+            torch._foreach_add_([gradients[name] for name in parameters], differences, alpha=self.mu)
 
 
 class Moon(Objective):
     """Model-contrastive loss (MOON, Li, He, Song 2021, Eq. 3), times mu.
 
-    ``-log(e^{cos(z, z_g) / t} / (e^{cos(z, z_g) / t} + e^{cos(z, z_p) / t}))``: z is what enters the last linear layer,
-    z_g and z_p the same of the model received and of the client's own model at the end of its last round (of the model
-    received where it has none: then the gradient is 0). Both are run as the model itself is: on batch statistics in
-    training, and under the same mask where a method trains a sub-network. Published versions compare with an alias of
-    the global model, which makes the term constant; this one keeps the previous model in the client's state.
+    ``-log(e^{cos(z, z_g) / t} / (e^{cos(z, z_g) / t} + e^{cos(z, z_p) / t}))``: z is the input of the last linear
+    layer, z_g and z_p the same of the received model and of the client's own model at the end of its last round. A
+    client without such a model uses the received one: then the gradient is 0. Both models run as the trained model
+    does: on batch statistics in training, and under the same mask where a method trains a sub-network.
+    Published versions compare with an alias of the global model, which makes the term constant; this one keeps the
+    previous model in the client's state.
 
     Parameters
     ----------

@@ -12,15 +12,15 @@ from fedsub_app.settings import TrainingSettings
 
 
 class Optimizer:
-    """SGD with momentum or Adam on some named parameters, fresh; as ``torch.optim.SGD`` and ``Adam`` bit for bit.
+    """SGD with momentum or Adam on some named parameters, fresh; equal to ``torch.optim.SGD`` and ``Adam`` bit for bit.
 
-    It calls what those call, torch's functional forms (fused: one kernel for all tensors). On a small network the
+    It calls torch's functional forms, as these classes do (fused: one kernel for all tensors). On a small network the
     classes' own bookkeeping and ``backward()`` into ``.grad`` take a fifth of a step.
 
     Parameters
     ----------
     settings : optimizer, momentum, weight-decay.
-    parameters : name -> what is moved, in place; gradients are computed for these only.
+    parameters : name -> tensor that the steps move, in place; gradients are computed for these tensors only.
     lr : learning rate.
 
     Attributes
@@ -41,16 +41,16 @@ class Optimizer:
         self.steps = {name: torch.zeros((), device=p.device) for name, p in moved.items()}
 
     def gradients(self, loss: Tensor) -> Tensors:
-        """Return the gradients of ``loss`` in the parameters, by name, laid out as these."""
-        found = torch.autograd.grad(loss, list(self.parameters.values()))
+        """Return the gradients of ``loss`` in the parameters, by name, laid out as the parameters."""
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         return {
             name: gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
-            for (name, p), gradient in zip(self.parameters.items(), found, strict=True)
+            for (name, p), gradient in zip(self.parameters.items(), gradients, strict=True)
         }
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Move the parameters, in place, down the gradients, which are given for each of them."""
+        """Move the parameters, in place, down their gradients; each of them needs one."""
         moved = list(self.parameters.values())
         along = [gradients[name] for name in self.parameters]
         if self.adaptive:

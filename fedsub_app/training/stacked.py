@@ -1,8 +1,8 @@
 """Clients of one shape trained together: every operation once for all of them, on weights stacked [clients, ...].
 
-A step of a small network takes as long as its many operations take to start, on a CPU and more so on a GPU. What is
-computed is the same as one client after the other; sums are taken in another order, so the numbers agree up to float
-rounding, and depend on which clients come together. Hence behind the setting ``stack-clients``.
+A step of a small network takes as long as its many operations take to start, on a CPU and more so on a GPU. The
+computation is the same as one client after the other, but sums are taken in another order: the numbers agree up to
+float rounding, and depend on the clients that are trained together. Therefore it needs the setting ``stack-clients``.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from fedsub_app.training import costs
 from fedsub_app.training.client import ClientTools
 from fedsub_app.training.optimizer import Optimizer
 
-MOST = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
+MAX_STACKED = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
 
 
 def unstackable(settings: Settings, network: Network) -> str:
-    """Return which setting does not go with ``stack-clients``, as "key = value: why", or nothing."""
+    """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or ""."""
     if settings.objective != "none":
         return f"objective = {settings.objective}: its term is of one client's network"
     if settings.attack != "none":
@@ -35,12 +35,12 @@ def unstackable(settings: Settings, network: Network) -> str:
 
 
 def fit_together(clients: Sequence[ClientTools], sent: Sequence[Tensors]) -> list[Tensors]:
-    """Train what was sent to clients of equally many samples as :meth:`ClientTools.fit` does; returns their tensors.
+    """Train clients with equally many samples as :meth:`ClientTools.fit` does; returns their tensors.
 
     Parameters
     ----------
-    clients : their metrics and FLOPs are set as by ``fit``.
-    sent : of each client the tensors of the whole network, or of one narrower, of one shape for all.
+    clients : the clients, whose metrics and FLOPs are set as by ``fit``.
+    sent : the received tensors of each client: a whole network, or a narrower one, of one shape for all.
     """
     first, count = clients[0], len(clients)
     place, settings, task = first.place, first.settings, first.place.problem.task
@@ -51,7 +51,7 @@ def fit_together(clients: Sequence[ClientTools], sent: Sequence[Tensors]) -> lis
     optimizer = Optimizer(settings, {name: tensors[name] for name in network.parameters}, settings.lr_at(first.round))
     orders = [list(client.batches()) for client in clients]
     x, y = (torch.stack(parts) for parts in zip(*((client.x, client.y) for client in clients), strict=True))
-    forward = vmap(lambda own, batch: functional_call(network.module, own, (batch,)))
+    forward = vmap(lambda weights, batch: functional_call(network.module, weights, (batch,)))
     each = torch.arange(count, device=x.device)[:, None]
     total, seen = torch.zeros(count, device=x.device), sum(map(len, orders[0]))
     for batches in zip(*orders, strict=True):

@@ -1,4 +1,4 @@
-"""What all clients of one process share: the problem, its data on the device, partition, one model object."""
+"""The workplace that all clients of one process share: problem, data on the device, partition, one model object."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fedsub_app.training import costs
 
 @dataclass(frozen=True, eq=False)
 class Workplace:
-    """Settings, problem, data on the device, partition, and the networks, of which there is one object a width."""
+    """Settings, problem, data on the device, partition, and the networks, one object a width."""
 
     settings: Settings
     problem: Problem
@@ -35,10 +35,10 @@ class Workplace:
         """Value of a black pixel after normalisation: each channel's minimum, float [channels]."""
         return self.train_x.darkest()
 
-    # Caches are the workplace's own, not their class's: what an earlier run has on a GPU goes with its workplace.
+    # Caches belong to the workplace, not to its class: an earlier run's tensors on a GPU are freed with its workplace.
     @cached_property
     def narrow_network(self) -> Callable[[tuple[int, ...]], Network]:
-        """Returns the network with so many units in each of its hidden layers."""
+        """Function: units of each hidden layer -> the network of these widths."""
         groups = self.network.units
         names = [group.name for group in groups]
 
@@ -48,12 +48,12 @@ class Workplace:
         return lru_cache(maxsize=8)(made)
 
     def network_for(self, tensors: Mapping[str, Tensor]) -> Network:
-        """Return the network that these tensors are of: the whole one, or one with fewer hidden units."""
-        own = self.network.tensors
-        if tensors.keys() != own.keys() or all(tensors[name].shape == tensor.shape for name, tensor in own.items()):
+        """Return the network that has tensors of these shapes: the whole one, or one with fewer hidden units."""
+        whole = self.network.tensors
+        if tensors.keys() != whole.keys() or all(tensors[name].shape == tensor.shape for name, tensor in whole.items()):
             return self.network
-        found = widths_of(self.network.units, tensors)
-        return self.narrow_network(tuple(found[group.name] for group in self.network.units))
+        widths = widths_of(self.network.units, tensors)
+        return self.narrow_network(tuple(widths[group.name] for group in self.network.units))
 
     def training_flops(self, network: Network, names: frozenset[str] | None = None) -> int:
         """Return the FLOPs of one forward and backward pass of one sample; ``names``: the tensors that are trained."""
@@ -73,7 +73,7 @@ class Workplace:
         return lru_cache(maxsize=256)(count)
 
     def initial(self, seed: int | None = None) -> Tensors:
-        """Return the initial global model, which every client can rebuild from the seed, or that of another seed."""
+        """Return the initial global model, which every client can rebuild from the seed, or another seed's model."""
         return tensors_of(self.problem.network(seed))
 
 
