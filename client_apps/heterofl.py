@@ -1,4 +1,4 @@
-"""HeteroFL and FedRolex, client side; the papers, and where this leaves them: ``strategies/heterofl.py``."""
+"""HeteroFL and FedRolex, client side; the papers and deviations from them: ``strategies/heterofl.py``."""
 
 import copy
 from contextlib import ExitStack

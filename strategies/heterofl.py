@@ -9,7 +9,7 @@ FedRolex: Alam, Liu, Yan, Zhang: Model-Heterogeneous Federated Learning with Rol
 https://arxiv.org/abs/2212.01548. The same with a window of units that begins at unit j mod C in round j = 0, 1, ... and
 wraps around. Values are averaged position by position over the clients that have it (strategies/sliced.py).
 
-Where this leaves the papers or the authors' code (HeteroFL-Computation-..., FedRolex):
+Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRolex):
 
 - A ResNet narrows the inner channels of its blocks alone: the units of the residual stream belong to no group, so that
   a network of width r has about r times the parameters and not r². All other networks narrow every hidden layer. Only
@@ -52,7 +52,7 @@ from strategies.measurement import Measurement
 from strategies.rounds import evaluation_due
 from strategies.sliced import Sliced
 
-CLASSES = "classes"  # of an answer, bool [classes]: those that the client has samples of; all without masked loss
+CLASSES = "classes"  # tensor of a reply, bool [classes]: the classes of the client's samples; all without masked loss
 Widths = Annotated[
     tuple[Annotated[float, Field(gt=0, le=1)], ...],
     Field(min_length=1),
@@ -83,7 +83,7 @@ class Statistics(Measurement):
         return range(self.settings.num_clients) if evaluation_due(self, self.round, ConfigRecord()) else ()
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect what is no parameter."""
+        """Expect the tensors that are no parameters."""
         return {name: self.specs[name] for name, _ in self.model.named_buffers() if name in self.specs}
 
     def weight(self, update: Update) -> float:
@@ -92,9 +92,9 @@ class Statistics(Measurement):
 
 
 class HeteroFL(Sliced):
-    """Sends each client a window of every hidden layer's units, as many as its width says.
+    """Sends each client a window of every hidden layer's units; the client's width sets the window's size.
 
-    ``rolling``: the window begins one unit later in every round, and not at the first one.
+    ``rolling``: the window begins one unit later in every round; otherwise it begins at the first unit.
     """
 
     options: HeteroFLSettings
@@ -125,7 +125,7 @@ class HeteroFL(Sliced):
         return Task(client, self.network_of(client), {"width": self.width(client)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect it back, and which rows of the output layer count."""
+        """Expect the client's network, and the rows of the output layer that count."""
         rows = self.current[head_names(self.model)[0]].shape[:1]
         return {**super().expected(client), CLASSES: Spec(tuple(rows), torch.bool)}
 
