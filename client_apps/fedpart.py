@@ -6,7 +6,7 @@ from client_apps.base import Client
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
 from fedsub_app.models import layer_groups
-from fedsub_app.training.local import Training
+from fedsub_app.training.client import Training
 from strategies.fedpart import FIRST, SECOND, STEPS, FedPartSettings
 
 

@@ -10,8 +10,8 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
+from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
-from fedsub_app.training.local import Training
 from strategies.fedpews import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # FLOPs of a plain step from which on cutting weights costs less than it saves on a CPU

@@ -18,8 +18,7 @@ from fedsub_app.subnets.pruning import (
     prune_weights,
 )
 from fedsub_app.subnets.slices import take
-from fedsub_app.training.client import OWN
-from fedsub_app.training.local import Training
+from fedsub_app.training.client import OWN, Training
 from strategies.subfedavg import MASK, SubFedAvgSettings
 
 

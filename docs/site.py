@@ -26,7 +26,7 @@ COPIED = {
 }
 API = {
     "What is learned": ["fedsub_app.problem"],
-    "Methods on the server": ["strategies.base", "strategies.defences"],
+    "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
     "Masks, means, schedules": [
         *("fedsub_app.subnets.averaging", "fedsub_app.subnets.robust", "fedsub_app.subnets.privacy"),

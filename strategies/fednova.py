@@ -27,8 +27,9 @@ from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import Range, Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
+from strategies.hooks import Merged
 
 MAX_STEPS = 10**6
 

@@ -30,7 +30,8 @@ from fedsub_app.common.section import Positive
 from fedsub_app.federation.protocol import Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import MaskedMean
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
+from strategies.hooks import Merged
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

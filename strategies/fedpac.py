@@ -20,8 +20,9 @@ from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
+from strategies.hooks import Merged
 from strategies.memory import Memory
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))

@@ -38,8 +38,9 @@ from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
+from strategies.hooks import Merged
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"
 TRAINED = -1  # in ``has``: the client trained the group itself

@@ -38,8 +38,9 @@ from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
+from strategies.hooks import Merged
 
 Shares = Annotated[
     tuple[Positive, ...], Listed("must be positive numbers that add up to 1, one a client, or ''", read=float)

@@ -11,12 +11,12 @@ from flwr.serverapp import Grid
 
 from fedsub_app.federation.protocol import MEASURE
 from strategies import rounds
-from strategies.base import SubnetStrategy
+from strategies.hooks import Hooks
 
 SUMMED = (*rounds.COSTS, "bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up", "merge-seconds")
 
 
-class Measurement(SubnetStrategy):
+class Measurement(Hooks):
     """The hooks of the phase after the merge; by default clients get the merged model and answer with one like it.
 
     ``current`` is the merged model. A measurement keeps no state of its own, on the server or on a client; a client has
@@ -27,7 +27,7 @@ class Measurement(SubnetStrategy):
     method : the strategy that it belongs to.
     """
 
-    def __init__(self, method: SubnetStrategy) -> None:
+    def __init__(self, method: Hooks) -> None:
         super().__init__(method.settings, method.model)
         self.method, self.current = method, method.current
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
@@ -12,9 +12,7 @@ from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.subnets.privacy import NoisyMean
 from fedsub_app.subnets.robust import RobustMean, clipped
-
-if TYPE_CHECKING:
-    from strategies.base import Merged, SubnetStrategy
+from strategies.hooks import Hooks, Merged
 
 # Contributions of this many bytes are summed together: one after the other costs three times the memory traffic.
 WAITING_BYTES = 1 << 26
@@ -82,7 +80,7 @@ class Merging:
     norms : norms of the updates that change anything.
     """
 
-    def __init__(self, strategy: "SubnetStrategy") -> None:
+    def __init__(self, strategy: Hooks) -> None:
         self.updates: list[Update] = []
         self.formula_bytes, self.seconds, self.clipped = 0, 0.0, 0
         self.norms: list[float] = []
@@ -115,7 +113,7 @@ class Merging:
         """Entries for the round's line."""
         return {"clipped-updates": self.clipped} if self._strategy.settings.clip_norm else {}
 
-    def result(self) -> "Merged":
+    def result(self) -> Merged:
         """Return the outcome of the round; to be called once."""
         self._sum()
         start = time.perf_counter()
@@ -130,7 +128,7 @@ class Merging:
         self.seconds += time.perf_counter() - start
 
 
-def _empty_mean(strategy: "SubnetStrategy") -> MaskedMean:
+def _empty_mean(strategy: Hooks) -> MaskedMean:
     """Return the mean of the settings, to which nothing was added yet."""
     settings, old = strategy.settings, strategy.current
     if settings.dp_noise_multiplier:

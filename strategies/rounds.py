@@ -5,50 +5,29 @@ They are functions of a strategy, whose hooks (``base.py``) they call; no method
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
-from fedsub_app.common.tensors import Json, Tensors, prefixed
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, prefixed
 from fedsub_app.federation.nodes import draw
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.subnets.norms import NormGuard, norm
-from fedsub_app.subnets.privacy import epsilon
+from fedsub_app.subnets.privacy import epsilon, require_accountant
+from strategies.hooks import MAX_LOSS, Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 
-if TYPE_CHECKING:
-    from strategies.base import Merged, SubnetStrategy
-
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
-MAX_LOSS = 1e4  # a model with a larger cross-entropy has diverged: guessing among 10^6 classes costs 14
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The server's own knowledge, against which the clients' reports are checked.
-
-    Attributes
-    ----------
-    examples : training samples of each client, by the partition.
-    sample_flops : FLOPs of a forward and backward pass of the whole network on one sample.
-    loss : a global model -> its loss on some test samples.
-    held_out : upper bound on a client's validation or test samples.
-    """
-
-    examples: Sequence[int]
-    sample_flops: float
-    loss: Callable[[Tensors], float]
-    held_out: int = 0
 
 
 def ask(
-    strategy: "SubnetStrategy",
+    strategy: Hooks,
     kind: str,
     clients: Sequence[int],
     server_round: int,
@@ -65,7 +44,7 @@ def ask(
     return strategy.phase
 
 
-def _with_state(strategy: "SubnetStrategy", task: Callable[[int], Task], client: int) -> Task:
+def _with_state(strategy: Hooks, task: Callable[[int], Task], client: int) -> Task:
     """Return a client's task with the round of the state that it starts from, if it has one."""
     asked, merged = task(client), int(strategy.state_rounds[client])
     return replace(asked, config={**asked.config, "state": merged}) if merged else asked
@@ -76,7 +55,7 @@ def _checkpoints(config: ConfigRecord) -> Json:
 
 
 def merge_answers(
-    strategy: "SubnetStrategy", server_round: int, replies: Iterable[Message]
+    strategy: Hooks, server_round: int, replies: Iterable[Message]
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
     """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round."""
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
@@ -136,7 +115,7 @@ def merge_answers(
     return to_arrays(merged.model), MetricRecord(dict(metrics))
 
 
-def _merged(strategy: "SubnetStrategy", merging: Merging, diverged: int) -> tuple["Merged | None", str]:
+def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | None, str]:
     """Return the outcome of the round; ``None`` and the reason where it is abandoned: model and state stay."""
     count, settings = len(merging.updates), strategy.settings
     if count < settings.min_replies:
@@ -156,7 +135,7 @@ def _merged(strategy: "SubnetStrategy", merging: Merging, diverged: int) -> tupl
     return merged, ""
 
 
-def _privacy(strategy: "SubnetStrategy") -> Json:
+def _privacy(strategy: Hooks) -> Json:
     """Return ``epsilon`` and ``delta`` that the run has spent so far; nothing without noise.
 
     The clients of a round follow from the seed, which every node has, and not from any data. So sampling gives no
@@ -173,13 +152,13 @@ def _privacy(strategy: "SubnetStrategy") -> Json:
     return {"epsilon": spent, "delta": settings.dp_delta}
 
 
-def _lost(strategy: "SubnetStrategy", key: str, updates: Sequence[Update]) -> Json:
+def _lost(strategy: Hooks, key: str, updates: Sequence[Update]) -> Json:
     """Return, for the report, the clients that did not have the state of their last merged reply."""
     lost = [update.client for update in updates if update.state[0] < strategy.state_rounds[update.client]]
     return {key: lost} if lost else {}
 
 
-def evaluation_due(strategy: "SubnetStrategy", server_round: int, config: ConfigRecord) -> bool:
+def evaluation_due(strategy: Hooks, server_round: int, config: ConfigRecord) -> bool:
     """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
 
     ``config["last"]`` says that a budget has made it the last one.
@@ -188,9 +167,7 @@ def evaluation_due(strategy: "SubnetStrategy", server_round: int, config: Config
     return last or server_round % strategy.settings.eval_every == 0
 
 
-def ask_evaluation(
-    strategy: "SubnetStrategy", server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> Phase:
+def ask_evaluation(strategy: Hooks, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
     """Ask all clients for the accuracies on their own test sets, if the settings name any."""
     wanted = [name for name in strategy.settings.evaluations if name != "global"]
     strategy.phase = Phase()
@@ -203,14 +180,14 @@ def ask_evaluation(
     return strategy.phase
 
 
-def _evaluation_task(strategy: "SubnetStrategy", wanted: Sequence[str], client: int) -> Task:
+def _evaluation_task(strategy: Hooks, wanted: Sequence[str], client: int) -> Task:
     """Return the tensors of a client's own model and, for the global one, the tensors that differ from them."""
     personal = strategy.personal_download(client) if "personal" in wanted else {}
     differs = {n: t for n, t in strategy.current.items() if personal.get(n) is not t}
     return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
 
 
-def _evaluation_metrics(strategy: "SubnetStrategy", client: int) -> Mapping[str, Range]:
+def _evaluation_metrics(strategy: Hooks, client: int) -> Mapping[str, Range]:
     """Return the metrics that a client may answer an evaluation with: the requested ones, and its costs."""
     ranges = {"flops": Range(0, strategy.max_flops(client))}
     for name in strategy.settings.evaluations:
@@ -220,7 +197,7 @@ def _evaluation_metrics(strategy: "SubnetStrategy", client: int) -> Mapping[str,
     return ranges
 
 
-def read_evaluations(strategy: "SubnetStrategy", replies: Iterable[Message]) -> MetricRecord | None:
+def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecord | None:
     """Return the unweighted client means; the clients' own values go into the round's line."""
     phase = strategy.phase
     updates = []
@@ -256,3 +233,31 @@ def _middle(norms: Sequence[float]) -> dict[str, float]:
     if not norms:
         return {}
     return {"update-norm": float(f"{median(norms):.3g}"), "largest-update-norm": float(f"{max(norms):.3g}")}
+
+
+def check_defences(strategy: Hooks) -> None:
+    """Refuse the defences that do not protect a method, before round 1.
+
+    Raises
+    ------
+    UserError
+        A defence does not protect the method. For privacy: the network has running statistics, or a package is missing.
+    """
+    settings = strategy.settings
+    noise = settings.dp_noise_multiplier
+    chosen = {
+        "clip-norm": f"clip-norm = {settings.clip_norm:g}" if settings.clip_norm else "",
+        settings.mean: f"mean = {settings.mean!r}",
+        "oversample": f"oversample = {settings.oversample:g}" if settings.oversample > 1 else "",
+        "dp-noise-multiplier": f"dp-noise-multiplier = {noise:g}" if noise else "",
+    }
+    measurement = strategy.measurement.refuses() if strategy.measurement else {}
+    for name, reason in {**measurement, **strategy.refuses()}.items():
+        if chosen.get(name):
+            raise UserError(f"{chosen[name]}: not with method = {settings.method!r}: {reason}")
+    if noise:
+        buffers = [name for name, _ in strategy.model.named_buffers() if name in strategy.current]
+        if buffers:
+            reason = f"{buffers[0]!r} is a statistic, which noise would make negative"
+            raise UserError(f"model = {settings.model!r}: not with dp-noise-multiplier above 0: {reason}")
+        require_accountant()

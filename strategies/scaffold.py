@@ -25,8 +25,9 @@ from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import norm
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
+from strategies.hooks import Merged
 
 VARIATE = "variate/"  # prefix of c's names down, and of the names of c_i's change up
 

@@ -49,8 +49,9 @@ from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.pruning import Pruning, prunable
-from strategies.base import Merged, SubnetStrategy
+from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
+from strategies.hooks import Merged
 
 MASK = "mask/"
 log = logging.getLogger("fedsub")

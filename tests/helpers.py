@@ -217,7 +217,7 @@ def _directory_deleted(number: int) -> None:
 
 def _while_a_client_trains(number: int) -> None:
     """In the third step of the second client: the first one has written its state."""
-    from fedsub_app.training.local import Training
+    from fedsub_app.training.client import Training
 
     _wrap(
         Training, "descend", before=lambda self, *_: (self.client.round, self.client.id, self.steps) == (number, 2, 2)

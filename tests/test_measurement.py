@@ -31,8 +31,8 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.training.workplace import Workplace, workplace
 from strategies.base import SubnetStrategy
-from strategies.defences import check_defences
 from strategies.measurement import Measurement
+from strategies.rounds import check_defences
 
 Run = Callable[..., tuple[Json, Path]]
 STATISTICS = ("running_mean", "running_var")

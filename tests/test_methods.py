@@ -33,7 +33,8 @@ from fedsub_app.problem import Classification
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
-from fedsub_app.training.local import Training, evaluate, evaluation_batch, evaluation_batches
+from fedsub_app.training.client import Training
+from fedsub_app.training.local import evaluate, evaluation_batch, evaluation_batches
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy

@@ -27,7 +27,7 @@ from fedsub_app.subnets.masks import expand
 from fedsub_app.subnets.slices import take
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.workplace import workplace
-from strategies.defences import check_defences
+from strategies.rounds import check_defences
 from strategies.sliced import Sliced
 
 Run = Callable[..., tuple[Json, Path]]

@@ -21,7 +21,7 @@ from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.privacy import NoisyMean, epsilon
 from fedsub_app.subnets.robust import clipped
-from strategies.defences import check_defences
+from strategies.rounds import check_defences
 
 Run = Callable[..., tuple[Json, Path]]
 PRIVATE = {"dp_noise_multiplier": 2.0, "clip_norm": 0.5}

@@ -26,7 +26,8 @@ from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.robust import RobustMean, clipped, krum
 from strategies.base import SubnetStrategy
-from strategies.defences import DEFENCES, check_defences
+from strategies.defences import DEFENCES
+from strategies.rounds import check_defences
 
 Run = Callable[..., tuple[Json, Path]]
 values = st.floats(-1e6, 1e6, width=32)

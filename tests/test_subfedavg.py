@@ -43,9 +43,9 @@ from fedsub_app.subnets.pruning import (
     prune_weights,
     published_bytes,
 )
+from fedsub_app.training.client import Training
 from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.costs import forward_flops, training_flops
-from fedsub_app.training.local import Training
 from fedsub_app.training.workplace import workplace
 from strategies.mtl import MTL
 from strategies.subfedavg import SubFedAvg

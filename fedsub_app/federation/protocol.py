@@ -1,7 +1,7 @@
 """Tasks, updates, and the requirements that each tensor and number of an update must meet.
 
 A method declares them in :meth:`SubnetStrategy.task`, :meth:`~SubnetStrategy.expected` and
-:meth:`~SubnetStrategy.metrics` (strategies/base.py); wire.py has the format of messages.
+:meth:`~SubnetStrategy.metrics` (strategies/hooks.py); wire.py has the format of messages.
 """
 
 import math

@@ -16,7 +16,7 @@ class Checkpoint:
     ----------
     round : number of the finished round.
     model : the global model after it, named tensors.
-    state : the tensors that :meth:`strategies.base.SubnetStrategy.state` returned after it.
+    state : the tensors that :meth:`strategies.hooks.Hooks.state` returned after it.
     abandoned : number of rounds in a row, up to this one, that were abandoned.
     digest : digest of the run's settings.
     """

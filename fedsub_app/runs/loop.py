@@ -27,8 +27,8 @@ from fedsub_app.training.costs import training_flops
 from fedsub_app.training.local import evaluate
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
-from strategies.defences import check_defences
-from strategies.rounds import Facts, evaluation_due
+from strategies.hooks import Facts
+from strategies.rounds import check_defences, evaluation_due
 
 log = logging.getLogger("fedsub")
 QUICK_SAMPLES = 32

@@ -16,7 +16,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MAX_STACKED
 from strategies.base import SubnetStrategy
-from strategies.rounds import Facts
+from strategies.hooks import Facts
 
 MAX_CLIENTS = 20  # with more clients the partition is summed up
 

@@ -1,7 +1,7 @@
-"""The tools of a client: its data, its network, its state between rounds, and passes over the data."""
+"""The tools of a client: its data, its network, its state between rounds, and the training of its network."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -12,10 +12,14 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
 from fedsub_app.models import Output
-from fedsub_app.training.local import Training, epoch, evaluation_batches
-from fedsub_app.training.objectives import PREVIOUS, Moon, Objective, Prox
+from fedsub_app.training import costs
+from fedsub_app.training.local import crop_and_flip, epoch, evaluation_batches
+from fedsub_app.training.objectives import PREVIOUS, Forward, Moon, Objective, Prox
+from fedsub_app.training.optimizer import Optimizer
 from fedsub_app.training.workplace import Workplace
 
+Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
+Correct = Callable[[Tensors], None]
 OWN = "own/"  # prefix of the client's own model in its state
 Split = Literal["train", "validation", "test"]
 
@@ -174,7 +178,7 @@ class ClientTools:
         epochs: int | None = None,
         purpose: str = "batches",
         **how: Any,
-    ) -> Training:
+    ) -> "Training":
         """Train all tensors, or ``names``, for some epochs with a fresh optimizer; ``how`` is :class:`Training`'s."""
         training = Training(self, names, **how)
         training.run(self.batches(epochs, purpose))
@@ -196,3 +200,111 @@ class ClientTools:
         task = self.place.problem.task
         _, y = self.samples(split)
         return task.metrics(task.sums(self.outputs(split).logits, y))[task.score]
+
+
+class Training:
+    """Training of some tensors of a client's network: the optimizer that moves them, and the step.
+
+    Parameters
+    ----------
+    client : the client whose network and data these are.
+    names : tensors that are trained, ``None`` for all. The others are frozen: no gradient of theirs is computed, and
+        the statistics of a frozen BatchNorm are used and stay.
+    lr : learning rate; default: the setting's of this round.
+    loss : ``(output, labels) -> scalar`` instead of the task's; the objective's term comes on top.
+    step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; it counts its passes beyond ``descend``
+        with :meth:`spend`.
+    correct : changes the gradients, named tensors, in place, after the objective's term, before the optimizer's step.
+    keep : tensor name -> bool of its shape: the positions that are trained; a name that is lacking is trained whole.
+    objective : instead of the setting's; ``Objective()`` for none.
+    batch_statistics : BatchNorm on batch statistics everywhere (``True``) or nowhere (``False``), instead of where its
+        weights are trained.
+
+    Attributes
+    ----------
+    optimizer : fresh; its ``first``, ``second``, ``steps`` may be set before the first step.
+    steps, samples : optimizer steps, and samples they were computed on, so far.
+    """
+
+    def __init__(
+        self,
+        client: "ClientTools",
+        names: Iterable[str] | None = None,
+        *,
+        lr: float | None = None,
+        loss: Loss | None = None,
+        step: "Callable[[Training, Tensor, Tensor], Tensor] | None" = None,
+        correct: Correct | None = None,
+        keep: Mapping[str, Tensor] | None = None,
+        objective: Objective | None = None,
+        batch_statistics: bool | None = None,
+    ) -> None:
+        self.client = client
+        self.network = client.network
+        self.names = None if names is None else frozenset(names)
+        trained = {n: p for n, p in self.network.parameters.items() if self.names is None or n in self.names}
+        self.optimizer = Optimizer(client.settings, trained, client.settings.lr_at(client.round) if lr is None else lr)
+        self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
+        self.factors = _factors(keep or {}, trained, self.network.device)
+        self.objective = client.objective() if objective is None else objective
+        self.batch_statistics = batch_statistics
+        plain = names is None and loss is None and not self.objective.forwards
+        self.compiled = plain and client.settings.compile_steps
+        self.steps = self.samples = 0
+        self._extra = 0.0
+
+    def run(self, batches: Iterable[Tensor]) -> None:
+        """Train on these mini-batches (index tensors), continuing with the optimizer; add the costs to the client."""
+        client = self.client
+        self.network.training_mode(self.names, self.batch_statistics)
+        draws = client.augmentation()
+        before, extra = self.samples, self._extra
+        device = client.x.device
+        total, seen = torch.zeros((), device=device), 0
+        for index in batches:
+            batch = index.to(device)
+            x = client.x[batch] if draws is None else crop_and_flip(client.x[batch], client.place.black, draws)
+            total += self.step(self, x, client.y[batch]) * len(batch)
+            seen += len(batch)
+        if not seen:
+            return
+        client.metrics["train-loss"] = float(total) / seen
+        forward = client.place.forward_flops(self.network)
+        step = client.place.training_flops(self.network, self.names) + self.objective.forwards * forward
+        client.flops += (self.samples - before) * step + self._extra - extra
+        client.published_flops += (self.samples - before) * costs.published_flops(forward, self.objective.forwards > 0)
+        client.state |= self.objective.remember(self.network.tensors)
+
+    def descend(self, x: Tensor, y: Tensor, forward: Forward | None = None) -> Tensor:
+        """Make one optimizer step on a mini-batch and return the loss before it, detached.
+
+        ``forward`` runs the network in another way, under a mask for example.
+        """
+        if self.compiled and forward is None and len(y) == self.client.settings.batch_size:
+            loss = self.network.compiled(self.client.place.problem.task.loss)(x, y)
+        else:
+            forward = forward or self.network
+            output = forward(x, None)
+            loss = self.loss(output, y) + self.objective.term(x, output, forward)
+        gradients = self.optimizer.gradients(loss)
+        self.objective.correct(gradients, self.optimizer.parameters)
+        if self.correct:
+            self.correct(gradients)
+        for name, factor in self.factors.items():
+            gradients[name].mul_(factor)
+        self.optimizer.step(gradients)
+        self.steps += 1
+        self.samples += len(y)
+        return loss.detach()
+
+    def spend(self, samples: int, names: Iterable[str]) -> None:
+        """Count a forward pass on ``samples`` more, and a backward pass that computes the gradients of ``names``."""
+        place = self.client.place
+        self._extra += samples * place.training_flops(self.network, frozenset(names))
+        self.client.published_flops += samples * costs.published_flops(place.forward_flops(self.network), False)
+
+
+def _factors(keep: Mapping[str, Tensor], parameters: Mapping[str, Tensor], device: torch.device) -> Tensors:
+    """Return bool positions as 0 and 1, laid out as the parameters; uint8, the same bytes, halves the time."""
+    bits = brought({name: keep[name].view(torch.uint8) for name in parameters if name in keep}, device)
+    return {name: torch.empty_like(parameters[name]).copy_(mask) for name, mask in bits.items()}
