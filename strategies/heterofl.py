@@ -18,7 +18,8 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
   channels. The Transformer and its embeddings, heads and masked tokens are not here.
 - Client i has ``widths[i mod len]``; theirs deals the levels in blocks of clients. Their levels are shares of the
   widest one, here of ``model``: HeteroFL never trains units beyond those of its widest client.
-- The authors clip each step's gradient to norm 1, which the papers do not say; it is not done here.
+- The authors clip each step's gradient to norm 1, which the papers do not say; it is not done here. Widths such as 1/16
+  in networks without BatchNorm can diverge without it: the Scaler multiplies by 16 in every layer.
 - Running statistics travel with the network and are averaged as in FedAvg; they are replaced in every round that
   ``eval-every`` evaluates, after a pass over all clients' data, as the mean of mini-batches by clients' samples.
   Nothing reads them before, unless ``max-flops`` or ``max-bytes`` ends a run between evaluations. FedRolex's code takes

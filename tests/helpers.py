@@ -103,7 +103,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "ist": {"weighting": "examples"},
     "istprox": {"prox_mu": 0.1, "server_lr": 0.5},
     "heterofl": {"heterofl__widths": "0.5, 1"},
-    "fedrolex": {"fedrolex__assignment": "dynamic", "momentum": 0.9},
+    "fedrolex": {"fedrolex__widths": "0.5, 1", "fedrolex__assignment": "dynamic", "momentum": 0.9},
     "local": {},
     "fedpews": {"fedpews__warmup_rounds": 2},
 }

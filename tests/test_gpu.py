@@ -70,7 +70,7 @@ def test_a_method_computes_the_same_on_a_gpu(run_local: Run, method: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["fedavg", "moon", "fedpart", "fedrep", "fedselect", "fedpac", "fedpews", "scaffold"]
+    "method", ["fedavg", "moon", "fedpart", "fedrep", "fedselect", "fedpac", "fedpews", "scaffold", "heterofl"]
 )
 def test_batch_norm_and_augmentation_compute_the_same_on_a_gpu(run_local: Run, method: str) -> None:
     both(run_local, method=method, **BATCH_NORM | {"num_clients": 3} | METHOD_KEYS[method])
