@@ -15,9 +15,9 @@ class ScaffoldClient(Client):
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return y_i and c_i+ - c_i = (x - y_i) / (K lr) - c (Algorithm 1, lines 7 to 13)."""
         x, c = chosen(sent, self.network.tensors), unprefixed(VARIATE, sent)
-        own = unprefixed(VARIATE, self.state) or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
+        variate = unprefixed(VARIATE, self.state) or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         self.load(x)
-        shift = brought({name: c[name] - own[name] for name in self.network.parameters}, self.network.device)
+        shift = brought({name: c[name] - variate[name] for name in self.network.parameters}, self.network.device)
 
         def correct(gradients: Tensors) -> None:
             torch._foreach_add_(list(gradients.values()), [shift[name] for name in gradients])
@@ -26,5 +26,5 @@ class ScaffoldClient(Client):
         y = self.trained()
         distance = training.steps * training.optimizer.lr
         change = {n: (x[n] - y[n]) / distance - c[n] if distance else torch.zeros_like(c[n]) for n in c}
-        self.state |= prefixed(VARIATE, {name: own[name] + change[name] for name in c})
+        self.state |= prefixed(VARIATE, {name: variate[name] + change[name] for name in c})
         return y | prefixed(VARIATE, change)
