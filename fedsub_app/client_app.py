@@ -1,7 +1,6 @@
 """The ClientApp, the same for all methods: Flower's door to a node (node.py)."""
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,63 +14,60 @@ from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.federation.wire import pack, unpack
 
 
-class BundledApp(ClientApp):
+class NodeApp(ClientApp):
     """A ClientApp that Ray's workers import from the bundle that it was loaded from.
 
     Ray puts the working directory of the process that starts its workers before all that is on their path. That is
     where the SuperLink was started once, maybe in another checkout, whose code would run.
+
+    Parameters
+    ----------
+    source : where data and network of the clients come from.
+    module : name of the module that holds the app.
     """
 
-    def __reduce__(self) -> tuple[Callable[[], ClientApp], tuple[()]]:
-        """Send, in the place of an object of this module, a function that sets the worker's path and imports it."""
-        root = str(Path(__file__).resolve().parents[1])
+    def __init__(self, source: node.Source, module: str) -> None:
+        super().__init__()
+        self.source, self.module = source, module
+        self.query()(_roll_call)
+        for verb in (self.train(), self.evaluate(), self.query("measure")):
+            verb(self._answer)
+
+    def prepare(self, message: Message, context: Context) -> None:
+        """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
+        header, _ = unpack(message.content)
+        if text := node.settings_text(header, context.node_config):
+            place = self.source(text, header, context)(0)
+            place.training_flops(place.network)
+
+    def _answer(self, message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
+        header, parts = unpack(message.content)
+        return Message(node.answer(header, parts, context, self.source), reply_to=message)
+
+    def __reduce__(self) -> Any:
+        """Send, in the place of an app of a module, a function that sets the worker's path and imports it."""
+        module = sys.modules[self.module]
+        name = next((name for name, value in vars(module).items() if value is self), "")
+        file = getattr(module, "__file__", None)
+        if not name or not file:  # of a notebook or a function
+            return NodeApp, (self.source, self.module)
+        root, of = str(Path(file).resolve().parents[self.module.count(".")]), self.module
 
         # Nested, so that Ray's pickler sends the function itself: by its name, the worker would import this module.
         def load() -> Any:
             if sys.path[0] != root:
                 sys.path.insert(0, root)
-            return import_module("fedsub_app.client_app").app
+            return getattr(import_module(of), name)
 
         return load, ()
 
 
-app = BundledApp()
-keep_freed_memory()
-
-
-@app.query()
-def roll_call(message: Message, context: Context) -> Message:
+def _roll_call(message: Message, context: Context) -> Message:
     """Answer which partition this node is, and keep the settings of the run that asks."""
     header, _ = unpack(message.content)
     return Message(pack(node.roll_call(header, context.node_config), []), reply_to=message)
 
 
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Train the clients in the message."""
-    return _answer(message, context)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the clients in the message."""
-    return _answer(message, context)
-
-
-@app.query("measure")
-def measure(message: Message, context: Context) -> Message:
-    """Let the clients in the message answer on the merged model."""
-    return _answer(message, context)
-
-
-def prepare(message: Message, context: Context) -> None:
-    """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
-    header, _ = unpack(message.content)
-    if place := node.place_of(header, context.node_config):
-        place.training_flops(place.network)
-
-
-def _answer(message: Message, context: Context) -> Message:
-    torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
-    header, parts = unpack(message.content)
-    return Message(node.answer(header, parts, context.node_config), reply_to=message)
+app = NodeApp(node.named, __name__)
+keep_freed_memory()

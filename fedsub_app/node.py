@@ -1,13 +1,15 @@
 """A node: the settings, data and folders of the runs that it takes part in, and the clients that it hosts.
 
 ``header`` is a message's header (federation/wire.py); ``config`` is the node's own configuration, ``--node-config``.
+Data and network come from a :data:`Source`: :func:`named` takes those that the settings name, library/client.py those
+of a user's app.
 """
 
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -15,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import MessageType, RecordDict
+from flwr.app import Context, MessageType, RecordDict
 
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Value
+from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.federation.protocol import MEASURE, Update
-from fedsub_app.federation.wire import STAMP, UNKNOWN_SETTINGS, pack, update_part
+from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState, StateGone
@@ -34,6 +37,8 @@ from fedsub_app.training.stacked import MAX_STACKED
 from fedsub_app.training.workplace import Workplace, workplace
 
 Config = Mapping[str, Any]
+Places = Callable[[int], Workplace]  # client -> its workplace
+Source = Callable[[str, Json, Context], Places]  # the run's settings as JSON, a message's header, the node's context
 _texts: dict[Path, str] = {}  # settings as JSON, by their file
 
 
@@ -62,7 +67,7 @@ def roll_call(header: Json, config: Config) -> Json:
     return answer | {"partition-id": partition, "num-partitions": count, "gpu": sees_gpu()}
 
 
-def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], config: Config) -> RecordDict:
+def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context, source: Source) -> RecordDict:
     """Run the clients of a message, one a part; returns the reply's content.
 
     The key ``error`` reports a failure of the message as a whole; ``fatal`` marks a failure of the machine, which ends
@@ -70,7 +75,7 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], config: Config) 
     """
     stamp = {key: header[key] for key in STAMP}
     try:
-        return _content(header, parts, stamp, config)
+        return _content(header, parts, stamp, context, source)
     except UserError as error:
         return pack(stamp | {"error": str(error)}, [])
     except Exception as error:
@@ -80,24 +85,32 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], config: Config) 
         return pack(stamp | {"error": printable(failure), "fatal": True}, [])
 
 
-def _content(header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, config: Config) -> RecordDict:
-    place = place_of(header, config)
-    if place is None:
+def _content(
+    header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, context: Context, source: Source
+) -> RecordDict:
+    text = settings_text(header, context.node_config)
+    if not text:
         return pack(UNKNOWN_SETTINGS | stamp, [])
-    if place.settings.stack_clients and header["phase"] == MessageType.TRAIN:
-        updates = _run_together(place, header, parts)
+    folder, settings = state_folder(header, context.node_config), settings_from(text, "")
+    tasks = [(task, sent) for task, sent in parts if INITIAL not in task]
+    for _, sent in parts[len(tasks) :]:
+        if not initial_file(folder).exists():
+            write_tensors(initial_file(folder), sent)
+    places = source(text, header, context)
+    if settings.stack_clients and header["phase"] == MessageType.TRAIN:
+        updates = _run_together(places(0), header, tasks)
     else:
-        folder = state_folder(header, config)
-        updates = [_run(place, folder, header, task, tensors) for task, tensors in parts]
+        updates = [_run(places, settings.num_clients, folder, header, task, tensors) for task, tensors in tasks]
     return pack(stamp, [update_part(update) for update in updates])
 
 
-def _run(place: Workplace, folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
+def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
     """Run one client's task; a failure is reported in this client's update only."""
-    client, count = task["client"], place.settings.num_clients
+    client = task["client"]
     try:
         if type(client) is not int or not 0 <= client < count:
             raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
+        place = places(client)
         store, merged = ClientState(folder, client), task.get("state", 0)
         state = store.load(merged)
         before = merged if state else 0
@@ -152,31 +165,41 @@ def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Te
 # --- the workplace of a run's clients -------------------------------------------------------------------------------
 
 
-def place_of(header: Json, config: Config) -> Workplace | None:
-    """Return the workplace of a message; ``None`` where this node lacks its settings.
+def settings_text(header: Json, config: Config) -> str:
+    """Return the settings of a message's run, as JSON; "" where this node lacks them.
 
     Raises
     ------
     UserError
-        The server's code, the run's id, the settings' digest or the node's own data are wrong.
+        The server's code, the run's id or the settings' digest is wrong.
     """
     if header["code"] != code_digest():
         raise UserError(_other_code(header["code"]))
     folder = state_folder(header, config)
     if "settings" in header:
         _keep_settings(header, folder)
-    text = _kept_settings(folder, header["digest"])
-    if not text:
-        return None
-    private = str(config.get("private-data", ""))
+    return _kept_settings(folder, header["digest"])
+
+
+def named(text: str, header: Json, context: Context) -> Places:
+    """Return the one workplace of all clients: of the data that the settings name, or of the node's private data.
+
+    Raises
+    ------
+    UserError
+        The data are not there, or the node's own are not like the server's.
+    """
+    private = str(context.node_config.get("private-data", ""))
     if json.loads(text).get("private-examples", 0) or private:
-        return _private_place(text, private, header)
-    return workplace(_settings(text, str(config.get("data-dir", ""))))
+        place = _private_place(text, private, header)
+    else:
+        place = workplace(settings_from(text, str(context.node_config.get("data-dir", ""))))
+    return lambda client: place
 
 
 def _private_place(text: str, path: str, header: Json) -> Workplace:
     """Return the workplace of a node's own data, which must be like the server's."""
-    settings = _settings(text, "")
+    settings = settings_from(text, "")
     if not path:
         setting = f"private-examples = {settings.private_examples}"
         raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file or image folder>")
@@ -201,7 +224,7 @@ def _private_settings(text: str, path: str, image_size: int) -> Settings:
 
 
 @lru_cache(maxsize=4)
-def _settings(text: str, data_dir: str) -> Settings:
+def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
     return resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
 
@@ -244,6 +267,11 @@ def state_folder(header: Json, config: Config) -> Path:
     if simulated() and not folder:
         return Path(header["state-dir"])
     return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
+
+
+def initial_file(folder: Path) -> Path:
+    """Return where the initial global model of a run lies, for clients that cannot rebuild it from the seed."""
+    return folder / "initial.safetensors"
 
 
 def _other_code(theirs: str) -> str:

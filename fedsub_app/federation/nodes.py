@@ -19,7 +19,7 @@ from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Outbox, Phase
 from fedsub_app.federation.protocol import BadReply, Spec, Task
 from fedsub_app.federation.roll import Node, Roll, brief, pause
@@ -52,17 +52,24 @@ class Federation:
     """The nodes of a run and their clients."""
 
     def __init__(
-        self, settings: FederationSettings, header: Json, run_settings: Json | None = None, device: str = "cpu"
+        self,
+        settings: FederationSettings,
+        header: Json,
+        run_settings: Json | None = None,
+        device: str = "cpu",
+        initial: Tensors | None = None,
     ) -> None:
         """``header`` goes into every message: the run's id, the folder of client states.
 
         ``run_settings`` go with the roll call; later messages have their digest, and a node that lacks them asks for
-        them. ``device``: ``"cuda"`` where the server computes on a GPU.
+        them. ``device``: ``"cuda"`` where the server computes on a GPU. ``initial``: the initial global model where the
+        nodes cannot rebuild it from the seed; a node's messages have it until the node has replied.
         """
         self.settings = settings
         self.run_settings = {"settings": json.dumps(run_settings)} if run_settings else {}
         self.header = header | ({"digest": text_digest(self.run_settings["settings"])} if run_settings else {})
         self.roll = Roll(settings, self.header | self.run_settings, device)
+        self.initial, self._have_initial = initial or {}, set[int]()
         self.late: set[str] = set()  # messages of earlier phases that were not waited for
 
     def sample(self, server_round: int) -> list[int]:
@@ -130,7 +137,11 @@ class Federation:
         queues, dropped = self.hosts(sorted(clients))
         stamp = {"phase": kind, "round": server_round, "nonce": secrets.token_hex(8)}  # no reply can be sent twice
         header = self.header | extra | stamp | {"code": code_digest()}
-        return Phase(Outbox(header, queues, self.settings, task, expected, self.run_settings), dropped)
+        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, self._initial_for)
+        return Phase(outbox, dropped)
+
+    def _initial_for(self, node_id: int) -> Tensors:
+        return {} if node_id in self._have_initial else self.initial
 
     def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
         """Send a phase's messages and yield the replies as they come, until all are there or the time is over.
@@ -239,6 +250,7 @@ class Federation:
             raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):
             raise BadReply(f"node failed: {brief(str(header['error']))}")
+        self._have_initial.add(reply.metadata.src_node_id)
         by_client: dict[int, Answer] = {}
         for part in parts:
             client = part.config.get("client")

@@ -1,16 +1,17 @@
 """One phase of a round: its messages, the clients that they ask, and the outcome."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import DEFAULT_TTL, Message, Metadata
+from torch import equal
 
 from fedsub_app.common.errors import printable
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import Spec, Task, formula_bytes
 from fedsub_app.federation.settings import FederationSettings
-from fedsub_app.federation.wire import pack, wire_bytes
+from fedsub_app.federation.wire import INITIAL, pack, wire_bytes
 
 AWAY = "its node is away"
 REFUSED = "the SuperLink, or a proxy before it, refuses its message as too large (client_max_body_size in nginx)"
@@ -38,6 +39,7 @@ class Outbox:
     task : client -> its task; called when its message is made.
     expected : client -> the tensors of its reply, which count in ``message-mb``.
     run_settings : entries that the header of a repeated message has in addition.
+    initial : node id -> the run's initial global model where the node lacks it, else nothing.
 
     Attributes
     ----------
@@ -54,12 +56,13 @@ class Outbox:
         task: Callable[[int], Task] = Task,
         expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
         run_settings: Json | None = None,
+        initial: Callable[[int], Tensors] = lambda _: {},
     ) -> None:
         self.header, self.queues = header, dict(queues)
         self.sent: list[tuple[Metadata, list[int]]] = []
         self.bytes_down = self.formula_down = 0
         self._settings, self._run_settings = settings, run_settings or {}
-        self._task, self._expected = task, expected
+        self._task, self._expected, self._initial = task, expected, initial
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
 
     @property
@@ -103,8 +106,13 @@ class Outbox:
         self.sent[place] = (message.metadata, clients)
         return message
 
-    def _message(self, node_id: int, tasks: Iterable[Task], header: Json) -> Message:
-        content = pack(header, [({"client": task.client} | task.config, task.tensors) for task in tasks])
+    def _message(self, node_id: int, tasks: Sequence[Task], header: Json) -> Message:
+        parts: list[tuple[Json, Tensors]] = [({"client": task.client} | task.config, task.tensors) for task in tasks]
+        if initial := self._initial(node_id):
+            sent = parts[0][1]  # in the first round the same values, which travel once
+            same = {name: sent[name] for name, tensor in initial.items() if name in sent and equal(sent[name], tensor)}
+            parts.append(({INITIAL: True}, initial | same))
+        content = pack(header, parts)
         self.bytes_down += wire_bytes(content)
         lifetime = max(DEFAULT_TTL, self._settings.round_timeout)  # Flower throws away what is older
         return Message(content, node_id, header["phase"], ttl=lifetime, group_id=str(header["round"]))

@@ -39,6 +39,7 @@ from fedsub_app.subnets.norms import squares
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
 STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
+INITIAL = "initial"  # key of a part that is no client's task: its tensors are the run's initial global model
 UNKNOWN_SETTINGS = {"unknown": "settings"}  # first in the header of a node's reply that lacks the settings
 STAMP = ("run", "round", "phase", "nonce")  # keys of a message's header that the reply's header repeats
 # Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.

@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -42,12 +42,25 @@ MAPPED = 1 << 20  # bytes from which on a message is mapped, which uses a descri
 PARENT_LOOK_S = 0.5
 
 
-def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork: bool = True) -> LocalGrid:
+class Prepared(Protocol):
+    """A ClientApp that can load what its clients need before processes are forked."""
+
+    def prepare(self, message: Message, context: Context) -> None:
+        """Load what the clients of a message need."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
+
+
+App = str | Prepared  # the module of a ClientApp ``app``, or one that forked processes inherit
+
+
+def local_grid(app: App, overrides: Mapping[str, Value], workers: int = 1, fork: bool = True) -> LocalGrid:
     """Return the grid of the local engine: in this process for one worker, else one process a worker.
 
     Parameters
     ----------
-    app : module of the ClientApp ``app`` and of ``prepare(message, context)``, which loads the clients' data and model.
+    app : the ClientApp, or the name of its module where processes may have to be spawned.
     overrides : the run config as single keys.
     workers : number of nodes, at least 1.
     fork : whether processes may be forked where the system can (not with CUDA); they then share data and model.
@@ -55,13 +68,20 @@ def local_grid(app: str, overrides: Mapping[str, Value], workers: int = 1, fork:
     Raises
     ------
     UserError
-        Several workers are asked for where the system allows one.
+        Several workers where the system, or an app that cannot be imported, allows one.
     """
     if workers > 1 and not SEVERAL:
         raise UserError(f"--workers {workers}: must be 1 on Windows, where processes cannot pass open files on")
     if workers == 1:
-        return LocalGrid(resolve_name(f"{app}:app"), overrides)
-    return WorkerGrid(app, overrides, workers, "fork" if fork and sys.platform == "linux" else "spawn")
+        return LocalGrid(_loaded(app), overrides)
+    start = "fork" if fork and sys.platform == "linux" else "spawn"
+    if start == "spawn" and not isinstance(app, str):
+        raise UserError(f"workers = {workers}: must be 1 with model= or data=, but on Linux and without a GPU")
+    return WorkerGrid(app, overrides, workers, start)
+
+
+def _loaded(app: App) -> Any:
+    return resolve_name(f"{app}:app") if isinstance(app, str) else app
 
 
 @contextmanager
@@ -76,9 +96,9 @@ def _limits() -> Iterator[None]:
 class WorkerGrid(LocalGrid):
     """A grid of ``workers`` nodes, each a process; :meth:`close` ends them. See :func:`local_grid`."""
 
-    def __init__(self, app: str, overrides: Mapping[str, Value], workers: int, start: str) -> None:
-        super().__init__(resolve_name(f"{app}:app"), overrides, workers)
-        self._module = app
+    def __init__(self, app: App, overrides: Mapping[str, Value], workers: int, start: str) -> None:
+        super().__init__(_loaded(app), overrides, workers)
+        self._name = app
         self._start = start
         self._gpus = visible_gpus() if start == "spawn" else []
         self._workers: dict[int, WorkerProcess] = {}
@@ -95,7 +115,7 @@ class WorkerGrid(LocalGrid):
             if not self._workers:
                 if self._start == "fork":
                     with suppress(Exception):  # each node's reply will name the error
-                        resolve_name(f"{self._module}:prepare")(message, self.contexts[message.metadata.dst_node_id])
+                        _loaded(self._name).prepare(message, self.contexts[message.metadata.dst_node_id])
                 for node in self.contexts:
                     self._begin(node)
             self._workers[message.metadata.dst_node_id].send(message)
@@ -119,7 +139,7 @@ class WorkerGrid(LocalGrid):
     def _begin(self, node: int) -> None:
         others = [worker.socket for worker in self._workers.values()]
         gpu = self._gpus[(node - min(self.contexts)) % len(self._gpus)] if self._gpus else None
-        self._workers[node] = WorkerProcess(self._module, node, len(self.contexts), self._start, others, gpu)
+        self._workers[node] = WorkerProcess(self._name, node, len(self.contexts), self._start, others, gpu)
 
     @_limits()
     def _collect(self, seconds: float) -> None:
@@ -156,7 +176,7 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, app: str, node: int, nodes: int, start: str, others: list[socket.socket], gpu: str | None = None
+        self, app: App, node: int, nodes: int, start: str, others: list[socket.socket], gpu: str | None = None
     ) -> None:
         self.waiting: deque[Message] = deque()
         self.leaves = False
@@ -213,13 +233,13 @@ class WorkerProcess:
         return f"worker process {self.process.pid} {how}"
 
 
-def _serve(app: str, node: int, nodes: int, mine: socket.socket, inherited: list[socket.socket], parent: int) -> None:
+def _serve(app: App, node: int, nodes: int, mine: socket.socket, inherited: list[socket.socket], parent: int) -> None:
     """Answer messages until the parent closes the socket or ends, or this process has lost its GPU."""
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    run = resolve_name(f"{app}:app")
+    run = _loaded(app)
     context = LocalGrid(run, {}, nodes).contexts[node]
     with suppress(EOFError, ConnectionError):
         while True:

@@ -29,6 +29,7 @@ class Workplace:
     train_y: Tensor
     test_x: Samples
     test_y: Tensor
+    first: Callable[[], Tensors] | None = None  # returns the initial global model that no seed gives
 
     @cached_property
     def black(self) -> Tensor:
@@ -73,14 +74,16 @@ class Workplace:
         return lru_cache(maxsize=256)(count)
 
     def initial(self, seed: int | None = None) -> Tensors:
-        """Return the initial global model, which every client can rebuild from the seed, or another seed's model."""
+        """Return the initial global model, from the seed or as the server sent it, or another seed's model."""
+        if self.first and seed is None:
+            return self.first()
         return tensors_of(self.problem.network(seed))
 
 
 @lru_cache(maxsize=1)
-def workplace(settings: Settings) -> Workplace:
-    """Load data, partition and model once per process and settings."""
-    problem = Problem.of(settings)
+def workplace(settings: Settings, problem: Problem | None = None) -> Workplace:
+    """Load data, partition and model once per process and settings; ``problem``: in the place of the named one."""
+    problem = problem or Problem.of(settings)
     data = problem.data
     partition = make_partition(data, settings.partitioning)
     device = pick_device(settings.device, settings.gpu_exact)
