@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # torch takes seconds
     from fedsub_app.common.section import Value
     from fedsub_app.methods import Method
+    from fedsub_app.problem import Model
     from fedsub_app.reports.records import Record
 
 
-def run(settings: "Mapping[str, Value]", workers: int = 1) -> "Record":
+def run(
+    settings: "Mapping[str, Value]", workers: int = 1, *, model: "Model | None" = None, data: object = None
+) -> "Record":
     """Run on the local engine, as ``fedsub run`` does; returns what the run's directory then holds.
 
     Parameters
     ----------
     settings : single keys on top of their experiment's and the defaults, as in TOML: ``{"num-rounds": 20}``.
     workers : processes; 1: all in this one.
+    model, data : a network's class, and ``(train, test)``, each a pair of tensors or a map-style torch data set of
+        pairs, in the place of the data and the network that the keys name; the keys share the samples out to clients.
 
     Raises
     ------
@@ -28,7 +33,7 @@ def run(settings: "Mapping[str, Value]", workers: int = 1) -> "Record":
     from fedsub_app.engines import run_local
     from fedsub_app.reports.records import read_run
 
-    return read_run(Path(run_local(settings, workers)["run-dir"]))
+    return read_run(Path(run_local(settings, workers, model, data)["run-dir"]))
 
 
 def register(name: str, method: "Method") -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
+from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device, visible_gpus
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
+from fedsub_app.data.own import NAME
 from fedsub_app.federation import workers as processes
+from fedsub_app.node import given
+from fedsub_app.problem import Model, Problem
 from fedsub_app.reports import pictures
 from fedsub_app.runs.console import summary_table
 from fedsub_app.runs.directory import RunFailed, settings_of
@@ -22,13 +26,16 @@ from fedsub_app.settings import Settings
 log = logging.getLogger("fedsub")
 
 
-def run_local(overrides: Mapping[str, Value], workers: int | None = 1) -> Json:
+def run_local(
+    overrides: Mapping[str, Value], workers: int | None = 1, model: Model | None = None, data: object = None
+) -> Json:
     """Run on the local engine; returns the summary.
 
     Parameters
     ----------
     overrides : single keys, as in TOML.
     workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
+    model, data : a network's class or factory, and ``(train, test)``, in the place of those that the keys name.
 
     Raises
     ------
@@ -37,21 +44,33 @@ def run_local(overrides: Mapping[str, Value], workers: int | None = 1) -> Json:
     RunFailed
         The run could not continue; its ``folder`` may hold a checkpoint to resume from.
     """
+    if (model is None) != (data is None):
+        raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
+    app: processes.App = "fedsub_app.client_app"
+    problem = None
+    if model:
+        for key in ("model", "dataset"):
+            if key in overrides:
+                raise UserError(f"{key} = {overrides[key]!r}: not with model= and data=")
+        overrides = {**overrides, "model": getattr(model, "__name__", "own"), "dataset": NAME}
     settings = settings_of(overrides)
+    if model:
+        problem = Problem.own(model, data, settings)
+        app = NodeApp(given(problem), __name__)
     on_gpu = pick_device(settings.device).type == "cuda"
     if workers is None:
         workers = (len(visible_gpus()) if on_gpu else cores()) if processes.SEVERAL else 1
-    grid = processes.local_grid("fedsub_app.client_app", overrides, min(workers, settings.num_clients), fork=not on_gpu)
+    grid = processes.local_grid(app, overrides, min(workers, settings.num_clients), fork=not on_gpu)
     try:
-        return run_and_report(grid, settings)
+        return run_and_report(grid, settings, problem)
     finally:
         grid.close()
 
 
-def run_and_report(grid: Grid, settings: Settings) -> Json:
+def run_and_report(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
     """Run all rounds as :func:`run_experiment` does, draw the pictures, also of a failed run, log the summary."""
     try:
-        summary = run_experiment(grid, settings)
+        summary = run_experiment(grid, settings, problem)
     except RunFailed as failure:
         _draw(failure.folder)
         raise

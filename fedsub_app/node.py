@@ -31,6 +31,7 @@ from fedsub_app.data import private_name
 from fedsub_app.federation.protocol import MEASURE, Update
 from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
+from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.stacked import MAX_STACKED
@@ -195,6 +196,16 @@ def named(text: str, header: Json, context: Context) -> Places:
     else:
         place = workplace(settings_from(text, str(context.node_config.get("data-dir", ""))))
     return lambda client: place
+
+
+def given(problem: Problem) -> Source:
+    """Return a source of one problem whose samples the run's partition shares out to the clients."""
+
+    def source(text: str, header: Json, context: Context) -> Places:
+        place = workplace(settings_from(text, ""), problem)
+        return lambda client: place
+
+    return source
 
 
 def _private_place(text: str, path: str, header: Json) -> Workplace:

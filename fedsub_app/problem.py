@@ -1,18 +1,24 @@
 """The learning problem, independent of the method: data, network, loss and score."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsub_app.data import Dataset, load_dataset
+from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.seeds import derive
+from fedsub_app.data import Dataset, load_dataset, own_dataset
 from fedsub_app.models import build_model
 from fedsub_app.settings import Settings
 
 Reduction = Literal["mean", "sum", "none"]
+Model = Callable[[], nn.Module]  # a network's class, or a function that makes one
+Loss = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> the mean of a batch
 
 
 class Task(Protocol):
@@ -85,6 +91,21 @@ class Problem:
         """
         return _named(load_dataset(settings.data), settings.model, settings.hidden_width, settings.seed)
 
+    @staticmethod
+    def own(model: Model, data: object, settings: Settings, task: Task | None = None) -> "Problem":
+        """Return the problem of a user's network and ``(train, test)``; by default a classification.
+
+        Raises
+        ------
+        UserError
+            What the data or the network are, and what they must be.
+        """
+        if settings.hidden_width:
+            raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
+        build = seeded(model)
+        dataset = own_dataset(data, partial(classes_of, build(settings.seed)))
+        return Problem(dataset, build, task or Classification(), settings.seed)
+
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or another seed's model.
 
@@ -94,6 +115,60 @@ class Problem:
             No network has this name, or it cannot take these inputs.
         """
         return self.build(self.seed if seed is None else seed)
+
+
+class OwnLoss(Classification):
+    """A loss of one's own; the score stays the accuracy.
+
+    Parameters
+    ----------
+    mean : (output, y) -> the differentiable mean of a batch.
+    """
+
+    def __init__(self, mean: Loss) -> None:
+        self.mean = mean
+
+    def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the loss of a batch; ValueError for one number a sample, which only a mean is known of."""
+        if reduction == "none":
+            raise ValueError("loss=: gives the mean of a batch, not one number a sample")
+        return self.mean(output, y) * (len(y) if reduction == "sum" else 1)
+
+
+def seeded(model: Model) -> Callable[[int], nn.Module]:
+    """Return a function from a seed to a fresh network of the factory, on the CPU.
+
+    The global generators are left as they were.
+    """
+
+    def build(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive(seed, "model"))
+            module = model()
+        if not isinstance(module, nn.Module):
+            raise UserError(f"model = {shown(model)}: returned a {type(module).__name__}, must be a torch.nn.Module")
+        return module
+
+    return build
+
+
+def classes_of(module: nn.Module, in_shape: tuple[int, ...]) -> int:
+    """Return how many classes a network tells apart; :class:`UserError` where it does not return [n, classes].
+
+    Two samples go through it on the "meta" device, which computes nothing.
+    """
+    try:
+        with torch.no_grad():
+            output = copy.deepcopy(module).to("meta").eval()(torch.empty(2, *in_shape, device="meta"))
+    except Exception as error:  # whatever a user's network raises
+        reason = one_line(error)[:200]
+        raise UserError(
+            f"model = {type(module).__name__}: cannot take samples of shape {in_shape} ({reason})"
+        ) from error
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
+        what = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise UserError(f"model = {type(module).__name__}: returns {what} for two samples, must be [2, classes]")
+    return output.shape[1]
 
 
 @lru_cache(maxsize=1)

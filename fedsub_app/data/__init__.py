@@ -22,6 +22,7 @@ features of images that pretrained networks extract (:mod:`fedsub_app.data.featu
 """
 
 from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
+from fedsub_app.data.own import own_dataset
 from fedsub_app.data.partition import Partition, PartitionSettings, make_partition, partition_summary
 from fedsub_app.data.samples import Samples
 from fedsub_app.data.sources import dataset_names, private_name
@@ -35,6 +36,7 @@ __all__ = [
     "dataset_names",
     "load_dataset",
     "make_partition",
+    "own_dataset",
     "partition_summary",
     "private_name",
 ]

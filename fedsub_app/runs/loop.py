@@ -61,17 +61,17 @@ class GlobalTest:
             return float(self.task.loss(self.model(x), y))
 
 
-def prepare(settings: Settings) -> tuple[Problem, Partition | None, SubnetStrategy]:
+def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem, Partition | None, SubnetStrategy]:
     """Return the problem, the partition of its data over the clients, and the method's server side.
 
-    The partition is None where each node has private data.
+    The partition is None where each node has private data. ``problem``: in the place of the named one.
 
     Raises
     ------
     UserError
         Bad input; nothing is written.
     """
-    problem = Problem.of(settings)
+    problem = problem or Problem.of(settings)
     if settings.augment != "none" and len(problem.data.in_shape) != 3:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
@@ -83,8 +83,8 @@ def prepare(settings: Settings) -> tuple[Problem, Partition | None, SubnetStrate
     return problem, partition, strategy
 
 
-def run_experiment(grid: Grid, settings: Settings) -> Json:
-    """Run all rounds on ``grid``; returns the summary.
+def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
+    """Run all rounds on ``grid``; returns the summary. ``problem``: in the place of the one that the settings name.
 
     Raises
     ------
@@ -96,7 +96,8 @@ def run_experiment(grid: Grid, settings: Settings) -> Json:
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)
-    problem, partition, strategy = prepare(settings)  # before the run directory exists: it may reject its settings
+    # Before the run directory exists: it may reject its settings.
+    problem, partition, strategy = prepare(settings, problem)
     dataset, run = problem.data, open_run(settings, device)
     try:
         run_settings = settings.flat() | {"experiment": "", "resume": False}
