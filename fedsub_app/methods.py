@@ -62,7 +62,8 @@ from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 class Method:
     """One method: a description, its own settings, its server side, its client side.
 
-    ``preset``: general keys that make it this method; a run that sets them otherwise is refused.
+    ``preset``: general keys that make it this method; a run that sets them otherwise is refused. ``title``: its name
+    as it is written, where the strategy's class has another one.
     """
 
     description: str
@@ -70,20 +71,21 @@ class Method:
     strategy: type[SubnetStrategy]
     client: type[Client]
     preset: Mapping[str, Value] = field(default_factory=dict)
+    title: str = ""
 
 
 METHODS = {
-    "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client),
-    "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}),
-    "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}),
+    "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client, title="FedAvg"),
+    "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}, "FedProx"),
+    "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}, "MOON"),
     "scaffold": Method("Karimireddy et al. 2020", MethodSettings, Scaffold, ScaffoldClient),
     "fednova": Method("Wang et al. 2020", FedNovaSettings, FedNova, FedNovaClient),
     "fedadam": Method("Reddi et al. 2021", FedAdamSettings, FedAdam, Client),
     "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, FedYogi, Client),
     "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, FedAdagrad, Client),
-    "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, Tuned, TunedClient),
+    "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, Tuned, TunedClient, title="FedAvgFT"),
     "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
-    "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient),
+    "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient, title="FedPer"),
     "fedrep": Method("Collins et al. 2021", FedRepSettings, FedRep, FedRepClient),
     "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, FedBABU, FedBABUClient),
     "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
@@ -93,7 +95,7 @@ METHODS = {
     "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, IST, Client),
-    "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}),
+    "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}, "ISTProx"),
     "heterofl": Method("HeteroFL, Diao, Ding, Tarokh 2021", HeteroFLSettings, HeteroFL, HeteroFLClient),
     "fedrolex": Method("FedRolex, Alam et al. 2022", HeteroFLSettings, FedRolex, HeteroFLClient),
     "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),

@@ -7,9 +7,11 @@ from pathlib import Path
 
 @cache
 def code_digest() -> str:
-    """Hash of the source of our three packages as it lay on disk at the first call."""
+    """Hash of the source of our packages as it lay on disk at the first call."""
     root = Path(__file__).resolve().parents[2]
-    files = sorted(path for name in ("fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py"))
+    files = sorted(
+        path for name in ("fedsub", "fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py")
+    )
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

@@ -132,6 +132,24 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
     )
 
 
+def whole_set(dataset: Dataset, settings: PartitionSettings, client: int) -> Partition:
+    """Return the partition of one client's own data: all of its training samples but those for validation, all tests.
+
+    Every client has the same indices; the data set is that of ``client`` alone.
+
+    Raises
+    ------
+    UserError
+        No training sample.
+    """
+    every = torch.arange(len(dataset.train_y))
+    train, rest = _split(every, settings.validation_fraction, 0, settings.seed, client, "validation")
+    if not len(train):
+        raise UserError(f"client {client}: no training sample")
+    count = settings.num_clients
+    return Partition((train,) * count, (rest,) * count, (torch.arange(len(dataset.test_y)),) * count, "test")
+
+
 def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
     """Return a JSON-able summary: ``counts[client][class]`` of the training samples, and every client's sizes."""
     return {

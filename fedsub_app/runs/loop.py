@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
@@ -32,6 +33,7 @@ from strategies.rounds import check_defences, evaluation_due
 
 log = logging.getLogger("fedsub")
 QUICK_SAMPLES = 32
+Measure = Callable[[ArrayRecord], dict[str, float]]  # of the global model, for the round's line
 
 
 class GlobalTest:
@@ -147,7 +149,7 @@ def _check_stacked(settings: Settings, model: nn.Module) -> None:
         raise UserError(f"stack-clients = true: not with {reason}")
 
 
-def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: GlobalTest | None) -> Json:
+def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Measure | None) -> Json:
     """Run the rounds after the last checkpoint: train, evaluate, write the line, checkpoint; returns the summary."""
     settings = run.settings
     checkpoint = run.restore()
@@ -217,7 +219,7 @@ def _evaluate(
     number: int,
     arrays: ArrayRecord,
     config: ConfigRecord,
-    global_test: GlobalTest | None,
+    global_test: Measure | None,
 ) -> Json:
     """Make the evaluations that are due after a round; returns their entries for the round's line."""
     if not evaluation_due(strategy, number, config):

@@ -1,0 +1,57 @@
+"""The methods of fedsub for a Flower app of one's own; everything here is loaded when it is asked for.
+
+``fedsub.FedSelect(alpha=0.3, lr=0.05)`` and a class for each other method of `fedsub list methods`, :func:`client_app`,
+:func:`start`, :func:`run`, :func:`register`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from client_apps.base import Client as Client
+    from fedsub_app import register as register
+    from fedsub_app import run as run
+    from fedsub_app.common.errors import UserError as UserError
+    from fedsub_app.library.client import client_app as client_app
+    from fedsub_app.library.loop import start as start
+    from fedsub_app.methods import Method as Method
+    from fedsub_app.runs.directory import RunFailed as RunFailed
+    from fedsub_app.settings import MethodSettings as MethodSettings
+    from strategies.base import Merged as Merged
+    from strategies.base import SubnetStrategy as SubnetStrategy
+
+_HOMES = {
+    "Client": "client_apps.base",
+    "Merged": "strategies.base",
+    "Method": "fedsub_app.methods",
+    "MethodSettings": "fedsub_app.settings",
+    "RunFailed": "fedsub_app.runs.directory",
+    "SubnetStrategy": "strategies.base",
+    "UserError": "fedsub_app.common.errors",
+    "client_app": "fedsub_app.library.client",
+    "register": "fedsub_app",
+    "run": "fedsub_app",
+    "start": "fedsub_app.library.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, or the strategy of a registered method."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name.startswith("_"):
+        raise AttributeError(f"module 'fedsub' has no attribute {name!r}")
+    from fedsub_app.library.keywords import method_of
+    from fedsub_app.library.strategy import strategy_class
+
+    if not (method := method_of(name)):
+        raise AttributeError(f"module 'fedsub' has no attribute {name!r}; dir(fedsub) lists the methods")
+    return strategy_class(method)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those of the methods' strategies among them."""
+    from fedsub_app.library.keywords import title
+    from fedsub_app.methods import METHODS
+
+    return sorted([*_HOMES, *map(title, METHODS)])

@@ -1,0 +1,94 @@
+"""Settings as keywords: which there are for a method, and what they become."""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from inspect import Parameter, Signature
+from typing import Any
+
+from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.section import Value
+from fedsub_app.config import defaults, resolve
+from fedsub_app.data import DataSettings, PartitionSettings
+from fedsub_app.data.own import NAME
+from fedsub_app.methods import METHODS
+from fedsub_app.settings import Settings
+
+# What a strategy has no keyword for: the app's data and network are its own, `start` is told how long a run is.
+WITHOUT = {
+    *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys()) - {"seed", "validation_fraction"},
+    *("experiment", "method", "num_rounds", "run_dir", "resume", "model", "stack_clients", "options"),
+}
+EVALUATE = "personal"  # what the clients measure unless they are told; of a method without own models the global one
+MANY = 100_000  # clients, before the roll call has told how many there are
+
+
+@cache
+def keywords(method: str) -> dict[str, str]:
+    """Return the keywords of a method's strategy and the keys that they stand for, the method's own first.
+
+    A key of the method that has the name of a general one is ``<method>_<key>``: ``fedadam_lr``.
+    """
+    general = {_keyword(str(field.alias)): str(field.alias) for field in _general().values()}
+    own = {key.partition(".")[2]: key for key in defaults() if key.startswith(f"{method}.")}
+    named = {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own}
+    return named | general
+
+
+def _general() -> Mapping[str, Any]:
+    return {name: field for name, field in Settings.model_fields.items() if name not in WITHOUT}
+
+
+def _keyword(key: str) -> str:
+    return {"lambda": "lambda_"}.get(key, key.replace("-", "_"))
+
+
+def signature(method: str) -> Signature:
+    """Return the signature of a method's strategy, for ``help``."""
+    values = {"evaluate": EVALUATE}
+    both: dict[str, object] = {name: values.get(name, defaults()[key]) for name, key in keywords(method).items()}
+    both |= {"clients_per_node": 1, "model": None}
+    return Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in both.items()])
+
+
+def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
+    """Return keywords as keys in TOML spelling; :class:`UserError` for one that there is not."""
+    known = keywords(method)
+    keys: dict[str, Any] = {"evaluate": EVALUATE}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(known)}"
+            raise UserError(f"{name} = {shown(value)}: no keyword of {method}; {hint}")
+        if value is not None:
+            keys[known[name]] = ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
+    return keys
+
+
+def whole_keys(method: str, keys: Mapping[str, Value], clients: int, num_rounds: int) -> dict[str, Value]:
+    """Return all keys of a run with so many clients."""
+    own: dict[str, Value] = {"dataset": NAME, "model": NAME, "method": method}
+    return {**keys, **own, "num-clients": clients, "num-rounds": num_rounds}
+
+
+def check(method: str, keys: Mapping[str, Value]) -> None:
+    """Raise :class:`UserError` for what is wrong before the number of clients is known."""
+    try:
+        resolve(whole_keys(method, keys, MANY, 1))
+    except UserError as error:
+        if "num-clients" not in str(error):  # else it is for the roll call to tell
+            raise
+
+
+def method_of(name: str) -> str:
+    """Return the method whose strategy has this public name, "" for none."""
+    return next((method for method in METHODS if title(method) == name), "")
+
+
+def title(method: str) -> str:
+    """Return the public name of a method's strategy: "FedPeWS" of "fedpews"."""
+    about = METHODS[method]
+    written = about.strategy.__name__
+    if about.title or written.lower() == method.replace("-", ""):
+        return about.title or written
+    return "".join(word.capitalize() for word in method.split("-"))

@@ -1,0 +1,71 @@
+"""``fedsub.start``: this package's loop over the rounds, with a run directory and checkpoints, in a user's app."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensor_files import read_tensors, write_tensors
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation.wire import to_arrays, to_tensors
+from fedsub_app.library.strategy import LibraryStrategy
+from fedsub_app.node import initial_file
+from fedsub_app.runs.directory import open_run, settings_of
+from fedsub_app.runs.loop import run_rounds
+
+Evaluate = Callable[[int, ArrayRecord], Mapping[str, float] | None]
+
+
+def start(
+    strategy: LibraryStrategy,
+    grid: Grid,
+    *,
+    initial_arrays: ArrayRecord,
+    num_rounds: int = 3,
+    run_dir: str | Path = "",
+    resume: bool = False,
+    evaluate_fn: Evaluate | None = None,
+) -> Json:
+    """Run all rounds as ``fedsub run`` does; returns the summary.
+
+    The run directory has a line a round, checkpoints and the final model. ``resume`` goes on after the last checkpoint.
+
+    Parameters
+    ----------
+    strategy : one of this package, such as ``fedsub.FedSelect()``.
+    initial_arrays : the initial global model; a run that goes on has that of its beginning.
+    num_rounds : rounds of the run, all together.
+    run_dir : the run's directory; "": a new one under $FEDSUB_RUNS.
+    evaluate_fn : (round, arrays) -> metrics for the round's line, such as ``{"global-accuracy": 93.1}``.
+
+    Raises
+    ------
+    UserError
+        Bad input, before the first round.
+    RunFailed
+        The run could not go on; its ``folder`` may hold a checkpoint to resume from.
+    """
+    if not isinstance(strategy, LibraryStrategy):
+        raise UserError(f"strategy = {type(strategy).__name__}: must be one of fedsub's, such as fedsub.FedAvg()")
+    strategy.num_rounds = num_rounds
+    where: dict[str, Value] = {"run-dir": str(run_dir), "resume": resume}
+    settings = settings_of(strategy.call_roll(grid) | where)
+    run = open_run(settings)
+    try:
+        first = initial_file(run.folder)
+        if first.exists():
+            initial_arrays = to_arrays(read_tensors(first)[0])
+        else:
+            write_tensors(first, to_tensors(initial_arrays))
+        header = {"run": run.run_id, "state-dir": str(run.state_folder)}
+        connected = strategy.connect(settings, initial_arrays, header)
+
+        def measured(arrays: ArrayRecord) -> dict[str, float]:
+            return dict((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})
+
+        return run_rounds(grid, connected, run, measured if evaluate_fn else None)
+    finally:
+        run.close()

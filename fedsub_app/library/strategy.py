@@ -1,0 +1,232 @@
+"""Strategies for Flower's own ``Strategy.start``: a method's, connected to the nodes when the first round begins."""
+
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from functools import cache
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor, nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.roll import Roll
+from fedsub_app.federation.settings import FederationSettings
+from fedsub_app.federation.wire import to_arrays, to_tensors
+from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
+from fedsub_app.methods import METHODS
+from fedsub_app.models import tensors_of
+from fedsub_app.problem import Model, seeded
+from fedsub_app.settings import Settings
+from strategies.base import SubnetStrategy
+from strategies.defences import check_defences
+
+log = logging.getLogger("fedsub")
+
+
+class TensorsAlone(nn.Module):
+    """Stands for a network of which the tensors are known, and not the layers.
+
+    Parameters
+    ----------
+    tensors : parameters and running statistics by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.known = dict(tensors)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        """Yield the tensors that are no running statistics."""
+        yield from ((name, nn.Parameter(t)) for name, t in self.known.items() if not _running(name))
+
+    def named_buffers(self, *_: Any, **__: Any) -> Any:
+        """Yield the running statistics."""
+        yield from ((name, tensor) for name, tensor in self.known.items() if _running(name))
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Return all tensors."""
+        return self.known
+
+    def modules(self, *_: Any, **__: Any) -> Any:
+        """Yield nothing."""
+        yield from ()
+
+    def named_modules(self, *_: Any, **__: Any) -> Any:
+        """Raise :class:`UserError`: layers are asked for."""
+        raise UserError("model = None: the method needs the network's layers, which arrays do not tell; give model=")
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _running(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+class LibraryStrategy(Strategy):
+    """One method as a strategy; :func:`strategy_class` makes a class of each.
+
+    Parameters
+    ----------
+    model : the network's class or a function that makes one, for methods that need its layers.
+    clients_per_node : clients that each node hosts; the roll call counts the nodes.
+    given : settings by keyword, ``help`` lists them.
+
+    Raises
+    ------
+    UserError
+        One line that names the key, the value and what is allowed.
+
+    Attributes
+    ----------
+    method : name of the method.
+    connected : the method's own strategy, from the first ``configure_train`` on.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(self, *, model: Model | None = None, clients_per_node: int = 1, **given: object) -> None:
+        if type(clients_per_node) is not int or clients_per_node < 1:
+            raise UserError(f"clients_per_node = {clients_per_node!r}: must be an integer from 1 on")
+        self.model, self.clients_per_node = model, clients_per_node
+        self.keys = keys_of(self.method, given)
+        check(self.method, self.keys)
+        self.num_rounds = 1
+        self.connected: SubnetStrategy | None = None
+        self._others: dict[str, Tensor] = {}  # of the arrays: integers, which no method changes
+        self._order: list[str] = []
+        self._round: tuple[ConfigRecord, Grid] | None = None
+        self._folder: TemporaryDirectory[str] | None = None
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
+        """Run Flower's own loop; some methods need to know beforehand how many rounds there are."""
+        self.num_rounds = num_rounds
+        return super().start(grid, initial_arrays, num_rounds, *more, **named)
+
+    def call_roll(self, grid: Grid) -> dict[str, Value]:
+        """Wait for the nodes; returns the keys of a run with their clients.
+
+        Raises
+        ------
+        UserError
+            ``node-timeout`` is over, or a node cannot take part.
+        """
+        waiting = {key: value for key, value in self.keys.items() if key in ("min-nodes", "node-timeout")}
+        self._roll = Roll(FederationSettings.model_validate(waiting), {})
+        self._roll.meet(grid)
+        nodes = next(iter(self._roll.nodes.values())).num_partitions
+        return whole_keys(self.method, self.keys, nodes * self.clients_per_node, self.num_rounds)
+
+    def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
+        """Make the method's strategy, for the nodes that have answered the roll call.
+
+        ``header`` goes into all messages: the run's id, where simulated clients keep their state.
+
+        Raises
+        ------
+        UserError
+            The settings do not go with the clients or the network.
+        """
+        every = to_tensors(initial_arrays)
+        self._order = list(every)
+        self._others = {name: tensor for name, tensor in every.items() if not tensor.is_floating_point()}
+        initial = {name: tensor.clone() for name, tensor in every.items() if name not in self._others}
+        strategy = METHODS[self.method].strategy(settings, self._network(initial))
+        check_defences(strategy)
+        federation = Federation(settings, header, settings.flat(), initial=initial)
+        federation.header |= federation.told  # Flower's loop does not ask again where a node has not got them
+        federation.roll, self._roll.settings = self._roll, settings
+        strategy.connect(federation)
+        self.connected = strategy
+        return strategy
+
+    def _network(self, initial: Tensors) -> nn.Module:
+        """Return the network, or what stands for it, with the initial tensors."""
+        if self.model is None:
+            return TensorsAlone(initial)
+        network = seeded(self.model)(0)
+        own = tensors_of(network)
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in initial.items()}:
+            wrong = next(
+                name
+                for name in [*own, *initial]
+                if name not in own or name not in initial or own[name].shape != initial[name].shape
+            )
+            raise UserError(f"initial_arrays: {wrong!r} is not as in model = {type(network).__name__}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(initial[name])
+        return network
+
+    def whole(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return arrays with the integers of the initial ones, in their order: what ``load_state_dict`` takes."""
+        tensors = to_tensors(arrays) | self._others
+        return to_arrays({name: tensors[name] for name in self._order})
+
+    # --- Flower's verbs ----------------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages of a round; in the first one the nodes are asked who they are."""
+        if self.connected is None or server_round == 1:
+            self._folder = TemporaryDirectory(prefix="fedsub-")  # of the simulated clients' state
+            header = {"run": secrets.token_hex(6), "state-dir": self._folder.name}
+            self.connect(resolve(self.call_roll(grid)), arrays, header)
+        assert self.connected
+        self._round = (config, grid)
+        return list(self.connected.configure_train(server_round, self._floats(arrays), config, grid))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies and merge the valid updates; ``(None, metrics)``: the round is abandoned."""
+        assert self.connected
+        assert self._round
+        merged, metrics = self.connected.aggregate_train(server_round, replies)
+        if merged is not None and self.connected.measurement:
+            merged = self.connected.measurement.run(server_round, merged, *self._round)
+        report = self.connected.phase.report
+        for drop in report["dropped"]:
+            log.warning("round %d: dropped client %d: %s", server_round, drop["client"], drop["reason"])
+        if merged is None:
+            log.warning("round %d is abandoned, the model stays: %s", server_round, report["abandoned"])
+        return self.whole(merged) if merged is not None else None, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages that ask all clients for what ``evaluate`` names, where the round is due."""
+        assert self.connected
+        return list(self.connected.configure_evaluate(server_round, self._floats(arrays), config, grid))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return the unweighted means over the clients."""
+        assert self.connected
+        return self.connected.aggregate_evaluate(server_round, replies) if self.connected.phase.clients else None
+
+    def summary(self) -> None:
+        """Log the method and the keys that were given, one line."""
+        log.info("%s %s", title(self.method), self.keys)
+
+    def _floats(self, arrays: ArrayRecord) -> ArrayRecord:
+        return ArrayRecord({name: array for name, array in arrays.items() if name not in self._others})
+
+
+@cache
+def strategy_class(method: str) -> type[LibraryStrategy]:
+    """Return the strategy of a registered method as a class with the method's keywords."""
+    about = METHODS[method]
+    doc = f"{about.description}. Its keywords are keys of `fedsub list settings`, which tells what each means."
+    names = {"method": method, "__doc__": doc, "__signature__": signature(method), "__module__": "fedsub"}
+    return type(title(method), (LibraryStrategy,), names)
