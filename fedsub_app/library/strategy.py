@@ -156,13 +156,9 @@ class LibraryStrategy(Strategy):
             return TensorsAlone(initial)
         network = seeded(self.model)(0)
         own = tensors_of(network)
-        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in initial.items()}:
-            wrong = next(
-                name
-                for name in [*own, *initial]
-                if name not in own or name not in initial or own[name].shape != initial[name].shape
-            )
-            raise UserError(f"initial_arrays: {wrong!r} is not as in model = {type(network).__name__}")
+        if wrong := [n for n in [*own, *initial] if _shape(own.get(n)) != _shape(initial.get(n))]:
+            said = f"{_shape(initial.get(wrong[0]))}, in model = {type(network).__name__} {_shape(own.get(wrong[0]))}"
+            raise UserError(f"initial_arrays: {wrong[0]!r} has shape {said}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(initial[name])

@@ -1,0 +1,21 @@
+"""The server: starts the strategy."""
+
+import fedsub
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from quickstart.task import Net
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
+    method = getattr(fedsub, config["method"])
+    strategy = method(model=Net, lr=config["learning-rate"], local_epochs=config["local-epochs"])
+    strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(Net().state_dict()),
+        num_rounds=config["num-server-rounds"],
+    )

@@ -1,0 +1,344 @@
+"""The methods in a Flower app of one's own: keywords, connection, own network and data, and the same numbers."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from helpers import METHOD_KEYS, forget
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import fedsub
+from fedsub_app.config import resolve
+from fedsub_app.data import load_dataset, make_partition, own_dataset
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.wire import to_tensors
+from fedsub_app.library.keywords import keywords, title
+from fedsub_app.methods import METHODS
+from fedsub_app.models import mlp
+from fedsub_app.problem import Problem
+from fedsub_app.settings import MethodSettings
+
+KEYS = {"num-clients": 4, "train-per-class": 40, "test-per-class": 10, "validation-fraction": 0.2}
+DATA = load_dataset(resolve(KEYS).data)
+PARTITION = make_partition(DATA, resolve(KEYS | {"validation-fraction": 0.0}).partitioning)
+RUN = {"dataset": "digits", "model": "feature-mlp", "num-rounds": 2, "batch-size": 64}
+
+
+class Net(nn.Module):
+    """A network of one's own, with running statistics and an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def wide() -> nn.Module:
+    """The network that ``feature-mlp`` names."""
+    return mlp(64, 10, [1000], batch_norm=True)
+
+
+def load(context: Context) -> Any:
+    """The samples of the client whose number is the context's partition."""
+    client, count = (context.node_config[key] for key in ("partition-id", "num-partitions"))
+    assert count == len(PARTITION.train)
+    train, test = PARTITION.train[int(client)], PARTITION.test[int(client)]
+    return (DATA.train_x[train], DATA.train_y[train]), (DATA.test_x[test], DATA.test_y[test])
+
+
+def grid(nodes: int = 1, **how: Any) -> LocalGrid:
+    return LocalGrid(fedsub.client_app(**{"model": Net, "data": load} | how), {}, nodes)
+
+
+def arrays(module: nn.Module | None = None) -> ArrayRecord:
+    return ArrayRecord((module or Net()).state_dict())
+
+
+def pythonic(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a run as keywords."""
+    names = {key: name for method in METHODS for name, key in keywords(method).items()}
+    return {names[key.replace("__", ".").replace("_", "-")]: value for key, value in keys.items()}
+
+
+def sequential() -> nn.Module:
+    return mlp(64, 10, [16, 12])
+
+
+# --- keywords ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_a_class_of_its_name() -> None:
+    names = {method: title(method) for method in METHODS}
+    assert len(set(names.values())) == len(METHODS)
+    written = (
+        "FedAvg FedProx MOON Scaffold FedNova FedAdam FedAvgFT FedPer FedSelect SubFedAvg IST ISTProx FedPart FedPeWS"
+    )
+    assert set(written.split()) <= set(names.values()) <= set(dir(fedsub))
+    assert fedsub.FedSelect is fedsub.FedSelect
+    assert fedsub.FedSelect.__name__ == "FedSelect"
+    with pytest.raises(AttributeError, match="no attribute 'FedFoo'"):
+        _ = fedsub.FedFoo
+
+
+def test_a_method_that_is_registered_has_one_too() -> None:
+    about = METHODS["fedavg"]
+    fedsub.register("half-way", fedsub.Method("a test", MethodSettings, about.strategy, about.client))
+    try:
+        assert fedsub.HalfWay().method == "half-way"
+    finally:
+        forget("half-way")
+
+
+def test_keywords_are_the_keys() -> None:
+    own = keywords("fedselect")
+    assert own["alpha"] == "fedselect.alpha"
+    assert own["lr_decay_at"] == "lr-decay-at"
+    assert keywords("ditto")["lambda_"] == "ditto.lambda"
+    both = keywords("fedadam")
+    assert (both["lr"], both["fedadam_lr"]) == ("lr", "fedadam.lr")
+    assert not {"dataset", "partition", "num_clients", "run_dir", "method"} & own.keys()
+    shown = inspect.signature(fedsub.FedSelect).parameters
+    assert shown["lr"].default == 0.05
+    assert shown["clients_per_node"].default == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("FedSelect", {"alpha": 2.0}, r"^fedselect.alpha = 2.0: must be less than or equal to 1$"),
+        ("FedSelect", {"lr": "fast"}, r"^lr = 'fast': must be number$"),
+        ("FedSelect", {"alhpa": 0.3}, r"^alhpa = 0.3: no keyword of fedselect; did you mean alpha\?$"),
+        ("FedAvg", {"momentum": 0.9, "optimizer": "adam"}, r"^momentum = 0.9: allowed with optimizer = 'sgd' only$"),
+        ("ISTProx", {"objective": "moon"}, r"^objective = 'moon': must be 'prox' with method = 'istprox'$"),
+        ("MOON", {"objective": "prox"}, r"^objective = 'prox': must be 'moon' with method = 'moon'$"),
+        ("FedAvg", {"clients_per_node": 0}, r"^clients_per_node = 0: must be an integer from 1 on$"),
+        ("FedAvg", {"lr_decay_at": (0, 3)}, r"^lr-decay-at = '0, 3': must be rounds from 1 on"),
+    ],
+)
+def test_wrong_keywords_are_one_line(name: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(fedsub.UserError, match=said):
+        getattr(fedsub, name)(**given)
+
+
+def test_what_needs_the_number_of_clients_waits_for_the_roll_call() -> None:
+    strategy = fedsub.FedAvg(clients_per_round=5, clients_per_node=2)
+    with pytest.raises(fedsub.UserError, match=r"^clients-per-round = 5: at most num-clients = 4$"):
+        strategy.start(grid(2), arrays(), 1)
+    strategy = fedsub.FedPeWS(shares=(0.5, 0.5), masks="fixed", model=sequential, clients_per_node=2)
+    assert strategy.keys["fedpews.shares"] == "0.5, 0.5"
+
+
+# --- Flower's own loop ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_in_flowers_loop(method: str) -> None:
+    """On two nodes of two clients each; what it remembers of the start is the initial model, which no seed gives."""
+    given = dict(METHOD_KEYS[method])
+    strategy = getattr(fedsub, title(method))(model=sequential, clients_per_node=2, **pythonic(given))
+    seen: list[int] = []
+
+    def evaluate(server_round: int, found: ArrayRecord) -> MetricRecord:
+        seen.append(server_round)
+        return MetricRecord({"norm": float(sum(t.norm() for t in to_tensors(found).values()))})
+
+    first = arrays(sequential())
+    found = strategy.start(grid(2, model=sequential), first, 2, evaluate_fn=evaluate)
+    assert seen == [0, 1, 2] == list(found.evaluate_metrics_serverapp)
+    assert strategy.connected.phase.dropped == []
+    assert {1, 2} == found.train_metrics_clientapp.keys() == found.evaluate_metrics_clientapp.keys()
+    assert found.train_metrics_clientapp[2]["train-loss"] < 20
+    assert 0 <= found.evaluate_metrics_clientapp[2]["personal-accuracy"] <= 100
+    assert list(found.arrays) == list(first)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedselect", "fedpart"])
+def test_the_same_bits_as_a_run(method: str, tmp_path: Path) -> None:
+    keys = {key.replace("_", "-"): value for key, value in METHOD_KEYS[method].items() if "__" not in key}
+    own = {key.replace("__", "."): value for key, value in METHOD_KEYS[method].items() if "__" in key}
+    own = {key.replace("_", "-"): value for key, value in own.items()}
+    data = {"num-clients": 4, "train-per-class": 40, "test-per-class": 10, "evaluate": "personal"}
+    record = fedsub.run({**RUN, **data, **keys, **own, "method": method, "run-dir": str(tmp_path / "run")})
+    strategy = getattr(fedsub, title(method))(model=wide, clients_per_node=4, batch_size=64, **pythonic(keys | own))
+    start = Problem.of(resolve({**RUN, **data})).network()
+    found = strategy.start(grid(model=wide), arrays(start), 2)
+    expected = load_file(record.folder / "model.safetensors")
+    ours = to_tensors(found.arrays)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+    for line in record.lines[1:]:
+        assert found.train_metrics_clientapp[line["round"]]["train-loss"] == line["train-loss"]
+        assert found.evaluate_metrics_clientapp[line["round"]]["personal-accuracy"] == line["personal-accuracy"]
+
+
+def test_the_arrays_are_those_of_the_network() -> None:
+    """Integers, which no client sends, come back, so that ``load_state_dict`` takes the result."""
+    found = fedsub.FedAvg(clients_per_node=4).start(grid(), arrays(), 1)
+    Net().load_state_dict(found.arrays.to_torch_state_dict())
+
+
+def test_own_models_start_from_the_initial_arrays() -> None:
+    """Not from the network of the seed: without training, LOCAL's models are the global one."""
+    start = Net()
+    with torch.no_grad():
+        start.head.bias[3] = 1e3  # every sample is a three
+    strategy = fedsub.Local(clients_per_node=4, local_epochs=0)
+    found = strategy.start(grid(), arrays(start), 1)
+    shares = [float((load(_context(k))[1][1] == 3).float().mean()) for k in range(4)]
+    expected = 100 * sum(shares) / 4
+    assert found.evaluate_metrics_clientapp[1]["personal-accuracy"] == pytest.approx(expected)
+
+
+def _context(client: int) -> Context:
+    from flwr.app import RecordDict
+
+    return Context(1, 2, {"partition-id": client, "num-partitions": 4}, RecordDict(), {})
+
+
+def test_a_strategy_can_be_started_again() -> None:
+    strategy, first = fedsub.Scaffold(clients_per_node=4), arrays()
+    once, again = (to_tensors(strategy.start(grid(), first, 2).arrays) for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_layers_need_a_model() -> None:
+    with pytest.raises(fedsub.UserError, match=r"^model = None: .* give model=$"):
+        fedsub.FedPart(clients_per_node=4).start(grid(), arrays(), 1)
+    with pytest.raises(fedsub.UserError, match=r"^initial_arrays: 'fc1.weight' has shape None, in model = Sequential"):
+        fedsub.FedPart(clients_per_node=4, model=sequential).start(grid(), arrays(), 1)
+
+
+def test_a_loss_of_ones_own() -> None:
+    seen: list[int] = []
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        seen.append(len(y))
+        return nn.functional.cross_entropy(logits, y, label_smoothing=0.1)
+
+    plain, smooth = (
+        fedsub.FedAvg(clients_per_node=4).start(grid(loss=chosen), arrays(Net()), 1).train_metrics_clientapp[1]
+        for chosen in (None, loss)
+    )
+    assert seen
+    assert plain["train-loss"] != smooth["train-loss"]
+
+
+# --- our loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_start_with_checkpoints_goes_on(tmp_path: Path) -> None:
+    first = arrays()
+    measured: Callable[..., Any] = lambda number, found: {"global-accuracy": float(number)}  # noqa: E731
+    keys = {"initial_arrays": first, "evaluate_fn": measured}
+    whole = fedsub.start(fedsub.FedSelect(clients_per_node=4), grid(), num_rounds=3, run_dir=tmp_path / "whole", **keys)
+    assert whole["final-global-accuracy"] == 3.0
+    fedsub.start(fedsub.FedSelect(clients_per_node=4), grid(), num_rounds=2, run_dir=tmp_path / "part", **keys)
+    other = keys | {"initial_arrays": arrays(Net())}  # it goes on from its own
+    with pytest.raises(fedsub.UserError, match="exists and is not empty"):
+        fedsub.start(fedsub.FedSelect(clients_per_node=4), grid(), num_rounds=3, run_dir=tmp_path / "part", **other)
+    again = fedsub.FedSelect(clients_per_node=4)
+    fedsub.start(again, grid(), num_rounds=3, run_dir=tmp_path / "part", resume=True, **other)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
+    assert models[0] == models[1]
+    with pytest.raises(fedsub.UserError, match=r"^lr = 0.1: the run to resume in .* has 0.05$"):
+        fedsub.start(
+            fedsub.FedSelect(clients_per_node=4, lr=0.1), grid(), run_dir=tmp_path / "part", resume=True, **keys
+        )
+
+
+# --- data and networks ------------------------------------------------------------------------------------------------
+
+
+def dropped(**how: Any) -> str:
+    """Why the client of a node is dropped."""
+    strategy = fedsub.FedAvg()
+    strategy.start(grid(**how), arrays(), 1)
+    return strategy.connected.phase.report.get("abandoned", "") + str(strategy.connected.phase.dropped)
+
+
+X, Y = torch.zeros(6, 1, 8, 8), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ((X, Y), r"^train: an item is no \(x, y\) with an integer y"),
+        (((X, Y), "mnist"), "^test = 'mnist': must be .*torch Dataset"),
+        (((X.long(), Y), (X, Y)), "^train: x of dtype torch.int64: must be floating-point$"),
+        (((X, Y.float()), (X, Y)), r"^train: x of shape \(6, 1, 8, 8\), y of shape \(6,\), torch.float32: must be"),
+        (((X, Y + 9), (X, Y)), "^train: label 14: must be 0 to 9, the network has 10 outputs$"),
+        (((X, Y), (X, Y - 1)), "^test: label -1: must be 0 to 9"),
+        (((X, Y), (X[:, :, :4], Y)), r"^test: samples of shape \(1, 4, 8\): the training samples' is \(1, 8, 8\)$"),
+        (((X[:, :, :4], Y), (X[:, :, :4], Y)), r"^model = Net: cannot take samples of shape \(1, 4, 8\) \("),
+        (7, r"^data = 7: must be \(train, test\)"),
+    ],
+)
+def test_data_that_do_not_fit_are_one_line(data: Any, said: str) -> None:
+    with pytest.raises(fedsub.UserError, match=said) as error:
+        Problem.own(Net, data, resolve({}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_torch_dataset_is_as_its_tensors() -> None:
+    lazily = own_dataset((TensorDataset(X, Y), TensorDataset(X, Y)), lambda _: 10)
+    assert torch.equal(lazily.train_x[:], X)
+    assert torch.equal(lazily.train_y, Y)
+    assert lazily.in_shape == (1, 8, 8)
+
+
+def test_a_network_that_is_none_is_one_line() -> None:
+    data = ((X, Y), (X, Y))
+    with pytest.raises(fedsub.UserError, match=r"^model = <class 'dict'>: returned a dict, must be a torch.nn.Module$"):
+        Problem.own(dict, data, resolve({}))  # type: ignore[arg-type]
+    with pytest.raises(
+        fedsub.UserError, match=r"^model = Flatten: returns \(2, 1, 64\) for two samples, must be"
+    ):
+        Problem.own(lambda: nn.Flatten(2), data, resolve({}))
+    with pytest.raises(fedsub.UserError, match=r"^ist.width: must be 0 with a network of your own"):
+        Problem.own(Net, data, resolve({"method": "ist", "ist.width": 10, "model": "feature-mlp"}))
+
+
+def test_a_client_whose_data_fail_is_dropped() -> None:
+    def broken(context: Context) -> Any:
+        raise FileNotFoundError("/data/ward-3.csv")
+
+    said = dropped(data=broken)
+    assert "data of client 0: FileNotFoundError: /data/ward-3.csv" in said
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_run_with_a_network_and_data(workers: int, tmp_path: Path) -> None:
+    """The same bits as the names of the same network and data."""
+    keys = {"method": "fedavg", "num-rounds": 2, "num-clients": 4, "batch-size": 64}
+    data = (DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y)
+    own = fedsub.run({**keys, "run-dir": str(tmp_path / "own")}, workers, model=wide, data=data)
+    named = fedsub.run({**RUN, **keys, "train-per-class": 40, "test-per-class": 10, "run-dir": str(tmp_path / "named")})
+    assert (own.folder / "model.safetensors").read_bytes() == (named.folder / "model.safetensors").read_bytes()
+    assert own.lines[-1]["global-accuracy"] == named.lines[-1]["global-accuracy"]
+    assert own.settings["dataset"] == "own"
+
+
+def test_run_wants_both() -> None:
+    with pytest.raises(fedsub.UserError, match=r"^model=: model= and data= go together$"):
+        fedsub.run({}, model=Net)
+    with pytest.raises(fedsub.UserError, match=r"^dataset = 'mnist': not with model= and data=$"):
+        fedsub.run({"dataset": "mnist"}, model=Net, data=((X, Y), (X, Y)))
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def test_the_import_loads_neither_torch_nor_flower() -> None:
+    code = "import fedsub, sys; print({'torch', 'flwr', 'numpy'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
