@@ -1,8 +1,8 @@
 """The client: trains and tests the model that it is sent."""
 
-import fedsub
 from flwr.app import Context
 
+import fedsub
 from quickstart.task import Net, load_data
 
 

@@ -1,9 +1,9 @@
 """The server: starts the strategy."""
 
-import fedsub
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+import fedsub
 from quickstart.task import Net
 
 app = ServerApp()
@@ -13,7 +13,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     method = getattr(fedsub, config["method"])
-    strategy = method(model=Net, lr=config["learning-rate"], local_epochs=config["local-epochs"])
+    strategy = method(model=Net, lr=config["learning-rate"], local_epochs=config["local-epochs"], validation_fraction=0.1)
     strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(Net().state_dict()),
