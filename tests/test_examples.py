@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -87,8 +88,9 @@ def test_it_runs_each_method(method: str, app: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("folder", [PLAIN, OURS])
 def test_flwr_run(folder: Path, flower: dict[str, str]) -> None:  # noqa: F811
     """On Flower's simulation; the status is that which `flwr list` tells."""
-    variables = flower | {"PYTHONPATH": str(PROJECT)}
-    flwr = str(Path(sys.executable).parent / "flwr")
+    programs = Path(sys.executable).parent
+    path = f"{programs}{os.pathsep}{flower['PATH']}"
+    variables, flwr = flower | {"PYTHONPATH": str(PROJECT), "PATH": path}, str(programs / "flwr")
 
     def told(*arguments: str) -> Any:
         command = [flwr, *arguments, "--format", "json"]
@@ -96,7 +98,9 @@ def test_flwr_run(folder: Path, flower: dict[str, str]) -> None:  # noqa: F811
         return json.loads(done.stdout[done.stdout.index("{") :])
 
     number = told("run", str(folder), "local-simulation", "-c", "num-server-rounds=1")["run-id"]
-    subprocess.run([flwr, "log", str(number), "local-simulation"], env=variables, timeout=PATIENCE, capture_output=True)
+    log = [flwr, "log", str(number), "local-simulation", "--stream"]  # until the run has ended
+    said = subprocess.run(log, env=variables, timeout=PATIENCE, capture_output=True, text=True)
+    assert ("eval_acc" if folder is PLAIN else "personal-accuracy") in said.stdout + said.stderr
     (listed,) = told("list", "local-simulation", "--run-id", str(number))["runs"]
     assert listed["status"] == "finished:completed", listed
 
