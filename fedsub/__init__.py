@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fedsub_app.methods import Method as Method
     from fedsub_app.runs.directory import RunFailed as RunFailed
     from fedsub_app.settings import MethodSettings as MethodSettings
-    from strategies.base import Merged as Merged
     from strategies.base import SubnetStrategy as SubnetStrategy
+    from strategies.hooks import Merged as Merged
 
 _HOMES = {
     "Client": "client_apps.base",
-    "Merged": "strategies.base",
+    "Merged": "strategies.hooks",
     "Method": "fedsub_app.methods",
     "MethodSettings": "fedsub_app.settings",
     "RunFailed": "fedsub_app.runs.directory",

@@ -300,9 +300,7 @@ def test_a_network_that_is_none_is_one_line() -> None:
     data = ((X, Y), (X, Y))
     with pytest.raises(fedsub.UserError, match=r"^model = <class 'dict'>: returned a dict, must be a torch.nn.Module$"):
         Problem.own(dict, data, resolve({}))  # type: ignore[arg-type]
-    with pytest.raises(
-        fedsub.UserError, match=r"^model = Flatten: returns \(2, 1, 64\) for two samples, must be"
-    ):
+    with pytest.raises(fedsub.UserError, match=r"^model = Flatten: returns \(2, 1, 64\) for two samples, must be"):
         Problem.own(lambda: nn.Flatten(2), data, resolve({}))
     with pytest.raises(fedsub.UserError, match=r"^ist.width: must be 0 with a network of your own"):
         Problem.own(Net, data, resolve({"method": "ist", "ist.width": 10, "model": "feature-mlp"}))

@@ -15,6 +15,7 @@ from fedsub_app.library.strategy import LibraryStrategy
 from fedsub_app.node import initial_file
 from fedsub_app.runs.directory import open_run, settings_of
 from fedsub_app.runs.loop import run_rounds
+from fedsub_app.runs.tracking import check_tracker
 
 Evaluate = Callable[[int, ArrayRecord], Mapping[str, float] | None]
 
@@ -53,6 +54,7 @@ def start(
     strategy.num_rounds = num_rounds
     where: dict[str, Value] = {"run-dir": str(run_dir), "resume": resume}
     settings = settings_of(strategy.call_roll(grid) | where)
+    check_tracker(settings.track)
     run = open_run(settings)
     try:
         first = initial_file(run.folder)

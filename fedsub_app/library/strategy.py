@@ -27,7 +27,7 @@ from fedsub_app.models import tensors_of
 from fedsub_app.problem import Model, seeded
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
-from strategies.defences import check_defences
+from strategies.rounds import check_defences
 
 log = logging.getLogger("fedsub")
 
@@ -143,8 +143,8 @@ class LibraryStrategy(Strategy):
         initial = {name: tensor.clone() for name, tensor in every.items() if name not in self._others}
         strategy = METHODS[self.method].strategy(settings, self._network(initial))
         check_defences(strategy)
-        federation = Federation(settings, header, settings.flat(), initial=initial)
-        federation.header |= federation.told  # Flower's loop does not ask again where a node has not got them
+        federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
+        federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
         federation.roll, self._roll.settings = self._roll, settings
         strategy.connect(federation)
         self.connected = strategy

@@ -13,7 +13,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     method = getattr(fedsub, config["method"])
-    strategy = method(model=Net, lr=config["learning-rate"], local_epochs=config["local-epochs"], validation_fraction=0.1)
+    lr, epochs = config["learning-rate"], config["local-epochs"]
+    strategy = method(model=Net, lr=lr, local_epochs=epochs, validation_fraction=0.1)
     strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(Net().state_dict()),

@@ -1,4 +1,4 @@
-"""The network, the data of a client, and what it does with them."""
+"""The network and the data of a client."""
 
 import torch
 from sklearn.datasets import load_digits
