@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsub_app.data import Dataset, load_dataset
-from fedsub_app.models import build_model
+from fedsub_app.models import build_model, check_network, is_sourced
 from fedsub_app.settings import Settings
 
 Reduction = Literal["mean", "sum", "none"]
@@ -83,7 +83,8 @@ class Problem:
         UserError
             The data are not there, damaged or too few; what is wrong with the network :meth:`network` says.
         """
-        return _named(load_dataset(settings.data), settings.model, settings.hidden_width, settings.seed)
+        network = (settings.model, settings.hidden_width, settings.model_options)
+        return _named(load_dataset(settings.data), network, settings.seed)
 
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or that of another seed.
@@ -97,8 +98,13 @@ class Problem:
 
 
 @lru_cache(maxsize=1)
-def _named(data: Dataset, model: str, width: int | None, seed: int) -> Problem:
-    def build(of_seed: int) -> nn.Module:
-        return build_model(model, data.in_shape, data.num_classes, of_seed, width)
+def _named(data: Dataset, network: tuple[str, int | None, str], seed: int) -> Problem:
+    model, width, options = network
 
-    return Problem(data, build, Classification(), seed)
+    def build(of_seed: int) -> nn.Module:
+        return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)
+
+    problem = Problem(data, build, Classification(), seed)
+    if is_sourced(model):
+        check_network(problem.network(), model, data.in_shape, data.num_classes)
+    return problem

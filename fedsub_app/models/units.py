@@ -6,13 +6,17 @@ walking the modules, so that masks (FedPeWS), vertical slices (IST) and channel 
 description.
 """
 
+import copy
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.sources import about
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
+_NORMS = (*_BATCH_NORM, nn.GroupNorm, nn.LayerNorm)
 # Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
 _UNIT_WISE = (
     nn.ReLU,
@@ -101,21 +105,56 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
 
 
 def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return FedPart's layers, shallow to deep: the names of :func:`tensors_of`, each in exactly one group.
+    """Return FedPart's layers in order of execution: the names of :func:`tensors_of`, each in exactly one group.
 
-    A convolution or linear layer and the BatchNorm behind it are one group. The shortcut convolutions of a ResNet are
-    groups of their own, behind the second convolution of their block: ResNet-18 has 21 groups.
+    A convolution or linear layer and the normalisation behind it are one group. A tensor of a module that has layers
+    in it (a class token, attention's ``in_proj_weight``) is in the group of the first of these layers. The shortcut
+    convolutions of a ResNet are groups of their own, behind the second convolution of their block: ResNet-18 has 21
+    groups.
     """
     groups: list[tuple[str, ...]] = []
-    for name, module in model.named_modules():
+    first: tuple[str, ...] = ()  # tensors of a module that has layers in it, whose first layer is to come
+    owned: dict[str, list[str]] = {}
+    for name in tensors_of(model):
+        owned.setdefault(name.rpartition(".")[0], []).append(name)
+    for name, module in _executed(model):
+        names = first + tuple(owned.get(name, ()))
         if any(True for _ in module.children()):
-            continue
-        names = _names(name, module)
-        if isinstance(module, _BATCH_NORM) and groups:
-            groups[-1] += names
-        elif names:
-            groups.append(names)
+            first = names
+        elif name in owned:
+            if isinstance(module, _NORMS) and groups:
+                groups[-1] += names
+            else:
+                groups.append(names)
+            first = ()
+    if first:  # of a module in which no layer has tensors
+        groups.append(first)
     return tuple(groups)
+
+
+def _executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules by name in the order in which a forward pass in training enters them.
+
+    A module that is not entered stands behind the one that it is in. Networks of this package's register, whose inputs
+    are not known here, are registered in that order.
+    """
+    named = list(model.named_modules())
+    if (known := about(model)) is None:
+        return named
+    ghost = copy.deepcopy(model).train()  # auxiliary heads are entered in training alone
+    entered: dict[nn.Module, int] = {}
+
+    def enter(module: nn.Module, inputs: object) -> None:
+        entered.setdefault(module, len(entered))
+
+    for module in ghost.modules():
+        module.register_forward_pre_hook(enter)
+    with torch.random.fork_rng(), torch.no_grad():  # dropout draws
+        ghost(torch.zeros(2, *known.in_shape, device=next(ghost.parameters()).device))
+    turns: dict[str, int] = {}
+    for name, module in ghost.named_modules():
+        turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))
+    return sorted(named, key=lambda entry: turns[entry[0]])  # stable
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
