@@ -55,7 +55,8 @@ class FedPeWSClient(Client):
     def gated_tensors(self) -> list[str]:
         """The bias of each layer with units: its gradient takes the passes that the gradient of their mask takes."""
         own = self.network.parameters
-        return [min((n for n in group.rows if n in own), key=lambda n: own[n].dim()) for group in self.network.units]
+        written = [[place.name for place in group.places if place.axis == 0] for group in self.network.units]
+        return [min((n for n in names if n in own), key=lambda n: own[n].dim()) for names in written]
 
     @property
     def narrow(self) -> bool:

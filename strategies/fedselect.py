@@ -38,6 +38,7 @@ from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Count, Fraction, TextOrNone
 from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.models import trainable
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, scatter
@@ -98,7 +99,7 @@ class FedSelect(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        names = selectable([name for name, _ in model.named_parameters()], self.options.layer)
+        names = selectable(list(trainable(model)), self.options.layer)
         if not names:
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
         statistics = {name for name, _ in model.named_buffers()} if self.options.bn_statistics == "local" else set()

@@ -2,17 +2,34 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchvision.models import get_model
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import resolve
-from fedsub_app.models import adopted, build_model, check_network, layer_groups, tensors_of
+from fedsub_app.models import (
+    Network,
+    adopted,
+    build_model,
+    check_network,
+    layer_groups,
+    load_tensors,
+    narrowed,
+    tensors_of,
+    unit_groups,
+    widths_of,
+)
+from fedsub_app.models.units import Place
 from fedsub_app.problem import Problem
+from fedsub_app.subnets.gates import gated
+from fedsub_app.subnets.masks import expand, split
+from fedsub_app.subnets.slices import put, take
 
 NETWORK = """
 import torch
@@ -37,6 +54,15 @@ def half(num_classes):
 def no_network():
     return 3
 """
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in a run: small operations on several threads wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -170,3 +196,127 @@ class Reversed(nn.Module):
 def test_layers_stand_in_the_order_of_execution() -> None:
     layers = layer_groups(adopted(Reversed(), (3,)))
     assert layers == (("unused.weight", "unused.bias"), ("first.weight", "first.bias"), ("last.weight", "last.bias"))
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two layers added, two joined, a depthwise convolution, GroupNorm, a flatten; a stream with LayerNorm."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(in_shape[0], 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.wide = nn.Conv2d(8, 6, 3, padding=1, groups=1)
+        self.deep = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.back = nn.Conv2d(6, 8, 1)
+        self.side = nn.Conv2d(8, 4, 1)
+        self.join = nn.Conv2d(8 + 4, 12, 1)
+        self.group = nn.GroupNorm(4, 12)
+        self.flat = nn.Linear(12 * 16, 10)
+        self.layer = nn.LayerNorm(10)
+        self.up, self.down = nn.Linear(10, 7), nn.Linear(7, 10)
+        self.head = nn.Linear(10, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.norm(self.stem(x)))
+        h = torch.relu(h + self.back(torch.relu(self.deep(torch.relu(self.wide(h))))))
+        h = torch.relu(self.group(self.join(torch.cat([h, torch.relu(self.side(h))], 1))))
+        f = self.flat(h.flatten(1))
+        return self.head(f + self.down(torch.relu(self.up(self.layer(f)))))
+
+
+def branches() -> nn.Module:
+    torch.manual_seed(0)
+    return adopted(Branches((1, 4, 4), 3), (1, 4, 4))
+
+
+def test_units_of_a_network_of_ones_own() -> None:
+    groups = {group.name: group for group in unit_groups(branches())}
+    assert {name: group.size for name, group in groups.items()} == {"stem": 8, "wide": 6, "side": 4, "join": 4, "up": 7}
+    stem = groups["stem"]
+    assert stem.rows == ("stem.weight", "stem.bias", *(f"norm.{n}" for n in NORM), "back.weight", "back.bias")
+    assert stem.cols == (("wide.weight", 1), ("side.weight", 1))
+    assert stem.blocks == (Place("join.weight", 1, 0, 1, 12),)
+    assert groups["side"].blocks == (Place("join.weight", 1, 8, 1, 12),)
+    assert groups["wide"].rows == ("wide.weight", "wide.bias", "deep.weight", "deep.bias")
+    # GroupNorm: three channels of one group go together, each with the 16 columns behind the flatten
+    assert Place("group.weight", 0, 0, 3, 12) in groups["join"].blocks
+    assert groups["join"].cols == (("flat.weight", 48),)
+
+
+NORM = ("weight", "bias", "running_mean", "running_var")
+SOURCES = {
+    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), "torchvision:vgg11_bn": ("", 10),
+    "torchvision:squeezenet1_1": ("", 25), "resnet18-gn": ("", 12),
+    "torchvision.models:VisionTransformer": (
+        "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_network_without_units_is_the_network_in_which_they_are_zero(name: str) -> None:
+    """In training as well: outputs, gradients and running statistics. traced_groups tries it in evaluation alone."""
+    model = build_model(name, (3, 32, 32), 10, 0, options=SOURCES[name][0]).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    groups = unit_groups(model)
+    assert len(groups) == SOURCES[name][1]
+    draws = torch.Generator().manual_seed(0)
+    units = {group.name: torch.rand(group.size, generator=draws) < 0.7 for group in groups}
+    for mask in units.values():
+        mask[0] = True
+    tensors = {n: t.detach().clone() for n, t in tensors_of(model).items()}
+    shapes = {n: t.shape for n, t in tensors.items()}
+    masks, kept = expand(groups, units, shapes), take(tensors, groups, units)
+    small = narrowed(model, groups, {n: int(mask.sum()) for n, mask in units.items()})
+    load_tensors(small, kept)
+    load_tensors(model, {n: t * masks[n] for n, t in tensors.items()})
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=draws)
+    whole, output = model(x), small(x)
+    torch.testing.assert_close(output, whole, rtol=1e-8, atol=1e-10)
+    for computed in (whole, output):
+        F.cross_entropy(computed, torch.tensor([0, 3, 9, 3])).backward()
+    expected = take({n: p.grad for n, p in model.named_parameters()}, groups, units)
+    for parameter, own in small.named_parameters():
+        torch.testing.assert_close(own.grad, expected[parameter], rtol=1e-6, atol=1e-9)
+    left = take({n: t.detach() for n, t in tensors_of(model).items()}, groups, units)
+    for tensor, own in tensors_of(small).items():
+        torch.testing.assert_close(own.detach(), left[tensor], rtol=1e-8, atol=1e-10)
+    assert widths_of(groups, tensors_of(small)) == {n: int(mask.sum()) for n, mask in units.items()}
+    again = put(kept, groups, units, shapes)
+    assert all(torch.equal(again[n], tensors[n] * masks[n]) for n in tensors)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) -> None:
+    network = Network(branches().eval())
+    mask = (torch.arange(29) % 3 > 0).float().requires_grad_()
+    units = split(mask.detach().bool(), network.units)
+    masks = expand(network.units, units, {n: t.shape for n, t in network.tensors.items()})
+    x = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    gated_output = gated(network, mask, x, outputs=outputs).logits
+    expected = network(x, {n: network.tensors[n] * masks[n] for n in network.parameters}).logits
+    torch.testing.assert_close(gated_output, expected)
+    (gradient,) = torch.autograd.grad(gated_output.square().sum(), [mask])
+    off = gradient[mask.detach() == 0]
+    assert bool(off.any()) == outputs  # with "weights" a unit that is off gets no gradient
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), "no units can be removed from a Sequential: it has one layer"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Softmax(1), nn.Linear(4, 3)), "1: a removed unit is not"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4), nn.Linear(4, 3)),
+            "1: 2, a LayerNorm, computes",
+        ),
+    ],
+)
+def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        unit_groups(adopted(network, (1, 4, 4)))

@@ -270,6 +270,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in every.items() if t.is_floating_point() and first[id(t)] == name}
 
 
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by name, without those that are frozen (``requires_grad`` is false)."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Copy ``new`` into the model (or its :func:`tensors_of`), in place: exactly their names and shapes, any device.
 

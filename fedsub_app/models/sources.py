@@ -146,8 +146,8 @@ def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, optio
     # Their networks take RGB images. The first convolution is made anew for other numbers of channels.
     first, stem = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d))
     if stem.in_channels != in_shape[0]:
-        sizes: Any = (stem.kernel_size, stem.stride, stem.padding)
-        anew = nn.Conv2d(in_shape[0], stem.out_channels, *sizes, bias=stem.bias is not None)
+        sizes: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
+        anew = nn.Conv2d(in_shape[0], stem.out_channels, **sizes, bias=stem.bias is not None)
         net.set_submodule(first, anew)
     return net
 
