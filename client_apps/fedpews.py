@@ -54,8 +54,9 @@ class FedPeWSClient(Client):
     @property
     def gated_tensors(self) -> list[str]:
         """The bias of each layer with units: its gradient takes the same passes as the gradient of their mask."""
-        parameters, groups = self.network.parameters, self.network.units
-        return [min((n for n in g.rows if n in parameters), key=lambda n: parameters[n].dim()) for g in groups]
+        parameters = self.network.parameters
+        rows = [[place.name for place in group.places if place.axis == 0] for group in self.network.units]
+        return [min((n for n in names if n in parameters), key=lambda n: parameters[n].dim()) for names in rows]
 
     @property
     def narrow(self) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import Dataset, load_dataset, own_dataset
-from fedsub_app.models import build_model
+from fedsub_app.models import build_model, check_network, is_sourced
 from fedsub_app.settings import Settings
 
 Reduction = Literal["mean", "sum", "none"]
@@ -89,7 +89,8 @@ class Problem:
         UserError
             The data are missing, damaged or too few; :meth:`network` checks the network.
         """
-        return _named(load_dataset(settings.data), settings.model, settings.hidden_width, settings.seed)
+        network = (settings.model, settings.hidden_width, settings.model_options)
+        return _named(load_dataset(settings.data), network, settings.seed)
 
     @staticmethod
     def own(model: Model, data: object, settings: Settings, task: Task | None = None) -> "Problem":
@@ -172,8 +173,13 @@ def classes_of(module: nn.Module, in_shape: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _named(data: Dataset, model: str, width: int | None, seed: int) -> Problem:
-    def build(of_seed: int) -> nn.Module:
-        return build_model(model, data.in_shape, data.num_classes, of_seed, width)
+def _named(data: Dataset, network: tuple[str, int | None, str], seed: int) -> Problem:
+    model, width, options = network
 
-    return Problem(data, build, Classification(), seed)
+    def build(of_seed: int) -> nn.Module:
+        return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)
+
+    problem = Problem(data, build, Classification(), seed)
+    if is_sourced(model):
+        check_network(problem.network(), model, data.in_shape, data.num_classes)
+    return problem

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import (
@@ -25,6 +25,7 @@ from fedsub_app.common.section import (
 )
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.federation.settings import FederationSettings
+from fedsub_app.models.sources import read_options
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
@@ -48,6 +49,11 @@ Evaluations = Annotated[
     Field(min_length=1),
     Listed("allowed are global, global-local, personal, comma-separated"),
 ]
+
+
+def _readable(options: str) -> str:
+    read_options(options)
+    return options
 
 
 MIN_NOISE = 0.01  # with less there is no privacy to be counted
@@ -133,7 +139,12 @@ class TrainingSettings(Section):
     """The network and the local training of a client."""
 
     model: str = "fedpews-cnn"
-    """A name of `fedsub list models`."""
+    """A name of `fedsub list models`, or a network of your own or of a package: docs/own-network.md.
+
+    "my_net.py:Net", "package.module:Net", "torchvision:NAME", "timm:NAME", "transformers:FOLDER or name on the hub".
+    """
+    model_options: Annotated[str, AfterValidator(_readable)] = ""
+    """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if there is one."""
     stack_clients: bool = False

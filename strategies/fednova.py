@@ -25,6 +25,7 @@ from torch import nn
 
 from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import Range, Update
+from fedsub_app.models import trainable
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from strategies.base import SubnetStrategy
@@ -76,7 +77,7 @@ class FedNova(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        self.parameters = [name for name, _ in model.named_parameters()]
+        self.parameters = list(trainable(model))
 
     def metrics(self, client: int) -> Mapping[str, Range]:
         """Require the number of steps that a client made."""

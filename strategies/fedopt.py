@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.section import Positive
 from fedsub_app.federation.protocol import Update
+from fedsub_app.models import trainable
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import MaskedMean
 from strategies.base import SubnetStrategy
@@ -70,7 +71,7 @@ class FedAdagrad(SubnetStrategy):
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
         start = self.options.tau**2 if self.options.first_v == "tau" else 0.0
-        parameters = [name for name, _ in model.named_parameters()]
+        parameters = list(trainable(model))
         self.first = {name: torch.zeros_like(self.current[name]) for name in parameters}
         self.second = {name: torch.full_like(self.current[name], start) for name in parameters}
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from fedsub_app.common.section import Count, CountOrZero
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.models import layer_groups
+from fedsub_app.models import layer_groups, trainable
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import norm
@@ -85,7 +85,7 @@ class FedPart(SubnetStrategy):
         super().__init__(settings, model)
         self.holds_all = self.options.momentum == "similarity"
         self.groups = layer_groups(model)
-        self.parameters = {name for name, _ in model.named_parameters()}
+        self.parameters = set(trainable(model))
         self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
         self.has = torch.zeros(settings.num_clients, len(self.groups), dtype=torch.int64)
         self.moments: Tensors = {}

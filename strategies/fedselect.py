@@ -38,6 +38,7 @@ from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Count, Fraction, TextOrNone
 from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.models import trainable
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, scatter
@@ -96,7 +97,7 @@ class FedSelect(SubnetStrategy):
         super().__init__(settings, model)
         if settings.weight_decay:  # it would move positions whose gradient is masked; momentum and Adam do not
             raise UserError(f"weight-decay = {settings.weight_decay}: must be 0 with method = 'fedselect'")
-        names = selectable([name for name, _ in model.named_parameters()], self.options.layer)
+        names = selectable(list(trainable(model)), self.options.layer)
         if not names:
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
         statistics = {name for name, _ in model.named_buffers()} if self.options.bn_statistics == "local" else set()

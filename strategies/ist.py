@@ -83,6 +83,7 @@ class IST(Sliced):
                     f"model = {settings.model!r}: layer {group.name} has {group.size} units for the "
                     f"{settings.sample_size} clients of a round; allowed is at least one each"
                 )
+        self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
         self.kept = {f"{name}.bias" for name in layers} if self.options.bias == "keep" else set()
 
@@ -100,7 +101,7 @@ class IST(Sliced):
         """Average the tensors that all clients have; a unit's values are those of the one client that has it."""
         added = super().contribution(update)
         tensors = {name: tensor for name, tensor in added.tensors.items() if name not in self.kept}
-        return added._replace(tensors=tensors, alone=added.slices or ())
+        return added._replace(tensors=tensors, alone=self.dealt)
 
     def personal_download(self, client: int) -> Tensors:
         """Return the global model: a client has other units in every round."""

@@ -22,6 +22,7 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import norm
@@ -51,7 +52,7 @@ class Scaffold(SubnetStrategy):
         ):
             if value != allowed:
                 raise UserError(f"{key} = {value!r}: must be {allowed!r} with method = 'scaffold'")
-        self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name, _ in model.named_parameters()}
+        self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name in trainable(model)}
 
     def task(self, client: int) -> Task:
         """Send x and c."""

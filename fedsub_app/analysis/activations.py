@@ -128,11 +128,14 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            activations[name] = torch.relu(output.detach()).transpose(0, 1).flatten(1).sum(1)
+            channels = torch.relu(output.detach()).movedim(-1 if isinstance(module, nn.Linear) else 1, 0)
+            activations[name] = channels.flatten(1).sum(1).view(sizes[name], -1).sum(1)
 
         return hook
 
-    last = {group.name: model.get_submodule(group.rows[-1].rpartition(".")[0]) for group in groups}
+    sizes = {group.name: group.size for group in groups}
+    ends = {group.name: group.rows[-1].rpartition(".")[0] if group.chain else group.name for group in groups}
+    last = {name: model.get_submodule(end) for name, end in ends.items()}
     handles = [layer.register_forward_hook(keep(name)) for name, layer in last.items()]
     try:
         with torch.no_grad():

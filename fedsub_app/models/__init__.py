@@ -2,15 +2,20 @@
 
 from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
 from fedsub_app.models.network import Network, Output
-from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of
+from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
+from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced
 from fedsub_app.models.units import UnitGroup, head_names, layer_groups, part_names, unit_groups
 
 __all__ = [
     "Network",
     "Output",
     "UnitGroup",
+    "adopted",
     "build_model",
+    "check_network",
     "head_names",
+    "is_own_code",
+    "is_sourced",
     "layer_groups",
     "load_tensors",
     "mlp",
@@ -19,6 +24,7 @@ __all__ = [
     "narrowed",
     "part_names",
     "tensors_of",
+    "trainable",
     "unit_groups",
     "widths_of",
 ]

@@ -24,7 +24,7 @@ def narrow_shapes(
     Returns
     -------
     tensor name -> shape, for every name of ``shapes``: ``[width, ...]`` of a group's rows, ``[:, width * repeat, ...]``
-    of its columns, others as they are.
+    of its columns, others as they are; of a part of an axis the units that are left, and the rest of it.
 
     Raises
     ------
@@ -40,13 +40,32 @@ def narrow_shapes(
         width = widths.get(group.name, group.size)
         if not 0 <= width <= group.size:
             raise ValueError(f"width of {group.name} = {width}: the group has {group.size} units")
-        for name in group.rows:
-            if name in sizes:
-                sizes[name][0] = width
-        for name, repeat in group.cols:
-            if name in sizes:
-                sizes[name][1] = width * repeat
+        for place in group.places:
+            if place.name in sizes:
+                sizes[place.name][place.axis] -= (group.size - width) * place.repeat
     return {name: torch.Size(size) for name, size in sizes.items()}
+
+
+def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+    """Return which positions along which axis of a tensor are left when only the units that are on are.
+
+    Parameters
+    ----------
+    groups : the full network's unit groups.
+    units : group name -> bool ``[group.size]``; a group that is lacking keeps all its units.
+
+    Returns
+    -------
+    (tensor name, axis) -> bool of the axis' length, for the places of the groups that ``units`` has.
+    """
+    kept: dict[tuple[str, int], Tensor] = {}
+    for group in groups:
+        if group.name not in units:
+            continue
+        for name, axis, start, repeat, length in group.places:
+            axis_kept = kept.setdefault((name, axis), torch.ones(length, dtype=torch.bool))
+            axis_kept[start : start + group.size * repeat] &= units[group.name].repeat_interleave(repeat)
+    return kept
 
 
 def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str, int]) -> nn.Module:
@@ -74,11 +93,15 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
     small = copy.deepcopy(model)
     small.zero_grad(set_to_none=True)
     tensors = tensors_of(small)
-    for name, shape in narrow_shapes(groups, widths, {n: t.shape for n, t in tensors.items()}).items():
-        old = tensors[name]
-        if shape == old.shape:
+    first = {group.name: torch.arange(group.size) < widths.get(group.name, group.size) for group in groups}
+    positions = kept_positions(groups, first)
+    for name, old in tensors.items():
+        new = old.detach().clone()
+        for axis in (0, 1):
+            if (name, axis) in positions:
+                new = new.index_select(axis, positions[name, axis].nonzero().flatten().to(new.device))
+        if new.shape == old.shape:
             continue
-        new = old.detach()[tuple(slice(size) for size in shape)].clone()
         owner, _, leaf = name.rpartition(".")
         setattr(
             small.get_submodule(owner),
@@ -92,7 +115,9 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
 
 def _read_sizes(module: nn.Module) -> None:
     """Set the sizes that a layer states about itself from the shapes of its tensors."""
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, nn.modules.conv._ConvNd):
+        if 1 < module.groups == module.in_channels == module.out_channels:  # each channel is convolved alone
+            module.groups = len(module.weight)
         module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
@@ -100,6 +125,10 @@ def _read_sizes(module: nn.Module) -> None:
         tensor = next(iter(tensors_of(module).values()), None)
         if tensor is not None:
             module.num_features = len(tensor)
+    elif isinstance(module, nn.GroupNorm) and module.affine:
+        each = module.num_channels // module.num_groups
+        module.num_channels = len(module.weight)
+        module.num_groups = module.num_channels // each
 
 
 def widths_of(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -110,4 +139,5 @@ def widths_of(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> dic
     groups : the full network's unit groups.
     tensors : tensor name -> tensor, of the narrow network: :func:`~fedsub_app.models.networks.tensors_of`.
     """
-    return {group.name: len(tensors[group.rows[0]]) for group in groups}
+    whole = {group.name: next(place for place in group.places if place.whole(group.size)) for group in groups}
+    return {name: tensors[place.name].shape[place.axis] // place.repeat for name, place in whole.items()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsub_app.common.tensors import Tensors, brought
-from fedsub_app.models.networks import load_tensors, tensors_of
+from fedsub_app.models.networks import load_tensors, tensors_of, trainable
 from fedsub_app.models.units import UnitGroup, head_names, unit_groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (batch, labels) -> scalar
@@ -57,7 +57,7 @@ class Network:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.tensors = tensors_of(module)
-        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self.parameters: dict[str, Tensor] = dict(trainable(module))
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:

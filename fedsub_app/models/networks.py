@@ -6,7 +6,9 @@ Every network but ResNet-18 is one ``nn.Sequential`` with named children (``conv
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -17,8 +19,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import brought
-
-Shape = tuple[int, ...]
+from fedsub_app.models.sources import Shape, adopted, from_source, is_sourced, read_options
 
 
 def _fully_connected(
@@ -125,6 +126,16 @@ def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = F
     return net
 
 
+def _resnet18_gn(name: str, in_shape: Shape, num_classes: int) -> nn.Module:
+    """torchvision's ResNet-18 with GroupNorm of 32 groups (Wu, He 2018) in the place of BatchNorm."""
+    channels, _, _ = _image_shape(name, in_shape, 1)
+    from torchvision.models import resnet18
+
+    net: nn.Module = resnet18(weights=None, num_classes=num_classes, norm_layer=partial(nn.GroupNorm, 32))
+    net.set_submodule("conv1", nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False))
+    return adopted(net, in_shape)
+
+
 # name: (one-line description, builder, the builder's settings)
 _NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = {
     "fedpews-mlp": (
@@ -168,6 +179,11 @@ _NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = 
         _resnet18,
         {"pretrained": True},
     ),
+    "resnet18-gn": (
+        "resnet18 with GroupNorm of 32 groups: no running statistics, so nothing of a client's data but its weights",
+        _resnet18_gn,
+        {},
+    ),
     "feature-mlp": (
         "IST: linear 1000, BatchNorm on batch statistics, ReLU, linear, for extracted features",
         _mlp,
@@ -186,48 +202,77 @@ def model_names() -> dict[str, str]:
     return {name: description for name, (description, _, _) in _NETWORKS.items()}
 
 
-def build_model(name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None = None) -> nn.Module:
+def build_model(
+    name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None = None, options: str = ""
+) -> nn.Module:
     """Return the network ``name`` on the CPU, in training mode, initialised as PyTorch does by default.
 
     Parameters
     ----------
-    name : a name of :func:`model_names`.
+    name : a name of :func:`model_names`, or ``SOURCE:NAME`` (:mod:`fedsub_app.models.sources`).
     in_shape : shape of one input without the batch axis: ``(features,)`` or ``(channels, height, width)``.
     num_classes : number of logits.
     seed : the run's seed. Equal arguments give bit-identical weights; the global generators are left as they were.
+        A network of a source draws from torch's generator on the CPU, or its weights are not of the seed.
     width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
+    options : arguments of a network of a source, as one text: ``"width=32, norm='group'"``.
 
     Raises
     ------
     UserError
         If the name is unknown, or the network cannot take inputs of this shape, or has no width to be set.
     """
+    if is_sourced(name):
+        return _sourced(name, tuple(in_shape), num_classes, seed, width, options)
     if name not in _NETWORKS:
-        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}")
+        of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
+        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}; {of_others}")
+    if options:
+        raise UserError(f"model-options = {options!r}: must be '' with model = {name!r}, whose settings are its own")
     _, builder, settings = _NETWORKS[name]
     if width:
         if builder is not _mlp:
             names = ", ".join(other for other, (_, made_by, _) in _NETWORKS.items() if made_by is _mlp)
             raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {names}")
         settings = settings | {"hidden": [width] * len(settings["hidden"])}  # type: ignore[arg-type]
-    if builder is not _resnet18:  # whose size does not depend on the images'
+    if builder not in (_resnet18, _resnet18_gn):  # whose size does not depend on the images'
         with torch.device("meta"):  # without values
             shapes = builder(name, tuple(in_shape), num_classes, **settings)
         check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in shapes.parameters()))
+    with _seeded(seed):
+        return builder(name, tuple(in_shape), num_classes, **settings)
+
+
+def _sourced(name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None, options: str) -> nn.Module:
+    if width:
+        raise UserError(f"model = {name!r}: with a width set, allowed are listed multi-layer perceptrons")
+    with _seeded(seed):
+        return from_source(name, in_shape, num_classes, read_options(options))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
     # devices=[] and default_generator, not manual_seed(): that would seed the GPUs' generators as well.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive(seed, "model"))
-        return builder(name, tuple(in_shape), num_classes, **settings)
+        yield
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's parameters and floating-point buffers by name, in ``state_dict`` order.
 
     These are the model's own objects (``nn.Parameter`` with its ``grad``, running statistics), not copies:
-    ``{name: t.detach().clone() for ...}`` is a snapshot. ``num_batches_tracked``, an integer, is left out: no network
-    here uses it, as their BatchNorm has a fixed momentum.
+    ``{name: t.detach().clone() for ...}`` is a snapshot. Integer buffers are left out, ``num_batches_tracked`` among
+    them, which BatchNorm with a fixed momentum does not use. A tensor of two names (tied weights) has its first one.
     """
-    return {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
+    every = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(every.items())}
+    return {name: t for name, t in every.items() if t.is_floating_point() and first[id(t)] == name}
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by name, without those that are frozen (``requires_grad`` is false)."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

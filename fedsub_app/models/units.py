@@ -6,13 +6,20 @@ walking the modules, so that masks (FedPeWS), vertical slices (IST) and channel 
 description.
 """
 
+import copy
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.sources import about
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
+_NORMS = (*_BATCH_NORM, nn.GroupNorm, nn.LayerNorm)
 # Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
 _UNIT_WISE = (
     nn.ReLU,
@@ -24,6 +31,32 @@ _UNIT_WISE = (
     nn.Flatten,
     nn.Identity,
 )
+
+
+_traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictionary()
+
+
+class Place(NamedTuple):
+    """Positions of a group's units along an axis of a tensor: unit j has ``start + j * repeat`` and what follows it.
+
+    Attributes
+    ----------
+    name : of the tensor.
+    axis : 0 for rows, 1 for columns.
+    start : position of unit 0.
+    repeat : consecutive positions of one unit.
+    length : of the whole axis; positions before and behind the units are those of others.
+    """
+
+    name: str
+    axis: int
+    start: int
+    repeat: int
+    length: int
+
+    def whole(self, size: int) -> bool:
+        """Say whether ``size`` units take the axis up."""
+        return self.length == size * self.repeat
 
 
 @dataclass(frozen=True)
@@ -38,12 +71,24 @@ class UnitGroup:
         statistics of a BatchNorm behind it.
     cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong
         to one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
+    blocks : places of which ``rows`` and ``cols`` cannot speak: parts of an axis, several rows a unit.
+    chain : one layer produces the units and one reads them, as in :func:`unit_groups` of a listed network; ``False``:
+        there may be several of both, and layers in between.
     """
 
     name: str
     size: int
     rows: tuple[str, ...]
     cols: tuple[tuple[str, int], ...]
+    blocks: tuple[Place, ...] = ()
+    chain: bool = True
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All places of the units."""
+        rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
+        cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
+        return (*rows, *cols, *self.blocks)
 
 
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
@@ -54,6 +99,9 @@ def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
 def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
+    A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
+    (:func:`~fedsub_app.models.graph.traced_groups`). Of listed networks:
+
     ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
     of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each
     other through the additions, so they cannot be removed one layer at a time, and belong to no group.
@@ -61,8 +109,14 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     Raises
     ------
     TypeError
-        If the structure holds a layer that this function does not know.
+        If the structure holds a layer that this function does not know, or no unit can be removed.
     """
+    if known := about(model):
+        if model not in _traced:
+            from fedsub_app.models.graph import traced_groups  # which needs this module
+
+            _traced[model] = traced_groups(model, known.in_shape)
+        return _traced[model]
     if isinstance(model, nn.Sequential):
         return _sequential_groups(model)
     blocks = [(name, m) for name, m in model.named_modules() if type(m).__name__ == "BasicBlock"]
@@ -101,21 +155,57 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
 
 
 def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return FedPart's layers, shallow to deep: the names of :func:`tensors_of`, each in exactly one group.
+    """Return FedPart's layers in order of execution: the names of :func:`tensors_of`, each in exactly one group.
 
-    A convolution or linear layer and the BatchNorm behind it are one group. The shortcut convolutions of a ResNet are
-    groups of their own, behind the second convolution of their block: ResNet-18 has 21 groups.
+    A convolution or linear layer and the normalisation behind it are one group. A tensor of a module that has layers
+    in it (a class token, attention's ``in_proj_weight``) is in the group of the first of these layers. The shortcut
+    convolutions of a ResNet are groups of their own, behind the second convolution of their block: ResNet-18 has 21
+    groups.
     """
     groups: list[tuple[str, ...]] = []
-    for name, module in model.named_modules():
+    first: tuple[str, ...] = ()  # tensors of a module that has layers in it, whose first layer is to come
+    owned: dict[str, list[str]] = {}
+    for name in tensors_of(model):
+        owned.setdefault(name.rpartition(".")[0], []).append(name)
+    for name, module in executed(model):
+        names = first + tuple(owned.get(name, ()))
         if any(True for _ in module.children()):
-            continue
-        names = _names(name, module)
-        if isinstance(module, _BATCH_NORM) and groups:
-            groups[-1] += names
-        elif names:
-            groups.append(names)
+            first = names
+        elif name in owned:
+            if isinstance(module, _NORMS) and groups:
+                groups[-1] += names
+            else:
+                groups.append(names)
+            first = ()
+    if first:  # of a module in which no layer has tensors
+        groups.append(first)
     return tuple(groups)
+
+
+def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules by name in the order in which a forward pass in training enters them.
+
+    A module that is not entered stands behind the one that it is in. Networks of this package's register, whose inputs
+    are not known here, are registered in that order.
+    """
+    named = list(model.named_modules())
+    if (known := about(model)) is None:
+        return named
+    ghost = copy.deepcopy(model).train()  # auxiliary heads are entered in training alone
+    entered: dict[nn.Module, int] = {}
+
+    def enter(module: nn.Module, inputs: object) -> None:
+        entered.setdefault(module, len(entered))
+
+    for module in ghost.modules():
+        module.register_forward_pre_hook(enter)
+    like = next(ghost.parameters())
+    with torch.random.fork_rng(), torch.no_grad():  # dropout draws
+        ghost(torch.zeros(2, *known.in_shape, dtype=like.dtype, device=like.device))
+    turns: dict[str, int] = {}
+    for name, module in ghost.named_modules():
+        turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))
+    return sorted(named, key=lambda entry: turns[entry[0]])  # stable
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedsub_app.models import Network, Output
 from fedsub_app.subnets.masks import split
@@ -37,13 +38,16 @@ def gated(
     network : the network; its tensors unless ``tensors`` are given.
     mask : float ``[h]`` of 0 and 1, over the units of all groups.
     x : a batch of inputs.
-    narrow : compute with smaller weights (units that are off are cut out) instead of with zeros: the same values and
-        gradients up to rounding; ``features`` then has only the units that are on. Not for networks with BatchNorm,
-        whose gate is behind it so that its statistics are the whole layer's.
+    narrow : where the units of each layer enter one other, compute with smaller weights (units that are off are cut
+        out) instead of with zeros: the same values and gradients up to rounding; ``features`` then has only the units
+        that are on. Not for networks with BatchNorm, whose gate is behind it so that its statistics are the whole
+        layer's.
     outputs : multiply by m where the units' outputs enter the next layer, for the gradient in the mask of all units.
         Not with ``narrow``.
     """
     groups = network.units
+    if not all(group.chain for group in groups):
+        return network(x, _multiplied(network, split(mask, groups), tensors, outputs))
     if outputs:
         with _entering(network, split(mask, groups)):
             return network(x, tensors)
@@ -54,6 +58,23 @@ def gated(
         tensors = take(network.parameters if tensors is None else tensors, groups, on)
     with _on(network, gates):
         return network(x, tensors)
+
+
+def _multiplied(
+    network: Network, gates: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None, outputs: bool
+) -> dict[str, Tensor]:
+    """Return x ∘ m itself, for units that several layers produce; ``outputs``: as they enter the layers that read them.
+
+    Running statistics are those of the whole layer, as where the gate is behind a BatchNorm.
+    """
+    masked = dict(network.parameters if tensors is None else tensors)
+    for group in network.units:
+        for name, axis, start, repeat, length in group.places:
+            if name in network.parameters and (axis == 1 or not outputs):
+                gate = gates[group.name].repeat_interleave(repeat)
+                gate = F.pad(gate, (start, length - start - len(gate)), value=1.0)
+                masked[name] = masked[name] * gate.view([-1 if k == axis else 1 for k in range(masked[name].dim())])
+    return masked
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.models.narrow import kept_positions
 from fedsub_app.models.units import UnitGroup
 
 
@@ -59,16 +60,9 @@ def expand(
     """
     _check(groups, unit_masks)
     masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
-    for group in groups:
-        mask = unit_masks.get(group.name)
-        if mask is None:
-            continue
-        for name in group.rows:
-            if name in masks:
-                masks[name] &= _along(mask, 0, masks[name].dim())
-        for name, repeat in group.cols:
-            if name in masks:
-                masks[name] &= _along(mask.repeat_interleave(repeat), 1, masks[name].dim())
+    for (name, axis), kept in kept_positions(groups, unit_masks).items():
+        if name in masks:
+            masks[name] &= _along(kept, axis, masks[name].dim())
     return masks
 
 

@@ -55,7 +55,7 @@ class Prunable:
 
     def positions(self, masks: Mapping[str, Tensor]) -> Tensors:
         """Return the positions kept of every tensor that can be pruned: tensor name -> bool of its shape."""
-        indexed = {name for g in self.groups for name in (*g.rows, *(name for name, _ in g.cols))}
+        indexed = {place.name for group in self.groups for place in group.places}
         shapes = {name: shape for name, shape in self.shapes.items() if name in indexed}
         kept = expand(self.groups, self.units(masks), shapes)
         return kept | {name: kept[name] & masks[name] if name in kept else masks[name] for name in self.weights}
@@ -96,7 +96,8 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     """Return the parts of a network that can be pruned.
 
     Unstructured: the weights of all convolutions and linear layers. Structured: the units of each layer that has a
-    BatchNorm with scaling factors behind it. Hybrid: these units, and the weights of the linear layers.
+    BatchNorm with scaling factors behind it; where there are several, as in a residual stream, the last one counts.
+    Hybrid: these units, and the weights of the linear layers.
 
     Raises
     ------
@@ -107,11 +108,12 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     """
     kinds = {"unstructured": (nn.Conv2d, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
     weights = tuple(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds))
+    norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     scales = {
         group.name: row
         for group in (() if pruning == "unstructured" else unit_groups(model))
         for row in group.rows
-        if row.endswith(".weight") and row != f"{group.name}.weight"
+        if row in norms
     }
     if pruning != "unstructured" and not scales:
         raise ValueError("no layer has a BatchNorm behind it whose scaling factors could say which channels go")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsub_app.models.narrow import narrow_shapes
+from fedsub_app.models.narrow import kept_positions, narrow_shapes
 from fedsub_app.models.units import UnitGroup
 from fedsub_app.subnets.masks import expand, scatter
 
@@ -26,14 +26,8 @@ def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[st
     -------
     tensor name -> index, for the tensors of the groups in ``units``; all positions of the other tensors belong.
     """
-    rows: dict[str, Tensor] = {}
-    columns: dict[str, Tensor] = {}
-    for group in groups:
-        if group.name in units:
-            mask = units[group.name]
-            rows |= dict.fromkeys(group.rows, mask.nonzero().flatten())
-            columns |= {name: mask.repeat_interleave(repeat).nonzero().flatten() for name, repeat in group.cols}
-    return {name: (rows.get(name), columns.get(name)) for name in rows | columns}
+    kept = {key: on.nonzero().flatten() for key, on in kept_positions(groups, units).items()}
+    return {name: (kept.get((name, 0)), kept.get((name, 1))) for name, _ in kept}
 
 
 def select(tensor: Tensor, index: Index) -> Tensor:

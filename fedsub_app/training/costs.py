@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import UnitGroup, narrowed, trainable
 from fedsub_app.problem import Problem
 
 
@@ -27,8 +27,8 @@ def _flops_by_module(
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
         out = ghost(torch.empty(2, *problem.data.in_shape, device="meta"))
         if training:
-            trained = [p for name, p in ghost.named_parameters() if names is None or name in names]
-            torch.autograd.grad(out.sum(), trained)
+            trained = [p for name, p in trainable(ghost).items() if names is None or name in names]
+            torch.autograd.grad(out.sum(), trained, allow_unused=True)
     root = type(ghost).__name__
     return {
         name.removeprefix(root).removeprefix("."): sum(operations.values())
@@ -76,7 +76,8 @@ def subnet_flops(
 ) -> int:
     """Return the FLOPs of the network that holds only the units that are on, as if it were physically that small.
 
-    Each convolution or linear layer scales with ``kept_out * kept_in / (out * in)``. Executed with masks on the full
+    Each convolution or linear layer of a listed network scales with ``kept_out * kept_in / (out * in)``; of others the
+    smaller network is counted. Executed with masks on the full
     network (as FedPeWS does) the cost is that of the full network: :func:`training_flops`.
 
     Parameters
@@ -86,6 +87,10 @@ def subnet_flops(
     unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
     training : forward and backward pass (default), or the forward pass alone.
     """
+    if not all(group.chain for group in groups):  # that of a network of this size, whose layers have a unit at least
+        widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
+        small = narrowed(copy.deepcopy(model).to("meta"), groups, widths)
+        return (training_flops if training else forward_flops)(problem, small)
     kept: dict[str, int] = {}  # weight name -> kept_out * kept_in of the units that are in a group …
     size: dict[str, int] = {}  # … and the same with all units on
     for group in groups:

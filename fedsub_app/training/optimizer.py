@@ -41,8 +41,9 @@ class Optimizer:
         self.steps = {name: torch.zeros((), device=p.device) for name, p in moved.items()}
 
     def gradients(self, loss: Tensor) -> Tensors:
-        """Return the gradients of ``loss`` in the parameters, by name, laid out as the parameters."""
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        """Return the gradients of ``loss`` in the parameters, by name, laid out as the parameters; 0 where unused."""
+        parameters = list(self.parameters.values())
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         return {
             name: gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
             for (name, p), gradient in zip(self.parameters.items(), gradients, strict=True)

@@ -1,0 +1,209 @@
+"""Units of any network, by its graph: torch-pruning finds which rows and columns belong together, numbers decide.
+
+A unit can be removed where the network without it computes what the network computes in which its rows and columns are
+zero. That holds for the channels between two convolutions, with BatchNorm or without, for a residual stream of them and
+for a transformer's feed-forward units. It does not hold for the stream of a network with LayerNorm, whose mean over all
+channels a removed one leaves; GroupNorm's channels go only by whole groups. :func:`traced_groups` tries each group that
+torch-pruning offers, with random weights in float64, and returns those that pass.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsub_app.common.errors import one_line
+from fedsub_app.models.narrow import kept_positions, narrowed
+from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.units import Place, UnitGroup, executed
+
+Positions = dict[int, list[int]]  # channel -> its positions along an axis
+EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 stays far below
+
+
+def traced_groups(model: nn.Module, in_shape: Sequence[int]) -> tuple[UnitGroup, ...]:
+    """Return the groups of units that can be removed, in order of execution.
+
+    Parameters
+    ----------
+    model : a network that answers float inputs with a tensor. Not modified.
+    in_shape : shape of one input without the batch axis.
+
+    Raises
+    ------
+    TypeError
+        There are none; the message says why.
+    """
+    x = torch.randn(4, *in_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    reasons: dict[str, str] = {}
+    try:
+        ghost = _randomised(model, x)
+        offered = _offered(ghost, x, reasons)
+    except Exception as error:  # torch-pruning takes many networks, not all
+        raise TypeError(f"no units are known for a {type(model).__name__}: {one_line(error)[:200]}") from error
+    groups = _passing(ghost, x, offered, reasons)
+    if not groups:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
+        raise TypeError(f"no units can be removed from a {type(model).__name__}: {why or 'it has one layer'}")
+    return tuple(groups)
+
+
+def _randomised(model: nn.Module, x: Tensor) -> nn.Module:
+    """Return a copy in evaluation mode in which no tensor is zero or constant: nothing passes by accident."""
+    ghost = copy.deepcopy(model).cpu().double().train().requires_grad_(True)
+    draws = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for tensor in tensors_of(ghost).values():
+            noise = torch.rand(tensor.shape, generator=draws, dtype=torch.float64) + 0.5
+            tensor.copy_(tensor * noise if tensor.dim() > 1 and bool(tensor.any()) else noise - 0.4)
+        for module in ghost.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.momentum = 1.0
+        ghost(x)  # BatchNorm takes the statistics of x, so that no signal fades on its way through many layers
+    return ghost.eval()
+
+
+# --- what torch-pruning offers ---------------------------------------------------------------------------------------
+
+
+def _offered(model: nn.Module, x: Tensor, reasons: dict[str, str]) -> list[UnitGroup]:
+    """Return the groups of torch-pruning in order of execution; in ``reasons`` why others are left out, by name."""
+    import torch_pruning  # on demand: it takes a second
+
+    names = {module: name for name, module in model.named_modules()}
+    turns = {module: turn for turn, (_, module) in enumerate(executed(model))}
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        graph = torch_pruning.DependencyGraph().build_dependency(model, x, verbose=False)
+        everything = list(graph.get_all_groups())
+    last = next(iter(graph.module2node))  # it is built from the output
+    tensors = tensors_of(model)
+    offered: dict[int, UnitGroup] = {}
+    for items in everything:
+        if any(item.dep.target.module is last and (_writes(item) or last not in names) for item in items):
+            continue  # the classes
+        writers = [item.dep.target.module for item in items if _writes(item) and item.dep.target.module in turns]
+        first = min(writers, key=turns.__getitem__)
+        try:
+            offered[turns[first]] = _group(names[first], *_places(graph.ops.OPTYPE, items, names, tensors), tensors)
+        except TypeError as error:
+            reasons[names[first]] = str(error)
+    return [offered[turn] for turn in sorted(offered)]
+
+
+def _writes(item: Any) -> bool:
+    """Say whether an item is of a layer with weights whose outputs are the units."""
+    module = item.dep.target.module
+    return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and item.dep.handler.__name__ != "prune_in_channels"
+
+
+def _places(
+    kinds: Any, items: Any, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]
+) -> tuple[dict[tuple[str, int], Positions], int]:
+    """Return each channel's positions along the axes of the tensors, and how many channels can only go together."""
+    places: dict[tuple[str, int], Positions] = {}
+    together = 1
+    for item in items:
+        module, kind = item.dep.target.module, item.dep.target.type
+        if kind in (kinds.LN, kinds.MHA, kinds.LSTM):
+            raise TypeError(f"{names[module]}, a {type(module).__name__}, computes with all units at once")
+        if kind == kinds.CONV and (module.transposed or module.groups > 1):
+            raise TypeError(f"{names[module]} is a grouped or transposed convolution")
+        if kind == kinds.GN:
+            together = math.lcm(together, module.num_channels // module.num_groups)
+        if kind == kinds.PARAMETER:
+            axes = [(name, item.dep.target.pruning_dim) for name, tensor in tensors.items() if tensor is module]
+        elif module not in names:  # an operation without tensors
+            continue
+        elif kind in (kinds.CONV, kinds.LINEAR) and not _writes(item):
+            axes = [(f"{names[module]}.weight", 1)]
+        else:
+            axes = [(f"{names[module]}.{leaf}", int(kind == kinds.EMBED)) for leaf in tensors_of(module)]
+        for key in axes:
+            positions = places.setdefault(key, {})
+            for unit, position in zip(item.root_idxs, item.idxs, strict=True):
+                positions.setdefault(unit, []).append(position)
+    return places, together
+
+
+def _group(
+    name: str, positions: Mapping[tuple[str, int], Positions], together: int, tensors: Mapping[str, Tensor]
+) -> UnitGroup:
+    """Return the group of these positions.
+
+    Raises
+    ------
+    TypeError
+        They are in no order that a :class:`~fedsub_app.models.units.Place` can tell, or there is one unit alone.
+    """
+    channels = len(next(iter(positions.values())))
+    size = channels // together
+    places = []
+    for (tensor, axis), of_units in positions.items():
+        if tensor not in tensors or axis not in (0, 1) or len(of_units) != channels:
+            raise TypeError(f"{tensor} is tied, or has some of the units alone")
+        length = tensors[tensor].shape[axis]
+        if {len(each) for each in of_units.values()} != {length} or length > 1:  # one number for all units: PReLU's
+            places += [Place(tensor, axis, *at, length) for at in _runs(tensor, of_units, together)]
+    if size < 2 or not any(place.whole(size) for place in places):
+        raise TypeError("its units do not fill a tensor")
+    rows = tuple(place.name for place in places if place == Place(place.name, 0, 0, 1, size))
+    cols = tuple((p.name, p.repeat) for p in places if p.axis == 1 and p.whole(size))
+    blocks = tuple(p for p in places if not (p.axis == 1 and p.whole(size)) and p != Place(p.name, 0, 0, 1, size))
+    order = {tensor: turn for turn, tensor in enumerate(tensors)}
+    return UnitGroup(
+        name,
+        size,
+        tuple(sorted(rows, key=order.__getitem__)),
+        tuple(sorted(cols, key=lambda col: order[col[0]])),
+        tuple(sorted(blocks, key=lambda place: (order[place.name], place))),
+        chain=False,
+    )
+
+
+def _runs(tensor: str, of_units: Positions, together: int) -> list[tuple[int, int]]:
+    """Return start and repeat of a tensor's places: all positions of a unit side by side, or each in a run of units."""
+    table = torch.tensor([sorted(of_units[unit]) for unit in sorted(of_units)])
+    channels, repeat = table.shape
+    if torch.equal(table.flatten(), table[0, 0] + torch.arange(channels * repeat)):
+        return [(int(table[0, 0]), repeat * together)]
+    if all(torch.equal(column, column[0] + torch.arange(channels)) for column in table.T):
+        return [(int(column[0]), together) for column in table.T]
+    raise TypeError(f"the units lie in {tensor} in no regular order")
+
+
+# --- what passes -----------------------------------------------------------------------------------------------------
+
+
+def _passing(model: nn.Module, x: Tensor, groups: Sequence[UnitGroup], reasons: dict[str, str]) -> list[UnitGroup]:
+    """Return the groups that can be removed; all are tried at once, and halves of them where that fails."""
+    fault = _fault(model, x, groups) if groups else ""
+    if not fault:
+        return list(groups)
+    if len(groups) == 1:
+        reasons[groups[0].name] = fault
+        return []
+    middle = len(groups) // 2
+    return _passing(model, x, groups[:middle], reasons) + _passing(model, x, groups[middle:], reasons)
+
+
+@torch.no_grad()
+def _fault(model: nn.Module, x: Tensor, groups: Sequence[UnitGroup]) -> str:
+    """Return how the network without half of the units is another than that in which these are zero, or nothing."""
+    widths = {group.name: (group.size + 1) // 2 for group in groups}
+    first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
+    zeroed = dict(tensors_of(model))
+    for (name, axis), kept in kept_positions(groups, first).items():
+        zeroed[name] = zeroed[name] * kept.view([-1 if k == axis else 1 for k in range(zeroed[name].dim())])
+    expected, whole = functional_call(model, zeroed, (x,)), model(x)
+    try:
+        difference = float((narrowed(model, groups, widths)(x) - expected).abs().max())
+    except Exception as error:  # the network's own code knows its width, or torch has no layer of it
+        return f"a narrower network does not run: {one_line(error)[:100]}"
+    effect = float((whole - expected).abs().max())
+    return "" if difference <= EQUAL * effect and effect > 0 else "a removed unit is not a unit of zeros"

@@ -1,0 +1,216 @@
+"""Networks that are not of this package: ``model = "SOURCE:NAME"``, with the options of whoever builds them.
+
+A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Net``, or an importable module,
+``package.module:Net``. Its code runs as the user's own: it may do whatever the user may.
+"""
+
+import ast
+import copy
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.common.errors import UserError, one_line, shown
+
+Shape = tuple[int, ...]
+Options = Mapping[str, Any]
+_ABOUT = "_fedsub_about"
+
+
+class About(NamedTuple):
+    """Facts that a network from a source carries along, also in its copies.
+
+    Attributes
+    ----------
+    in_shape : shape of one input without the batch axis: the network is traced with such inputs.
+    """
+
+    in_shape: Shape
+
+
+def about(model: nn.Module) -> About | None:
+    """Return the facts of a network that came through :func:`adopted`; ``None`` for one that a method's paper has."""
+    return getattr(model, _ABOUT, None)
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
+
+    Raises
+    ------
+    ValueError
+        The text is something else; the message says what is allowed.
+    """
+    try:
+        call = ast.parse(f"options({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
+
+
+def is_sourced(model: str) -> bool:
+    """Say whether ``model`` names a network of a source, not a listed one."""
+    return ":" in model
+
+
+def is_own_code(model: str) -> bool:
+    """Say whether ``model`` names code of the user, a file or a module, not a network of a package that is known."""
+    return is_sourced(model) and model.partition(":")[0] not in PACKAGES
+
+
+def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
+    """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator.
+
+    Raises
+    ------
+    UserError
+        The source or the name is not there, or the options do not fit.
+    """
+    source, _, name = model.partition(":")
+    try:
+        build = PACKAGES.get(source) or _own
+        built = build(model, name, in_shape, num_classes, options)
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"model = {model!r}: {one_line(error)}; `pip install {source}` may help") from error
+    except Exception as error:  # code of others
+        raise UserError(f"model = {model!r}: {one_line(error)[:300]}") from error
+    if not isinstance(built, nn.Module):
+        raise UserError(f"model = {model!r}: gives a {type(built).__name__}; allowed is a torch.nn.Module")
+    return adopted(built, in_shape)
+
+
+def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
+    """Return the network with its logits as its output, and with what :func:`about` returns of it.
+
+    Parameters
+    ----------
+    model : modified: its output becomes a tensor where it was a mapping or an object that holds ``logits``.
+    in_shape : shape of one input without the batch axis.
+    """
+    model.register_forward_hook(_logits)
+    setattr(model, _ABOUT, About(tuple(in_shape)))
+    return model
+
+
+def check_network(model: nn.Module, name: str, in_shape: Shape, num_classes: int) -> None:
+    """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was.
+
+    Raises
+    ------
+    UserError
+        It cannot take such inputs, does not answer with [2, classes], or has no float32 parameters to train.
+    """
+    who = f"model = {name!r}"
+    odd = {str(p.dtype) for p in model.parameters() if p.dtype != torch.float32}
+    if odd or not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"{who}: has {', '.join(odd) or 'no'} parameters to train; allowed are torch.float32 ones")
+    for training in (True, False):
+        ghost = copy.deepcopy(model).train(training)  # whose statistics may move
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                output = ghost(torch.zeros(2, *in_shape))
+        except Exception as error:  # code of others
+            raise UserError(f"{who}: cannot take inputs of shape {tuple(in_shape)}: {one_line(error)[:200]}") from error
+        if not isinstance(output, Tensor) or output.shape != (2, num_classes):
+            came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise UserError(f"{who}: answers 2 inputs with {came}; allowed is [2, {num_classes}], a logit a class")
+
+
+def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
+    """Return what a network answers as its logits: transformers' outputs, torchvision's with auxiliary heads."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    return getattr(output, "logits", output)
+
+
+# --- the sources ----------------------------------------------------------------------------------------------------
+
+
+def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
+    from torchvision.models import get_model
+
+    net: nn.Module = get_model(name, **{"weights": None, "num_classes": num_classes} | dict(options))
+    # Their networks take RGB images. The first convolution is made anew for other numbers of channels.
+    first, stem = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d))
+    if stem.in_channels != in_shape[0]:
+        sizes: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
+        anew = nn.Conv2d(in_shape[0], stem.out_channels, **sizes, bias=stem.bias is not None)
+        net.set_submodule(first, anew)
+    return net
+
+
+def _timm(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
+    timm = import_module("timm")
+    net: nn.Module = timm.create_model(name, **{"num_classes": num_classes, "in_chans": in_shape[0]} | dict(options))
+    return net
+
+
+def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
+    """Build by the configuration in a folder or on the hub; with ``pretrained=True`` with its weights as well."""
+    transformers = import_module("transformers")
+    given = dict(options)
+    pretrained = given.pop("pretrained", False)
+    config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
+    images = len(in_shape) == 3
+    kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
+    net: nn.Module = (
+        # No pickle: weights are read from safetensors alone.
+        kind.from_pretrained(name, config=config, use_safetensors=True, ignore_mismatched_sizes=True)
+        if pretrained
+        else kind.from_config(config, trust_remote_code=False)
+    )
+    return net
+
+
+def _own(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> Any:
+    """Call a class or function of the user with the options and with what its parameters name."""
+    source, _, name = model.rpartition(":")
+    module = _file(Path(source)) if source.endswith(".py") else import_module(source)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        there = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise UserError(f"model = {model!r}: no {name!r} in {source}; allowed: {', '.join(there) or 'nothing in it'}")
+    known = {"num_classes": num_classes, "in_shape": in_shape}
+    named = inspect.signature(factory).parameters
+    return factory(**{key: value for key, value in known.items() if key in named} | dict(options))
+
+
+def _file(path: Path) -> ModuleType:
+    """Return the module of a file, which is run once as long as its text stays the same."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"model = {shown(f'{path}')}: {error.strerror or error}") from error
+    name = f"fedsub_own_{hashlib.sha256(text).hexdigest()[:16]}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        assert spec
+        assert spec.loader
+        sys.modules[name] = module_from_spec(spec)  # before it is run: dataclasses look themselves up
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+# prefix: builder of (the whole key's value, the name behind the prefix, shape of an input, classes, options)
+PACKAGES: dict[str, Callable[[str, str, Shape, int, Options], nn.Module]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "transformers": _transformers,
+}

@@ -1,0 +1,322 @@
+"""Networks of a user's file, of a module and of packages: built, refused in one line, and their structure."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models import get_model
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.config import resolve
+from fedsub_app.models import (
+    Network,
+    adopted,
+    build_model,
+    check_network,
+    layer_groups,
+    load_tensors,
+    narrowed,
+    tensors_of,
+    unit_groups,
+    widths_of,
+)
+from fedsub_app.models.units import Place
+from fedsub_app.problem import Problem
+from fedsub_app.subnets.gates import gated
+from fedsub_app.subnets.masks import expand, split
+from fedsub_app.subnets.slices import put, take
+
+NETWORK = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, in_shape, num_classes, width=4, norm="none"):
+        super().__init__()
+        self.norm = norm
+        self.first = nn.Linear(in_shape[0] * in_shape[1] * in_shape[2], width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x):
+        return {"logits": self.head(torch.relu(self.first(x.flatten(1))))}
+
+def one_class_more(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes + 1))
+
+def half(num_classes):
+    return nn.Linear(8, num_classes).half()
+
+def no_network():
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in a run: small operations on several threads wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_net.py"
+    path.write_text(NETWORK)
+    return path
+
+
+def test_a_files_class_is_given_what_it_names_and_the_options(file: Path) -> None:
+    before = torch.get_rng_state()
+    made = [build_model(f"{file}:Net", (1, 8, 8), 10, seed, options="width=3, norm='group'") for seed in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [made[0].get_submodule("first").out_features, made[0].norm] == [3, "group"]
+    weights = [tensors_of(model)["first.weight"] for model in made]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert made[0](torch.zeros(2, 1, 8, 8)).shape == (2, 10)  # its {"logits": …} are a tensor
+
+
+def test_a_module_on_the_path_and_a_changed_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
+    assert next(iter(tensors_of(build_model("my_net:Net", (1, 8, 8), 10, 0)))) == "first.weight"
+    file.write_text(NETWORK.replace("first", "second"))
+    assert next(iter(tensors_of(build_model(f"{file}:Net", (1, 8, 8), 10, 0)))) == "second.weight"
+    sys.modules.pop("my_net")
+
+
+def test_the_problem_of_a_users_network(file: Path) -> None:
+    problem = Problem.of(resolve({"model": f"{file}:Net", "model-options": "width=5"}))
+    assert tensors_of(problem.network())["head.weight"].shape == (10, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "line"),
+    [
+        ("FILE:Nett", "", "no 'Nett' in .*my_net.py; allowed: Net, one_class_more, half, no_network"),
+        ("FILE.gone.py:Net", "", "my_net.py.gone.py': No such file"),
+        ("FILE:Net", "width='x'", "model = .*my_net.py:Net': TypeError: "),
+        ("FILE:Net", "depth=3", "unexpected keyword argument 'depth'"),
+        ("FILE:no_network", "", "gives a int; allowed is a torch.nn.Module"),
+        ("FILE:one_class_more", "", r"answers 2 inputs with \[2, 11\]; allowed is \[2, 10\]"),
+        ("FILE:half", "", "has torch.float16 parameters to train; allowed are torch.float32 ones"),
+        ("no_such_package:Net", "", "No module named 'no_such_package'"),
+        ("torchvision:resnet19", "", "model = 'torchvision:resnet19': .*Unknown model resnet19"),
+        ("torchvision:vit_b_16", "", r"cannot take inputs of shape \(1, 8, 8\): AssertionError: Wrong image height"),
+        ("lenet5", "width=3", r"model-options = 'width=3': must be '' with model = 'lenet5'"),
+        ("resnet", "", "model = 'resnet' is not known; .* 'FILE.py:NAME'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(file: Path, model: str, options: str, line: str) -> None:
+    with pytest.raises(UserError, match=line) as caught:
+        Problem.of(resolve({"model": model.replace("FILE", str(file)), "model-options": options})).network()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("package", ["timm", "transformers"])
+def test_a_package_that_is_missing_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"model = '{package}:x': .*{package}.*; `pip install {package}` may help"):
+        build_model(f"{package}:x", (3, 8, 8), 10, 0)
+
+
+@pytest.mark.parametrize("options", ["width", "3", "width=", "**x", "width=open('x')", "width=3)", "("])
+def test_options_that_are_none_are_refused(options: str) -> None:
+    with pytest.raises(UserError, match=r"model-options = .*: must be names with numbers, texts, True or False"):
+        resolve({"model-options": options})
+
+
+def test_torchvisions_first_convolution_takes_the_datas_channels() -> None:
+    model = build_model("torchvision:mobilenet_v3_small", (1, 32, 32), 10, 0)
+    check_network(model, "mobilenet", (1, 32, 32), 10)
+    assert tensors_of(model)["features.0.0.weight"].shape == (16, 1, 3, 3)
+
+
+def test_resnet18_with_group_norm_has_no_running_statistics() -> None:
+    model = build_model("resnet18-gn", (1, 8, 8), 10, 0)
+    assert not list(model.buffers())
+    assert sum(p.numel() for p in model.parameters()) == 11_175_370  # resnet18's, whose affine BatchNorm has as many
+
+
+def test_tied_weights_have_one_name() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    assert list(tensors_of(model)) == ["a.weight", "a.bias", "b.bias"]
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "efficientnet_v2_s": 32,
+    "googlenet": 64, "inception_v3": 299, "maxvit_t": 224, "mnasnet0_5": 32, "mobilenet_v2": 32,
+    "mobilenet_v3_small": 32, "regnet_y_400mf": 32, "resnext50_32x4d": 32, "shufflenet_v2_x0_5": 32,
+    "squeezenet1_1": 32, "swin_t": 32, "swin_v2_t": 32, "vgg11_bn": 32, "vit_b_16": 224, "wide_resnet50_2": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_family_is_in_one_layer(family: str) -> None:
+    with warnings.catch_warnings(), torch.device("cpu" if family in ("maxvit_t", "regnet_y_400mf") else "meta"):
+        warnings.simplefilter("ignore", FutureWarning)
+        model = get_model(family, weights=None, num_classes=10)
+    layers = layer_groups(adopted(model.to("meta"), (3, FAMILIES[family], FAMILIES[family])))
+    flat = [name for layer in layers for name in layer]
+    assert sorted(flat) == sorted(tensors_of(model))
+    assert len(set(flat)) == len(flat)
+    last = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+    assert set(map(id, last.parameters())) & {id(tensors_of(model)[name]) for name in layers[-1]}
+
+
+def test_tensors_beside_layers_go_with_the_first_of_them() -> None:
+    with torch.device("meta"):
+        layers = layer_groups(adopted(get_model("vit_b_16", image_size=32), (3, 32, 32)))
+    assert layers[0] == (
+        "class_token", "conv_proj.weight", "conv_proj.bias", "encoder.pos_embedding",
+        "encoder.layers.encoder_layer_0.ln_1.weight", "encoder.layers.encoder_layer_0.ln_1.bias",
+    )  # fmt: skip
+    attention = "encoder.layers.encoder_layer_0.self_attention"
+    assert layers[1][:3] == tuple(f"{attention}.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight"))
+
+
+class Reversed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.unused = nn.Linear(4, 2), nn.Linear(3, 4), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_layers_stand_in_the_order_of_execution() -> None:
+    layers = layer_groups(adopted(Reversed(), (3,)))
+    assert layers == (("unused.weight", "unused.bias"), ("first.weight", "first.bias"), ("last.weight", "last.bias"))
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two layers added, two joined, a depthwise convolution, GroupNorm, a flatten; a stream with LayerNorm."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(in_shape[0], 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.wide = nn.Conv2d(8, 6, 3, padding=1, groups=1)
+        self.deep = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.back = nn.Conv2d(6, 8, 1)
+        self.side = nn.Conv2d(8, 4, 1)
+        self.join = nn.Conv2d(8 + 4, 12, 1)
+        self.group = nn.GroupNorm(4, 12)
+        self.flat = nn.Linear(12 * 16, 10)
+        self.layer = nn.LayerNorm(10)
+        self.up, self.down = nn.Linear(10, 7), nn.Linear(7, 10)
+        self.head = nn.Linear(10, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.norm(self.stem(x)))
+        h = torch.relu(h + self.back(torch.relu(self.deep(torch.relu(self.wide(h))))))
+        h = torch.relu(self.group(self.join(torch.cat([h, torch.relu(self.side(h))], 1))))
+        f = self.flat(h.flatten(1))
+        return self.head(f + self.down(torch.relu(self.up(self.layer(f)))))
+
+
+def branches() -> nn.Module:
+    torch.manual_seed(0)
+    return adopted(Branches((1, 4, 4), 3), (1, 4, 4))
+
+
+def test_units_of_a_network_of_ones_own() -> None:
+    groups = {group.name: group for group in unit_groups(branches())}
+    assert {name: group.size for name, group in groups.items()} == {"stem": 8, "wide": 6, "side": 4, "join": 4, "up": 7}
+    stem = groups["stem"]
+    assert stem.rows == ("stem.weight", "stem.bias", *(f"norm.{n}" for n in NORM), "back.weight", "back.bias")
+    assert stem.cols == (("wide.weight", 1), ("side.weight", 1))
+    assert stem.blocks == (Place("join.weight", 1, 0, 1, 12),)
+    assert groups["side"].blocks == (Place("join.weight", 1, 8, 1, 12),)
+    assert groups["wide"].rows == ("wide.weight", "wide.bias", "deep.weight", "deep.bias")
+    # GroupNorm: three channels of one group go together, each with the 16 columns behind the flatten
+    assert Place("group.weight", 0, 0, 3, 12) in groups["join"].blocks
+    assert groups["join"].cols == (("flat.weight", 48),)
+
+
+NORM = ("weight", "bias", "running_mean", "running_var")
+SOURCES = {
+    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), "torchvision:vgg11_bn": ("", 10),
+    "torchvision:squeezenet1_1": ("", 25), "resnet18-gn": ("", 12),
+    "torchvision.models:VisionTransformer": (
+        "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_network_without_units_is_the_network_in_which_they_are_zero(name: str) -> None:
+    """In training as well: outputs, gradients and running statistics. traced_groups tries it in evaluation alone."""
+    model = build_model(name, (3, 32, 32), 10, 0, options=SOURCES[name][0]).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    groups = unit_groups(model)
+    assert len(groups) == SOURCES[name][1]
+    draws = torch.Generator().manual_seed(0)
+    units = {group.name: torch.rand(group.size, generator=draws) < 0.7 for group in groups}
+    for mask in units.values():
+        mask[0] = True
+    tensors = {n: t.detach().clone() for n, t in tensors_of(model).items()}
+    shapes = {n: t.shape for n, t in tensors.items()}
+    masks, kept = expand(groups, units, shapes), take(tensors, groups, units)
+    small = narrowed(model, groups, {n: int(mask.sum()) for n, mask in units.items()})
+    load_tensors(small, kept)
+    load_tensors(model, {n: t * masks[n] for n, t in tensors.items()})
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=draws)
+    whole, output = model(x), small(x)
+    torch.testing.assert_close(output, whole, rtol=1e-8, atol=1e-10)
+    for computed in (whole, output):
+        F.cross_entropy(computed, torch.tensor([0, 3, 9, 3])).backward()
+    expected = take({n: p.grad for n, p in model.named_parameters()}, groups, units)
+    for parameter, own in small.named_parameters():
+        torch.testing.assert_close(own.grad, expected[parameter], rtol=1e-6, atol=1e-9)
+    left = take({n: t.detach() for n, t in tensors_of(model).items()}, groups, units)
+    for tensor, own in tensors_of(small).items():
+        torch.testing.assert_close(own.detach(), left[tensor], rtol=1e-8, atol=1e-10)
+    assert widths_of(groups, tensors_of(small)) == {n: int(mask.sum()) for n, mask in units.items()}
+    again = put(kept, groups, units, shapes)
+    assert all(torch.equal(again[n], tensors[n] * masks[n]) for n in tensors)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) -> None:
+    network = Network(branches().eval())
+    mask = (torch.arange(29) % 3 > 0).float().requires_grad_()
+    units = split(mask.detach().bool(), network.units)
+    masks = expand(network.units, units, {n: t.shape for n, t in network.tensors.items()})
+    x = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    gated_output = gated(network, mask, x, outputs=outputs).logits
+    expected = network(x, {n: network.tensors[n] * masks[n] for n in network.parameters}).logits
+    torch.testing.assert_close(gated_output, expected)
+    (gradient,) = torch.autograd.grad(gated_output.square().sum(), [mask])
+    off = gradient[mask.detach() == 0]
+    assert bool(off.any()) == outputs  # with "weights" a unit that is off gets no gradient
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), "no units can be removed from a Sequential: it has one layer"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Softmax(1), nn.Linear(4, 3)), "1: a removed unit is not"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4), nn.Linear(4, 3)),
+            "1: 2, a LayerNorm, computes",
+        ),
+    ],
+)
+def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        unit_groups(adopted(network, (1, 4, 4)))
