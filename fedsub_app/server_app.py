@@ -11,6 +11,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.engines import log_to_stdout, run_and_report
 from fedsub_app.federation.roll import wake
+from fedsub_app.models import is_own_code
 from fedsub_app.runs.directory import RunFailed, settings_of
 
 log = logging.getLogger("fedsub")
@@ -24,9 +25,17 @@ def main(grid: Grid, context: Context) -> None:
     log_to_stdout()
     try:
         settings = settings_of(grid.run.override_config)
+        refuse_own_code(settings.model)
         if Path(sys.argv[0]).name != "flwr-serverapp":  # a real node starts a process for every message
             wake(grid)
         run_and_report(grid, settings)
     except (UserError, RunFailed) as error:
         log.error("%s: %s", "failed" if isinstance(error, RunFailed) else "error", error)
         raise  # Flower marks the run as failed
+
+
+def refuse_own_code(model: str) -> None:
+    """Raise :class:`UserError` for a network in a file or module of the user, which the run's bundle does not hold."""
+    if is_own_code(model):
+        other = "in a Flower app of your own fedsub.client_app takes the network"
+        raise UserError(f"model = {model!r}: code of your own runs on the local engine only; {other}")

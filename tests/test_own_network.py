@@ -27,6 +27,7 @@ from fedsub_app.models import (
 )
 from fedsub_app.models.units import Place
 from fedsub_app.problem import Problem
+from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, split
 from fedsub_app.subnets.slices import put, take
@@ -320,3 +321,10 @@ def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) ->
 def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         unit_groups(adopted(network, (1, 4, 4)))
+
+
+def test_flowers_engines_refuse_code_of_the_user(file: Path) -> None:
+    """The run's bundle does not hold it; networks of packages are there on every node."""
+    refuse_own_code("torchvision:resnet18")
+    with pytest.raises(UserError, match="code of your own runs on the local engine only; in a Flower app of your own"):
+        refuse_own_code(f"{file}:Net")
