@@ -88,7 +88,9 @@ def _offered(model: nn.Module, x: Tensor, reasons: dict[str, str]) -> list[UnitG
         if module in seen:
             continue
         pruner = graph.get_pruner_of_module(module).prune_out_channels
-        # One channel first: the way of all through a large network with LayerNorm takes minutes.
+        if reason := _inseparable(kinds, graph.module2node[module], pruner, names):
+            reasons[names[module]] = reason
+            continue
         items = graph.get_pruning_group(module, pruner, [0])
         written = {item.dep.target.module for item in items if _writes(item)} & turns.keys()
         seen |= written
@@ -96,23 +98,29 @@ def _offered(model: nn.Module, x: Tensor, reasons: dict[str, str]) -> list[UnitG
             continue  # the classes
         first = min(written, key=turns.__getitem__)
         try:
-            _check_separable(kinds, items, names)
             items = graph.get_pruning_group(module, pruner, list(range(graph.get_out_channels(module))))
-            _check_separable(kinds, items, names)
             offered[turns[first]] = _group(names[first], *_places(kinds, items, names, tensors), tensors)
         except TypeError as error:
             reasons[names[first]] = str(error)
     return [offered[turn] for turn in sorted(offered)]
 
 
-def _check_separable(kinds: Any, items: Any, names: Mapping[nn.Module, str]) -> None:
-    """Raise TypeError where a layer among the items cannot do without some of its channels."""
-    for item in items:
-        module, kind = item.dep.target.module, item.dep.target.type
-        if kind in (kinds.LN, kinds.MHA, kinds.LSTM):
-            raise TypeError(f"{names[module]}, a {type(module).__name__}, computes with all units at once")
-        if kind == kinds.CONV and (module.transposed or module.groups > 1):
-            raise TypeError(f"{names[module]} is a grouped or transposed convolution")
+def _inseparable(kinds: Any, start: Any, pruner: Any, names: Mapping[nn.Module, str]) -> str:
+    """Return which layer that a node is coupled to cannot do without some of its channels, and why; or nothing.
+
+    Positions are not followed: in a network with windows of attention torch-pruning multiplies them without end.
+    """
+    reached, to_follow = {(start, pruner)}, [(start, pruner)]
+    while to_follow:
+        node, pruned = to_follow.pop()
+        if node.type in (kinds.LN, kinds.MHA, kinds.LSTM):
+            return f"{names[node.module]}, a {type(node.module).__name__}, computes with all units at once"
+        if node.type == kinds.CONV and (node.module.transposed or node.module.groups > 1):
+            return f"{names[node.module]} is a grouped or transposed convolution"
+        coupled = {(edge.target, edge.handler) for edge in node.dependencies if edge.is_triggered_by(pruned)}
+        to_follow += coupled - reached
+        reached |= coupled
+    return ""
 
 
 def _writes(item: Any) -> bool:
