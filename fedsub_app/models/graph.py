@@ -80,20 +80,47 @@ def _offered(model: nn.Module, x: Tensor, reasons: dict[str, str]) -> list[UnitG
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         graph = torch_pruning.DependencyGraph().build_dependency(model, x, verbose=False)
-        everything = list(graph.get_all_groups())
     last = next(iter(graph.module2node))  # it is built from the output
-    tensors = tensors_of(model)
+    tensors, kinds = tensors_of(model), graph.ops.OPTYPE
+    seen: set[nn.Module] = set()
     offered: dict[int, UnitGroup] = {}
-    for items in everything:
-        if any(item.dep.target.module is last and (_writes(item) or last not in names) for item in items):
+    for module in [m for m in graph.module2node if isinstance(m, nn.modules.conv._ConvNd | nn.Linear)]:
+        if module in seen:
+            continue
+        pruner = graph.get_pruner_of_module(module).prune_out_channels
+        if reason := _inseparable(kinds, graph.module2node[module], pruner, names):
+            reasons[names[module]] = reason
+            continue
+        items = graph.get_pruning_group(module, pruner, [0])
+        written = {item.dep.target.module for item in items if _writes(item)} & turns.keys()
+        seen |= written
+        if last in written or (last not in names and any(item.dep.target.module is last for item in items)):
             continue  # the classes
-        writers = [item.dep.target.module for item in items if _writes(item) and item.dep.target.module in turns]
-        first = min(writers, key=turns.__getitem__)
+        first = min(written, key=turns.__getitem__)
         try:
-            offered[turns[first]] = _group(names[first], *_places(graph.ops.OPTYPE, items, names, tensors), tensors)
+            items = graph.get_pruning_group(module, pruner, list(range(graph.get_out_channels(module))))
+            offered[turns[first]] = _group(names[first], *_places(kinds, items, names, tensors), tensors)
         except TypeError as error:
             reasons[names[first]] = str(error)
     return [offered[turn] for turn in sorted(offered)]
+
+
+def _inseparable(kinds: Any, start: Any, pruner: Any, names: Mapping[nn.Module, str]) -> str:
+    """Return which layer that a node is coupled to cannot do without some of its channels, and why; or nothing.
+
+    Positions are not followed: in a network with windows of attention torch-pruning multiplies them without end.
+    """
+    reached, to_follow = {(start, pruner)}, [(start, pruner)]
+    while to_follow:
+        node, pruned = to_follow.pop()
+        if node.type in (kinds.LN, kinds.MHA, kinds.LSTM):
+            return f"{names[node.module]}, a {type(node.module).__name__}, computes with all units at once"
+        if node.type == kinds.CONV and (node.module.transposed or node.module.groups > 1):
+            return f"{names[node.module]} is a grouped or transposed convolution"
+        coupled = {(edge.target, edge.handler) for edge in node.dependencies if edge.is_triggered_by(pruned)}
+        to_follow += coupled - reached
+        reached |= coupled
+    return ""
 
 
 def _writes(item: Any) -> bool:
@@ -110,10 +137,6 @@ def _places(
     together = 1
     for item in items:
         module, kind = item.dep.target.module, item.dep.target.type
-        if kind in (kinds.LN, kinds.MHA, kinds.LSTM):
-            raise TypeError(f"{names[module]}, a {type(module).__name__}, computes with all units at once")
-        if kind == kinds.CONV and (module.transposed or module.groups > 1):
-            raise TypeError(f"{names[module]} is a grouped or transposed convolution")
         if kind == kinds.GN:
             together = math.lcm(together, module.num_channels // module.num_groups)
         if kind == kinds.PARAMETER:
