@@ -1,5 +1,6 @@
 """Networks of a user's file, of a module and of packages: built, refused in one line, and their structure."""
 
+import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,21 +12,27 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
 
+from fedsub_app import node
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import resolve
+from fedsub_app.methods import METHODS
 from fedsub_app.models import (
     Network,
     adopted,
     build_model,
     check_network,
+    head_names,
     layer_groups,
     load_tensors,
+    mlp,
     narrowed,
+    part_names,
     tensors_of,
     unit_groups,
     widths_of,
 )
 from fedsub_app.models.units import Place
+from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
@@ -328,3 +335,55 @@ def test_flowers_engines_refuse_code_of_the_user(file: Path) -> None:
     refuse_own_code("torchvision:resnet18")
     with pytest.raises(UserError, match="code of your own runs on the local engine only; in a Flower app of your own"):
         refuse_own_code(f"{file}:Net")
+
+
+# --- head -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_head_is_the_last_linear_that_runs_or_a_convolution() -> None:
+    assert head_names(adopted(Reversed(), (3,))) == ("last.weight", "last.bias")
+    squeezenet = build_model("torchvision:squeezenet1_1", (3, 32, 32), 10, 0)
+    assert head_names(squeezenet) == ("classifier.1.weight", "classifier.1.bias")
+    assert Network(squeezenet)(torch.zeros(2, 3, 32, 32)).features.dim() == 2
+
+
+def test_the_head_that_a_key_names(file: Path) -> None:
+    keys: dict[str, str | int | float | bool] = {"model": f"{file}:Net", "head": "first"}
+    network = Network(Problem.of(resolve(keys)).network())
+    assert network.head == ("first.weight", "first.bias")
+    assert part_names(network.module, "body") == ("head.weight", "head.bias")
+    assert network(torch.zeros(2, 1, 8, 8)).features.shape == (2, 64)  # what enters it
+    with pytest.raises(UserError, match="head = 'last': 'last' is no layer; allowed are head, body or some of first"):
+        Problem.of(resolve(keys | {"head": "last"})).network()
+
+
+NORMED = """
+from torch import nn
+
+def net(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, num_classes))
+"""
+
+
+def test_a_method_that_needs_units_says_why_there_are_none(tmp_path: Path) -> None:
+    (tmp_path / "normed.py").write_text(NORMED)
+    settings = resolve({"model": f"{tmp_path}/normed.py:net", "method": "ist"})
+    with pytest.raises(UserError, match=r"not with method = 'ist': no units can be .*: 1: 2, a LayerNorm, computes"):
+        METHODS["ist"].strategy(settings, Problem.of(settings).network())
+
+
+def test_a_node_of_a_federation_runs_no_code_that_a_server_names(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps({"model": f"{file}:Net"})
+    assert settings_from(text, "").model == f"{file}:Net"
+    settings_from.cache_clear()
+    monkeypatch.setattr(node, "simulated", lambda: False)
+    with pytest.raises(UserError, match="a node runs networks of this package or of known ones only"):
+        settings_from(text, "")
+
+
+def test_a_network_from_python_has_the_units_of_its_graph() -> None:
+    data = tuple((torch.randn(8, 1, 4, 4), torch.arange(8) % 3) for _ in range(2))
+    network = Problem.own(lambda: Branches((1, 4, 4), 3), data, resolve({}), traced=True).network()
+    assert [group.name for group in unit_groups(network)] == ["stem", "wide", "side", "join", "up"]
+    listed = Problem.own(lambda: mlp(16, 3, [5]), data, resolve({}), traced=True).network()
+    assert unit_groups(listed)[0].chain  # read like those listed: the same bits
