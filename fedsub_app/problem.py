@@ -101,8 +101,8 @@ class Problem:
     ) -> "Problem":
         """Return the problem of a user's network and ``(train, test)``; by default a classification.
 
-        ``traced``: layers and units are those of the network's graph. The server must see the same ones; in a Flower app
-        of one's own it does not know the shape of an input.
+        ``traced``: layers and units are those of the network's graph. The server must see the same ones; in a Flower
+        app of one's own it does not know the shape of an input.
 
         Raises
         ------

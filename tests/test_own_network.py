@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
 
+import fedsub_app
 from fedsub_app import node
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import resolve
@@ -38,6 +40,8 @@ from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, split
 from fedsub_app.subnets.slices import put, take
+from fedsub_app.training.costs import forward_flops
+from fedsub_app.training.stacked import unstackable
 
 NETWORK = """
 import torch
@@ -387,3 +391,54 @@ def test_a_network_from_python_has_the_units_of_its_graph() -> None:
     assert [group.name for group in unit_groups(network)] == ["stem", "wide", "side", "join", "up"]
     listed = Problem.own(lambda: mlp(16, 3, [5]), data, resolve({}), traced=True).network()
     assert unit_groups(listed)[0].chain  # read like those listed: the same bits
+
+
+HARD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.frozen = nn.Linear(64, 12).requires_grad_(False)
+        self.tied = nn.Linear(12, 12)
+        self.again = nn.Linear(12, 12)
+        self.again.weight = self.tied.weight
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(12, num_classes)
+        self.register_buffer("order", torch.arange(11, -1, -1))
+
+    def forward(self, x):
+        h = torch.relu(self.frozen(x.flatten(1)))[:, self.order] + torch.zeros(12)
+        return {"logits": self.head(torch.relu(self.again(torch.relu(self.tied(h)))))}
+"""
+
+
+@pytest.mark.parametrize("method", ["fedpart", "scaffold", "fedselect"])
+def test_frozen_unused_and_tied_tensors_take_part(method: str, tmp_path: Path) -> None:
+    """And an integer buffer, tensors made in forward, an output with logits."""
+    (tmp_path / "hard.py").write_text(HARD)
+    adam = {"optimizer": "adam", "lr": 0.01} if method == "fedpart" else {}
+    keys = {"model": f"{tmp_path}/hard.py:Net", "method": method, "num-rounds": 2, "partition": "iid", **adam}
+    record = fedsub_app.run(keys)
+    assert [line["status"] for line in record.lines] == ["ok"] * 3
+    assert not any(line.get("dropped") for line in record.lines)
+    start = tensors_of(Problem.of(resolve(keys)).network())
+    end = load_file(record.folder / "model.safetensors")
+    assert end.keys() == start.keys()
+    assert "again.weight" not in end
+    for name in ("frozen.weight", "unused.weight"):
+        assert torch.equal(end[name], start[name].detach()), name
+
+
+def test_flops_of_a_network_that_makes_tensors_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "hard.py").write_text(HARD)
+    problem = Problem.of(resolve({"model": f"{tmp_path}/hard.py:Net"}))
+    assert forward_flops(problem, problem.network()) == 2 * (64 * 12 + 2 * 12 * 12 + 12 * 10)
+
+
+def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
+    settings = resolve({"model": f"{file}:Net", "stack-clients": True})
+    assert unstackable(settings, Network(Problem.of(settings).network())) == ""
+    dropping = adopted(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(), nn.Linear(4, 10)), (1, 8, 8))
+    assert "vmap: called random operation" in unstackable(settings, Network(dropping))
