@@ -35,7 +35,7 @@ class FedSelectClient(Client):
         self.state |= prefixed(HELD, pack_bits(masks))
         cut = shared_positions(masks)
         local = (
-            set(self.network.tensors) - set(self.network.parameters) if self.options.bn_statistics == "local" else ()
+            [name for name, _ in self.network.module.named_buffers()] if self.options.bn_statistics == "local" else ()
         )
         whole = {name: tensor for name, tensor in trained.items() if name not in cut and name not in local}
         return whole | gather(trained, cut) | self.grow(masks, before, trained)

@@ -46,4 +46,5 @@ class HeteroFLClient(Client):
         for batch in self.batches(1, "statistics"):
             network(self.x[batch])
         self.flops += len(self.y) * self.place.forward_flops(self.network)
-        return {name: tensor for name, tensor in tensors_of(network).items() if name not in self.network.parameters}
+        statistics = {name for name, _ in network.named_buffers()}
+        return {name: tensor for name, tensor in tensors_of(network).items() if name in statistics}

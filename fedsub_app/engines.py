@@ -55,7 +55,7 @@ def run_local(
         overrides = {**overrides, "model": getattr(model, "__name__", "own"), "dataset": NAME}
     settings = settings_of(overrides)
     if model:
-        problem = Problem.own(model, data, settings)
+        problem = Problem.own(model, data, settings, traced=True)
         app = NodeApp(given(problem), __name__)
     on_gpu = pick_device(settings.device).type == "cuda"
     if workers is None:

@@ -31,6 +31,7 @@ from fedsub_app.data import private_name
 from fedsub_app.federation.protocol import MEASURE, Update
 from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
+from fedsub_app.models import is_own_code
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState, StateGone
@@ -237,7 +238,10 @@ def _private_settings(text: str, path: str, image_size: int) -> Settings:
 @lru_cache(maxsize=4)
 def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
-    return resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
+    settings = resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
+    if is_own_code(settings.model) and not simulated():  # a server must not name code that this node is to run
+        raise UserError(f"model = {settings.model!r}: a node runs networks of this package or of known ones only")
+    return settings
 
 
 # --- a run's settings and folder ------------------------------------------------------------------------------------

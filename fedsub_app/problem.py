@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal, Protocol
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import Dataset, load_dataset, own_dataset
-from fedsub_app.models import build_model, check_network, is_sourced
+from fedsub_app.models import adopted, build_model, check_network, is_sourced, unit_groups, with_head
 from fedsub_app.settings import Settings
 
 Reduction = Literal["mean", "sum", "none"]
@@ -73,12 +74,14 @@ class Problem:
     build : seed -> a fresh network, initialised from this seed and nothing else.
     task : loss and score.
     seed : seed of the initial global model.
+    head : name of the network's head; "": its last Linear.
     """
 
     data: Dataset
     build: Callable[[int], nn.Module]
     task: Task
     seed: int = 0
+    head: str = ""
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
@@ -90,11 +93,16 @@ class Problem:
             The data are missing, damaged or too few; :meth:`network` checks the network.
         """
         network = (settings.model, settings.hidden_width, settings.model_options)
-        return _named(load_dataset(settings.data), network, settings.seed)
+        return _named(load_dataset(settings.data), network, settings.seed, settings.head)
 
     @staticmethod
-    def own(model: Model, data: object, settings: Settings, task: Task | None = None) -> "Problem":
+    def own(
+        model: Model, data: object, settings: Settings, task: Task | None = None, traced: bool = False
+    ) -> "Problem":
         """Return the problem of a user's network and ``(train, test)``; by default a classification.
+
+        ``traced``: layers and units are those of the network's graph. The server must see the same ones; in a Flower
+        app of one's own it does not know the shape of an input.
 
         Raises
         ------
@@ -105,7 +113,8 @@ class Problem:
             raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
         build = seeded(model)
         dataset = own_dataset(data, partial(classes_of, build(settings.seed)))
-        return Problem(dataset, build, task or Classification(), settings.seed)
+        build = partial(_traced, build, dataset.in_shape) if traced else build
+        return Problem(dataset, build, task or Classification(), settings.seed, settings.head)
 
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or another seed's model.
@@ -115,7 +124,11 @@ class Problem:
         UserError
             No network has this name, or it cannot take these inputs.
         """
-        return self.build(self.seed if seed is None else seed)
+        model = self.build(self.seed if seed is None else seed)
+        try:
+            return with_head(model, self.head) if self.head else model
+        except ValueError as error:
+            raise UserError(f"head = {self.head!r}: {error}") from None
 
 
 class OwnLoss(Classification):
@@ -134,6 +147,15 @@ class OwnLoss(Classification):
         if reduction == "none":
             raise ValueError("loss=: gives the mean of a batch, not one number a sample")
         return self.mean(output, y) * (len(y) if reduction == "sum" else 1)
+
+
+def _traced(build: Callable[[int], nn.Module], in_shape: tuple[int, ...], seed: int) -> nn.Module:
+    """Return a user's network; it has the units of its graph, but for a Sequential that is read like those listed."""
+    model = build(seed)
+    with suppress(TypeError):
+        if isinstance(model, nn.Sequential) and unit_groups(model):
+            return model
+    return adopted(model, in_shape)
 
 
 def seeded(model: Model) -> Callable[[int], nn.Module]:
@@ -173,13 +195,13 @@ def classes_of(module: nn.Module, in_shape: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _named(data: Dataset, network: tuple[str, int | None, str], seed: int) -> Problem:
+def _named(data: Dataset, network: tuple[str, int | None, str], seed: int, head: str) -> Problem:
     model, width, options = network
 
     def build(of_seed: int) -> nn.Module:
         return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)
 
-    problem = Problem(data, build, Classification(), seed)
+    problem = Problem(data, build, Classification(), seed, head)
     if is_sourced(model):
         check_network(problem.network(), model, data.in_shape, data.num_classes)
     return problem

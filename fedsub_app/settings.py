@@ -145,6 +145,8 @@ class TrainingSettings(Section):
     """
     model_options: Annotated[str, AfterValidator(_readable)] = ""
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
+    head: str = ""
+    """Name of the layer that is the head of FedPer, MOON and FedPAC; "": the last Linear."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if there is one."""
     stack_clients: bool = False

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Epochs, NonNegative, Positive
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
+from fedsub_app.models.units import head_layer
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.collaboration import combination
@@ -55,6 +57,8 @@ class FedPAC(SubnetStrategy):
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
         self.head = head_names(model)
+        if not isinstance(model.get_submodule(head_layer(model)), nn.Linear):
+            raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")
         self.heads = {n: self.current[n].expand(settings.num_clients, *self.current[n].shape) for n in self.head}
         self.heads = {name: heads.clone() for name, heads in self.heads.items()}
         self.centroids = torch.zeros(self.current[self.head[0]].shape)  # the head's weight is [classes, d]

@@ -41,11 +41,12 @@ from flwr.app import ConfigRecord
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Listed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.models import head_names
+from fedsub_app.models import output_names
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
@@ -103,6 +104,10 @@ class HeteroFL(Sliced):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
+        try:
+            self.output = output_names(model)
+        except TypeError as error:
+            raise UserError(f"model = {settings.model!r}: {error}") from None
         if self.current.keys() - dict(model.named_parameters()):
             self.measurement = Statistics(self)
 
@@ -127,14 +132,14 @@ class HeteroFL(Sliced):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the client's network, and the rows of the output layer that count."""
-        rows = self.current[head_names(self.model)[0]].shape[:1]
+        rows = self.current[self.output[0]].shape[:1]
         return {**super().expected(client), CLASSES: Spec(tuple(rows), torch.bool)}
 
     def contribution(self, update: Update) -> Contribution:
         """Add the rows of the output layer for the client's classes alone."""
         added, classes = super().contribution(update), update.tensors[CLASSES].nonzero().flatten()
         tensors, slices = dict(added.tensors), dict(added.slices or {})
-        for name in head_names(self.model):
+        for name in self.output:
             tensors[name], slices[name] = tensors[name][classes], (classes, slices.get(name, ALL)[1])
         return added._replace(tensors=tensors, slices=slices)
 

@@ -211,8 +211,13 @@ class Hooks:
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:
-        """The network's hidden units."""
-        return unit_groups(self.model)
+        """The network's hidden units; :class:`UserError` where none can be removed."""
+        try:
+            return unit_groups(self.model)
+        except TypeError as error:
+            raise UserError(
+                f"model = {self.settings.model!r}: not with method = {self.settings.method!r}: {error}"
+            ) from None
 
     @property
     def specs(self) -> dict[str, Spec]:

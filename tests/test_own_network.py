@@ -1,5 +1,6 @@
 """Networks of a user's file, of a module and of packages: built, refused in one line, and their structure."""
 
+import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -7,30 +8,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
 
+import fedsub_app
+from fedsub_app import node
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import resolve
+from fedsub_app.methods import METHODS
 from fedsub_app.models import (
     Network,
     adopted,
     build_model,
     check_network,
+    head_names,
     layer_groups,
     load_tensors,
+    mlp,
     narrowed,
+    part_names,
     tensors_of,
     unit_groups,
     widths_of,
 )
 from fedsub_app.models.units import Place
+from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, split
 from fedsub_app.subnets.slices import put, take
+from fedsub_app.training.costs import forward_flops
+from fedsub_app.training.stacked import unstackable
 
 NETWORK = """
 import torch
@@ -328,3 +339,106 @@ def test_flowers_engines_refuse_code_of_the_user(file: Path) -> None:
     refuse_own_code("torchvision:resnet18")
     with pytest.raises(UserError, match="code of your own runs on the local engine only; in a Flower app of your own"):
         refuse_own_code(f"{file}:Net")
+
+
+# --- head -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_head_is_the_last_linear_that_runs_or_a_convolution() -> None:
+    assert head_names(adopted(Reversed(), (3,))) == ("last.weight", "last.bias")
+    squeezenet = build_model("torchvision:squeezenet1_1", (3, 32, 32), 10, 0)
+    assert head_names(squeezenet) == ("classifier.1.weight", "classifier.1.bias")
+    assert Network(squeezenet)(torch.zeros(2, 3, 32, 32)).features.dim() == 2
+
+
+def test_the_head_that_a_key_names(file: Path) -> None:
+    keys: dict[str, str | int | float | bool] = {"model": f"{file}:Net", "head": "first"}
+    network = Network(Problem.of(resolve(keys)).network())
+    assert network.head == ("first.weight", "first.bias")
+    assert part_names(network.module, "body") == ("head.weight", "head.bias")
+    assert network(torch.zeros(2, 1, 8, 8)).features.shape == (2, 64)  # what enters it
+    with pytest.raises(UserError, match="head = 'last': 'last' is no layer; allowed are head, body or some of first"):
+        Problem.of(resolve(keys | {"head": "last"})).network()
+
+
+NORMED = """
+from torch import nn
+
+def net(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, num_classes))
+"""
+
+
+def test_a_method_that_needs_units_says_why_there_are_none(tmp_path: Path) -> None:
+    (tmp_path / "normed.py").write_text(NORMED)
+    settings = resolve({"model": f"{tmp_path}/normed.py:net", "method": "ist"})
+    with pytest.raises(UserError, match=r"not with method = 'ist': no units can be .*: 1: 2, a LayerNorm, computes"):
+        METHODS["ist"].strategy(settings, Problem.of(settings).network())
+
+
+def test_a_node_of_a_federation_runs_no_code_that_a_server_names(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps({"model": f"{file}:Net"})
+    assert settings_from(text, "").model == f"{file}:Net"
+    settings_from.cache_clear()
+    monkeypatch.setattr(node, "simulated", lambda: False)
+    with pytest.raises(UserError, match="a node runs networks of this package or of known ones only"):
+        settings_from(text, "")
+
+
+def test_a_network_from_python_has_the_units_of_its_graph() -> None:
+    data = tuple((torch.randn(8, 1, 4, 4), torch.arange(8) % 3) for _ in range(2))
+    network = Problem.own(lambda: Branches((1, 4, 4), 3), data, resolve({}), traced=True).network()
+    assert [group.name for group in unit_groups(network)] == ["stem", "wide", "side", "join", "up"]
+    listed = Problem.own(lambda: mlp(16, 3, [5]), data, resolve({}), traced=True).network()
+    assert unit_groups(listed)[0].chain  # read like those listed: the same bits
+
+
+HARD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.frozen = nn.Linear(64, 12).requires_grad_(False)
+        self.tied = nn.Linear(12, 12)
+        self.again = nn.Linear(12, 12)
+        self.again.weight = self.tied.weight
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(12, num_classes)
+        self.register_buffer("order", torch.arange(11, -1, -1))
+
+    def forward(self, x):
+        h = torch.relu(self.frozen(x.flatten(1)))[:, self.order] + torch.zeros(12)
+        return {"logits": self.head(torch.relu(self.again(torch.relu(self.tied(h)))))}
+"""
+
+
+@pytest.mark.parametrize("method", ["fedpart", "scaffold", "fedselect"])
+def test_frozen_unused_and_tied_tensors_take_part(method: str, tmp_path: Path) -> None:
+    """And an integer buffer, tensors made in forward, an output with logits."""
+    (tmp_path / "hard.py").write_text(HARD)
+    adam = {"optimizer": "adam", "lr": 0.01} if method == "fedpart" else {}
+    keys = {"model": f"{tmp_path}/hard.py:Net", "method": method, "num-rounds": 2, "partition": "iid", **adam}
+    record = fedsub_app.run(keys)
+    assert [line["status"] for line in record.lines] == ["ok"] * 3
+    assert not any(line.get("dropped") for line in record.lines)
+    start = tensors_of(Problem.of(resolve(keys)).network())
+    end = load_file(record.folder / "model.safetensors")
+    assert end.keys() == start.keys()
+    assert "again.weight" not in end
+    for name in ("frozen.weight", "unused.weight"):
+        assert torch.equal(end[name], start[name].detach()), name
+
+
+def test_flops_of_a_network_that_makes_tensors_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "hard.py").write_text(HARD)
+    problem = Problem.of(resolve({"model": f"{tmp_path}/hard.py:Net"}))
+    assert forward_flops(problem, problem.network()) == 2 * (64 * 12 + 2 * 12 * 12 + 12 * 10)
+
+
+def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
+    settings = resolve({"model": f"{file}:Net", "stack-clients": True})
+    assert unstackable(settings, Network(Problem.of(settings).network())) == ""
+    dropping = adopted(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(), nn.Linear(4, 10)), (1, 8, 8))
+    assert "vmap: called random operation" in unstackable(settings, Network(dropping))

@@ -4,7 +4,15 @@ from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
 from fedsub_app.models.network import Network, Output
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
 from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced
-from fedsub_app.models.units import UnitGroup, head_names, layer_groups, part_names, unit_groups
+from fedsub_app.models.units import (
+    UnitGroup,
+    head_names,
+    layer_groups,
+    output_names,
+    part_names,
+    unit_groups,
+    with_head,
+)
 
 __all__ = [
     "Network",
@@ -22,9 +30,11 @@ __all__ = [
     "model_names",
     "narrow_shapes",
     "narrowed",
+    "output_names",
     "part_names",
     "tensors_of",
     "trainable",
     "unit_groups",
     "widths_of",
+    "with_head",
 ]

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.networks import load_tensors, tensors_of, trainable
-from fedsub_app.models.units import UnitGroup, head_names, unit_groups
+from fedsub_app.models.units import UnitGroup, head_layer, head_names, unit_groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (batch, labels) -> scalar
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -74,7 +74,7 @@ class Network:
 
     @cached_property
     def head(self) -> tuple[str, ...]:
-        """Names of the last Linear's tensors."""
+        """Names of the head's tensors."""
         return head_names(self.module)
 
     @cached_property
@@ -84,7 +84,7 @@ class Network:
 
     @cached_property
     def _last(self) -> nn.Module:
-        return self.module.get_submodule(self.head[0].rpartition(".")[0])
+        return self.module.get_submodule(head_layer(self.module))
 
     def __call__(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Output:
         """Run the model, with ``tensors`` in the place of its own if given."""
@@ -94,7 +94,7 @@ class Network:
             logits: Tensor = self.module(x) if tensors is None else functional_call(self.module, dict(tensors), (x,))
         finally:
             handle.remove()
-        return Output(logits, entered[-1])
+        return Output(logits, entered[-1].flatten(1))
 
     @cached_property
     def compiled(self) -> Callable[[Loss], Loss]:

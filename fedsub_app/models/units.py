@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import about
+from fedsub_app.models.sources import Shape, about
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
+_HEAD = "_fedsub_head"
 _NORMS = (*_BATCH_NORM, nn.GroupNorm, nn.LayerNorm)
 # Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
 _UNIT_WISE = (
@@ -33,6 +34,7 @@ _UNIT_WISE = (
 )
 
 
+_orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictionary()
 
 
@@ -188,9 +190,13 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A module that is not entered stands behind the one that it is in. Networks of this package's register, whose inputs
     are not known here, are registered in that order.
     """
-    named = list(model.named_modules())
-    if (known := about(model)) is None:
-        return named
+    named = dict(model.named_modules())
+    if (known := about(model)) is not None and model not in _orders:
+        _orders[model] = _order(model, known.in_shape)
+    return [(name, named[name]) for name in _orders.get(model, named)]
+
+
+def _order(model: nn.Module, in_shape: Shape) -> list[str]:
     ghost = copy.deepcopy(model).train()  # auxiliary heads are entered in training alone
     entered: dict[nn.Module, int] = {}
 
@@ -201,17 +207,58 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
         module.register_forward_pre_hook(enter)
     like = next(ghost.parameters())
     with torch.random.fork_rng(), torch.no_grad():  # dropout draws
-        ghost(torch.zeros(2, *known.in_shape, dtype=like.dtype, device=like.device))
+        ghost(torch.zeros(2, *in_shape, dtype=like.dtype, device=like.device))
     turns: dict[str, int] = {}
     for name, module in ghost.named_modules():
         turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))
-    return sorted(named, key=lambda entry: turns[entry[0]])  # stable
+    return sorted(turns, key=turns.__getitem__)  # stable
+
+
+def with_head(model: nn.Module, head: str) -> nn.Module:
+    """Return the model, of which ``head`` is the head from now on: the name of a layer or of a module with several.
+
+    Raises
+    ------
+    ValueError
+        The name is of no layer, or of the whole model.
+    """
+    part_names(model, head)
+    if head not in dict(model.named_modules()):
+        raise ValueError(f"{head!r} is no layer")
+    setattr(model, _HEAD, head)
+    return model
+
+
+def head_layer(model: nn.Module) -> str:
+    """Return the name of the head: what :func:`with_head` has set, else the last Linear in order of execution.
+
+    Where there is no Linear, the last layer with a weight of several axes.
+    """
+    if named := getattr(model, _HEAD, ""):
+        return str(named)
+    modules, tensors = executed(model), tensors_of(model)
+    linear = [name for name, module in modules if isinstance(module, nn.Linear)]
+    others = [name for name, _ in modules if f"{name}.weight" in tensors and tensors[f"{name}.weight"].dim() > 1]
+    return (linear or others)[-1]
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the last Linear's tensors: the head of the personalised methods; all others are the body."""
-    name, module = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
-    return _names(name, module)
+    """Return the names of the head's tensors, the head of the personalised methods; all others are the body."""
+    layer = head_layer(model)
+    return _names(layer, model.get_submodule(layer))
+
+
+def output_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the head's tensors where it is one layer, whose rows are the classes.
+
+    Raises
+    ------
+    TypeError
+        The head has several layers.
+    """
+    if any(True for _ in model.get_submodule(head_layer(model)).children()):
+        raise TypeError(f"its head {head_layer(model)!r} has several layers; allowed is one")
+    return head_names(model)
 
 
 def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
@@ -219,8 +266,8 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
 
     Parameters
     ----------
-    part : ``"head"`` (the last Linear), ``"body"`` (all but the head), or names of layers and tensors, comma-separated:
-        ``"conv1, layer4.1"`` is all tensors of these layers.
+    part : ``"head"`` (:func:`head_layer`), ``"body"`` (all but the head), or names of layers and tensors,
+        comma-separated: ``"conv1, layer4.1"`` is all tensors of these layers.
 
     Raises
     ------

@@ -20,14 +20,23 @@ def _flops_by_module(
 ) -> dict[str, int]:
     """Return the FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
 
-    The "meta" device has shapes without numbers: counting takes no time and leaves the model's statistics unchanged.
-    The batch has two inputs because BatchNorm on batch statistics refuses one.
+    The "meta" device has shapes without numbers: counting takes no time. A network that makes tensors on another device
+    as it runs is counted on the CPU. Statistics and generators stay as they are.
     """
-    ghost = copy.deepcopy(model).to("meta").train(training)
+    try:
+        return _counted(problem, copy.deepcopy(model).to("meta"), training, names)
+    except RuntimeError:
+        with torch.random.fork_rng(devices=[]):
+            return _counted(problem, copy.deepcopy(model).cpu(), training, names)
+
+
+def _counted(problem: Problem, ghost: nn.Module, training: bool, names: Collection[str] | None) -> dict[str, int]:
+    """Count on ``ghost`` itself. The batch has two inputs because BatchNorm on batch statistics refuses one."""
+    device = next(ghost.parameters()).device
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        out = ghost(torch.empty(2, *problem.data.in_shape, device="meta"))
-        if training:
-            trained = [p for name, p in trainable(ghost).items() if names is None or name in names]
+        out = ghost.train(training)(torch.zeros(2, *problem.data.in_shape, device=device))
+        trained = [p for name, p in trainable(ghost).items() if names is None or name in names] if training else []
+        if trained:
             torch.autograd.grad(out.sum(), trained, allow_unused=True)
     root = type(ghost).__name__
     return {

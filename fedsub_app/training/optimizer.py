@@ -43,6 +43,8 @@ class Optimizer:
     def gradients(self, loss: Tensor) -> Tensors:
         """Return the gradients of ``loss`` in the parameters, by name, laid out as the parameters; 0 where unused."""
         parameters = list(self.parameters.values())
+        if not parameters:  # a layer of frozen tensors
+            return {}
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         return {
             name: gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
@@ -54,6 +56,8 @@ class Optimizer:
         """Move the parameters, in place, down their gradients; each of them needs one."""
         moved = list(self.parameters.values())
         along = [gradients[name] for name in self.parameters]
+        if not moved:
+            return
         if self.adaptive:
             adam(
                 moved,

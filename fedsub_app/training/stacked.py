@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from fedsub_app.common.errors import one_line
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models import Network
+from fedsub_app.models.sources import about
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 from fedsub_app.training.client import ClientTools
@@ -31,6 +33,14 @@ def unstackable(settings: Settings, network: Network) -> str:
         return f"augment = {settings.augment}: drawn client by client"
     if any(name.endswith("running_mean") for name in network.tensors):
         return f"model = {settings.model}: has BatchNorm, whose running statistics are one client's"
+    if known := about(network.module):
+        stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
+        x = torch.zeros(2, 2, *known.in_shape, device=network.device)
+        network.training_mode()
+        try:
+            vmap(lambda own, batch: functional_call(network.module, own, (batch,)))(stacked, x)
+        except Exception as error:  # code of others; dropout, whose draws are one client's
+            return f"model = {settings.model}: {one_line(error)[:100]}"
     return ""
 
 
