@@ -240,7 +240,7 @@ def other_checkout(tmp_path: Path) -> Callable[[str], Path]:
 
     def copied(end: str) -> Path:
         project = tmp_path / "project"
-        for name in ("fedsub_app", "strategies", "client_apps", "conf"):
+        for name in ("fedsub", "fedsub_app", "strategies", "client_apps", "conf"):
             shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
             shutil.copy(PROJECT / name, project / name)

@@ -31,10 +31,7 @@ def narrow_shapes(
     ValueError
         If a width is of no group or out of range.
     """
-    unknown = widths.keys() - {group.name for group in groups}
-    if unknown:
-        allowed = ", ".join(group.name for group in groups)
-        raise ValueError(f"widths of {', '.join(sorted(unknown))}: no such group; allowed: {allowed}")
+    _check_groups(groups, widths)
     sizes = {name: list(shape) for name, shape in shapes.items()}
     for group in groups:
         width = widths.get(group.name, group.size)
@@ -44,6 +41,13 @@ def narrow_shapes(
             if place.name in sizes:
                 sizes[place.name][place.axis] -= (group.size - width) * place.repeat
     return {name: torch.Size(size) for name, size in sizes.items()}
+
+
+def _check_groups(groups: Sequence[UnitGroup], widths: Mapping[str, int]) -> None:
+    unknown = widths.keys() - {group.name for group in groups}
+    if unknown:
+        allowed = ", ".join(group.name for group in groups)
+        raise ValueError(f"widths of {', '.join(sorted(unknown))}: no such group; allowed: {allowed}")
 
 
 def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
@@ -86,6 +90,7 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
     ValueError
         If a width is of no group or out of range.
     """
+    _check_groups(groups, widths)
     for group in groups:
         width = widths.get(group.name, group.size)
         if not 1 <= width <= group.size:
