@@ -303,6 +303,27 @@ def test_a_network_without_units_is_the_network_in_which_they_are_zero(name: str
     assert all(torch.equal(again[n], tensors[n] * masks[n]) for n in tensors)
 
 
+class Attention(nn.Module):
+    """A block of a transformer, in the way of those of the package transformers."""
+
+    def __init__(self, heads: int = 3, head_dim: int = 4) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q, self.k, self.v = (nn.Linear(8, heads * head_dim) for _ in range(3))
+        self.out, self.classes = nn.Linear(heads * head_dim, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        h = ((q @ k.transpose(2, 3)).softmax(3) @ v).transpose(1, 2).flatten(2)
+        return self.classes((x + self.out(h)).mean(1))
+
+
+def test_heads_of_attention_are_units() -> None:
+    (group,) = unit_groups(adopted(Attention(), (5, 8)))
+    assert (group.name, group.size, group.cols) == ("q", 3, (("out.weight", 4),))
+    assert group.blocks == tuple(Place(f"{n}.{leaf}", 0, 0, 4, 12) for n in "qkv" for leaf in ("weight", "bias"))
+
+
 @pytest.mark.parametrize("outputs", [False, True])
 def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) -> None:
     network = Network(branches().eval())

@@ -3,7 +3,8 @@
 A unit can be removed where the network without it computes what the network computes in which its rows and columns are
 zero. That holds for the channels between two convolutions, with BatchNorm or without, for a residual stream of them and
 for a transformer's feed-forward units. It does not hold for the stream of a network with LayerNorm, whose mean over all
-channels a removed one leaves; GroupNorm's channels go only by whole groups. :func:`traced_groups` tries each group that
+channels a removed one leaves; GroupNorm's channels go only by whole
+groups, attention's features by whole heads. :func:`traced_groups` tries each group that
 torch-pruning offers, with random weights in float64, and returns those that pass.
 """
 
@@ -117,9 +118,11 @@ def _inseparable(kinds: Any, start: Any, pruner: Any, names: Mapping[nn.Module, 
             return f"{names[node.module]}, a {type(node.module).__name__}, computes with all units at once"
         if node.type == kinds.CONV and (node.module.transposed or node.module.groups > 1):
             return f"{names[node.module]} is a grouped or transposed convolution"
-        coupled = {(edge.target, edge.handler) for edge in node.dependencies if edge.is_triggered_by(pruned)}
-        to_follow += coupled - reached
-        reached |= coupled
+        for edge in node.dependencies:
+            coupled = (edge.target, edge.handler)
+            if edge.is_triggered_by(pruned) and coupled not in reached:
+                reached.add(coupled)
+                to_follow.append(coupled)
     return ""
 
 
@@ -175,16 +178,20 @@ def _group(
             places += [Place(tensor, axis, *at, length) for at in _runs(tensor, of_units, together)]
     if size < 2 or not any(place.whole(size) for place in places):
         raise TypeError("its units do not fill a tensor")
-    rows = tuple(place.name for place in places if place == Place(place.name, 0, 0, 1, size))
-    cols = tuple((p.name, p.repeat) for p in places if p.axis == 1 and p.whole(size))
-    blocks = tuple(p for p in places if not (p.axis == 1 and p.whole(size)) and p != Place(p.name, 0, 0, 1, size))
     order = {tensor: turn for turn, tensor in enumerate(tensors)}
+    return _arranged(name, size, sorted(places, key=lambda place: (order[place.name], place)))
+
+
+def _arranged(name: str, size: int, places: Sequence[Place]) -> UnitGroup:
+    """Return the group of these places: rows that it fills alone, columns that it fills, and the rest."""
+    rows = [place for place in places if place == Place(place.name, 0, 0, 1, size)]
+    cols = [place for place in places if place.axis == 1 and place.whole(size)]
     return UnitGroup(
         name,
         size,
-        tuple(sorted(rows, key=order.__getitem__)),
-        tuple(sorted(cols, key=lambda col: order[col[0]])),
-        tuple(sorted(blocks, key=lambda place: (order[place.name], place))),
+        tuple(place.name for place in rows),
+        tuple((place.name, place.repeat) for place in cols),
+        tuple(place for place in places if place not in rows and place not in cols),
         chain=False,
     )
 
@@ -209,24 +216,45 @@ def _passing(model: nn.Module, x: Tensor, groups: Sequence[UnitGroup], reasons: 
     if not fault:
         return list(groups)
     if len(groups) == 1:
+        if (heads := _as_heads(model, groups[0])) and not _fault(model, x, [heads]):
+            return [heads]
         reasons[groups[0].name] = fault
         return []
     middle = len(groups) // 2
     return _passing(model, x, groups[:middle], reasons) + _passing(model, x, groups[middle:], reasons)
 
 
+def _as_heads(model: nn.Module, group: UnitGroup) -> UnitGroup | None:
+    """Return the group with attention's heads as its units, where the module around it says how large a head is."""
+    attention = model.get_submodule(group.name.rpartition(".")[0])
+    sizes = [getattr(attention, name, None) for name in ("head_dim", "attention_head_size")]
+    size = next((size for size in sizes if isinstance(size, int)), 1)
+    if size < 2 or group.size % size or group.size == size:
+        return None
+    return _arranged(group.name, group.size // size, [p._replace(repeat=p.repeat * size) for p in group.places])
+
+
 @torch.no_grad()
 def _fault(model: nn.Module, x: Tensor, groups: Sequence[UnitGroup]) -> str:
-    """Return how the network without half of the units is another than that in which these are zero, or nothing."""
-    widths = {group.name: (group.size + 1) // 2 for group in groups}
-    first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
-    zeroed = dict(tensors_of(model))
-    for (name, axis), kept in kept_positions(groups, first).items():
-        zeroed[name] = zeroed[name] * kept.view([-1 if k == axis else 1 for k in range(zeroed[name].dim())])
-    expected, whole = functional_call(model, zeroed, (x,)), model(x)
-    try:
-        difference = float((narrowed(model, groups, widths)(x) - expected).abs().max())
-    except Exception as error:  # the network's own code knows its width, or torch has no layer of it
-        return f"a narrower network does not run: {one_line(error)[:100]}"
-    effect = float((whole - expected).abs().max())
-    return "" if difference <= EQUAL * effect and effect > 0 else "a removed unit is not a unit of zeros"
+    """Return how the network without some of the units is another than that in which these are zero, or nothing.
+
+    One unit less, and half of the units: half of attention's features may happen to be whole heads.
+    """
+    whole = model(x)
+    for widths in (
+        {group.name: group.size - 1 for group in groups},
+        {group.name: (group.size + 1) // 2 for group in groups},
+    ):
+        first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
+        zeroed = dict(tensors_of(model))
+        for (name, axis), kept in kept_positions(groups, first).items():
+            zeroed[name] = zeroed[name] * kept.view([-1 if k == axis else 1 for k in range(zeroed[name].dim())])
+        expected = functional_call(model, zeroed, (x,))
+        try:
+            difference = float((narrowed(model, groups, widths)(x) - expected).abs().max())
+        except Exception as error:  # the network's own code knows its width, or torch has no layer of it
+            return f"a narrower network does not run: {one_line(error)[:100]}"
+        effect = float((whole - expected).abs().max())
+        if effect == 0 or difference > EQUAL * effect:
+            return "a removed unit is not a unit of zeros"
+    return ""
