@@ -95,7 +95,6 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
         width = widths.get(group.name, group.size)
         if not 1 <= width <= group.size:
             raise ValueError(f"width of {group.name} = {width}: allowed is 1 to {group.size}")
-    narrow_shapes(groups, widths, {})  # refuses a width of no group
     small = copy.deepcopy(model)
     small.zero_grad(set_to_none=True)
     tensors = tensors_of(small)
