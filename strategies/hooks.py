@@ -26,8 +26,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import MAX_EXAMPLES, Range, Spec, Task, Update, specs
-from fedsub_app.models import tensors_of, unit_groups
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import UnitGroup, tensors_of, unit_groups
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import square

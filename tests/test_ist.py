@@ -22,8 +22,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Update, formula_bytes
-from fedsub_app.models import build_model, mlp, narrowed, tensors_of, unit_groups
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import UnitGroup, build_model, mlp, narrowed, tensors_of, unit_groups
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import deal, expand
 from fedsub_app.training.costs import training_flops

@@ -33,7 +33,7 @@ from fedsub_app.models import (
     unit_groups,
     widths_of,
 )
-from fedsub_app.models.units import Place
+from fedsub_app.models.groups import Place
 from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
 from fedsub_app.server_app import refuse_own_code

@@ -18,8 +18,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
 from fedsub_app.methods import reported
-from fedsub_app.models import load_tensors
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import UnitGroup, load_tensors
 from fedsub_app.problem import Problem
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint

@@ -1,11 +1,11 @@
 """Networks by name, their tensors by name, their structure (units, layers, head), and smaller copies of them."""
 
+from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
 from fedsub_app.models.network import Network, Output
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
 from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced
 from fedsub_app.models.units import (
-    UnitGroup,
     head_names,
     layer_groups,
     output_names,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsub_app.common.errors import one_line
+from fedsub_app.models.groups import Place, UnitGroup, executed
 from fedsub_app.models.narrow import kept_positions, narrowed
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.units import Place, UnitGroup, executed
 
 Positions = dict[int, list[int]]  # channel -> its positions along an axis
 EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 stays far below

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.units import UnitGroup
 
 
 def narrow_shapes(

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsub_app.common.tensors import Tensors, brought
+from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.networks import load_tensors, tensors_of, trainable
-from fedsub_app.models.units import UnitGroup, head_layer, head_names, unit_groups
+from fedsub_app.models.units import head_layer, head_names, unit_groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (batch, labels) -> scalar
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm

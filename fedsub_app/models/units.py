@@ -6,17 +6,14 @@ walking the modules, so that masks (FedPeWS), vertical slices (IST) and channel 
 description.
 """
 
-import copy
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
+from fedsub_app.models.graph import traced_groups
+from fedsub_app.models.groups import UnitGroup, executed
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import Shape, about
+from fedsub_app.models.sources import about
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"
@@ -34,63 +31,7 @@ _UNIT_WISE = (
 )
 
 
-_orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictionary()
-
-
-class Place(NamedTuple):
-    """Positions of a group's units along an axis of a tensor: unit j has ``start + j * repeat`` and what follows it.
-
-    Attributes
-    ----------
-    name : of the tensor.
-    axis : 0 for rows, 1 for columns.
-    start : position of unit 0.
-    repeat : consecutive positions of one unit.
-    length : of the whole axis; positions before and behind the units are those of others.
-    """
-
-    name: str
-    axis: int
-    start: int
-    repeat: int
-    length: int
-
-    def whole(self, size: int) -> bool:
-        """Say whether ``size`` units take the axis up."""
-        return self.length == size * self.repeat
-
-
-@dataclass(frozen=True)
-class UnitGroup:
-    """The units of one hidden layer and the tensors that they index.
-
-    Attributes
-    ----------
-    name : name of the layer that produces the units, e.g. ``"fc1"`` or ``"layer1.0.conv1"``.
-    size : number of units.
-    rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and weight, bias and running
-        statistics of a BatchNorm behind it.
-    cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong
-        to one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
-    blocks : places of which ``rows`` and ``cols`` cannot speak: parts of an axis, several rows a unit.
-    chain : one layer produces the units and one reads them, as in :func:`unit_groups` of a listed network; ``False``:
-        there may be several of both, and layers in between.
-    """
-
-    name: str
-    size: int
-    rows: tuple[str, ...]
-    cols: tuple[tuple[str, int], ...]
-    blocks: tuple[Place, ...] = ()
-    chain: bool = True
-
-    @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """All places of the units."""
-        rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
-        cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
-        return (*rows, *cols, *self.blocks)
 
 
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
@@ -115,8 +56,6 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """
     if known := about(model):
         if model not in _traced:
-            from fedsub_app.models.graph import traced_groups  # which needs this module
-
             _traced[model] = traced_groups(model, known.in_shape)
         return _traced[model]
     if isinstance(model, nn.Sequential):
@@ -182,36 +121,6 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     if first:  # of a module in which no layer has tensors
         groups.append(first)
     return tuple(groups)
-
-
-def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules by name in the order in which a forward pass in training enters them.
-
-    A module that is not entered stands behind the one that it is in. Networks of this package's register, whose inputs
-    are not known here, are registered in that order.
-    """
-    named = dict(model.named_modules())
-    if (known := about(model)) is not None and model not in _orders:
-        _orders[model] = _order(model, known.in_shape)
-    return [(name, named[name]) for name in _orders.get(model, named)]
-
-
-def _order(model: nn.Module, in_shape: Shape) -> list[str]:
-    ghost = copy.deepcopy(model).train()  # auxiliary heads are entered in training alone
-    entered: dict[nn.Module, int] = {}
-
-    def enter(module: nn.Module, inputs: object) -> None:
-        entered.setdefault(module, len(entered))
-
-    for module in ghost.modules():
-        module.register_forward_pre_hook(enter)
-    like = next(ghost.parameters())
-    with torch.random.fork_rng(), torch.no_grad():  # dropout draws
-        ghost(torch.zeros(2, *in_shape, dtype=like.dtype, device=like.device))
-    turns: dict[str, int] = {}
-    for name, module in ghost.named_modules():
-        turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))
-    return sorted(turns, key=turns.__getitem__)  # stable
 
 
 def with_head(model: nn.Module, head: str) -> nn.Module:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions
-from fedsub_app.models.units import UnitGroup
 
 
 def _check(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]) -> None:

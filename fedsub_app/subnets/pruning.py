@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import tensors_of, unit_groups
-from fedsub_app.models.units import UnitGroup
+from fedsub_app.models import UnitGroup, tensors_of, unit_groups
 from fedsub_app.subnets.masks import expand
 from fedsub_app.subnets.slices import put, take
 

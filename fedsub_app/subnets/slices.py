@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions, narrow_shapes
-from fedsub_app.models.units import UnitGroup
 from fedsub_app.subnets.masks import expand, scatter
 
 Index = tuple[Tensor | None, Tensor | None]  # rows and columns of a tensor: int64, ascending; None: all of them
