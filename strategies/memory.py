@@ -57,7 +57,7 @@ def _like(state: Tensors, prefix: str, values: Tensors) -> Tensors:
     """Return the tensors of ``state`` that stand in the place of ``values``."""
     for name in values:
         if f"{prefix}{name}" not in state:
-            raise UserError(f"state of the method lacks {prefix}{name!r}: another version of the code wrote it")
+            raise UserError(f"state of the method lacks {prefix + name!r}: another version of the code wrote it")
     tensors = {name: state[f"{prefix}{name}"].clone() for name in values}
     shapes = {name: value.shape for name, value in values.items() if value.dtype == torch.bool}
     return tensors | unpack_bits({name: tensors[name] for name in shapes}, shapes)

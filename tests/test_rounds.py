@@ -1,16 +1,22 @@
-"""A round commits all of its outcome or nothing: numbers by hand, no run."""
+"""A round commits all of its outcome or nothing: numbers by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from fedsub_app.common.tensors import Tensors
+from client_apps.local import LocalClient
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model
+from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy
 from strategies.hooks import Facts, Merged
+from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
 from strategies.rounds import _merged
 
@@ -73,3 +79,54 @@ def test_a_merged_model_that_has_diverged_is_not_committed(loss: float, reason: 
     made.facts = Facts([10] * 4, 1.0, tested)
     assert outcome(made, 2).startswith(reason)
     assert bool(outcome(made, 2)) == bool(reason)
+
+
+def test_remembered_values_come_back_from_their_named_tensors() -> None:
+    masks = {"w": torch.tensor([True, False, True]), "b": torch.tensor([[True], [True]])}
+    values = {"round": torch.tensor([2, 0]), "masks": masks, "clients": [masks, {"w": ~masks["w"], "b": masks["b"]}]}
+    state = flattened(values | {"sums": {"w": torch.ones(3)}})
+    assert sorted(state) == [
+        "clients/0/b", "clients/0/w", "clients/1/b", "clients/1/w", "masks/b", "masks/w", "round", "sums/w",
+    ]  # fmt: skip
+    assert state["masks/w"].dtype == torch.uint8
+    again = restored(state, values | {"sums": {}})  # of which a name is known in the checkpoint alone
+    assert again["sums"]["w"].tolist() == [1, 1, 1]
+    assert [*again["masks"]] == ["w", "b"]
+    for one, other in zip([values["masks"], *values["clients"]], [again["masks"], *again["clients"]], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert again["round"].tolist() == [2, 0]
+
+
+def test_a_state_that_lacks_a_tensor_is_another_versions() -> None:
+    with pytest.raises(UserError, match=r"state of the method lacks 'sums/w': another version of the code wrote it"):
+        restored({"sums/b": torch.ones(1)}, {"sums": {"w": torch.ones(3)}})
+
+
+def test_an_update_that_changes_nothing_is_not_in_the_median_norm() -> None:
+    merging = Merging(made := strategy())
+    for client, distance in enumerate([0.0, 2.0, 4.0]):
+        merging.add(Valid(update(client), made.contribution(update(client)), {"update": distance}))
+    assert merging.norms == [2.0, 4.0]
+
+
+@pytest.mark.run
+def test_a_client_that_leaves_no_state_keeps_its_last_one(
+    run_local: Callable[..., tuple[Json, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"method": "local", "evaluate": "personal", "num_clients": 2, "batch_size": 1000, "momentum": 0.0}
+    _, whole = run_local("whole", num_rounds=2, **keys)
+    train = LocalClient.train
+
+    def forgetful(client: LocalClient, sent: Tensors, config: Json) -> Tensors:
+        answer = train(client, sent, config)
+        if client.round == 2:
+            client.state.clear()
+        return answer
+
+    monkeypatch.setattr(LocalClient, "train", forgetful)
+    _, folder = run_local(num_rounds=3, **keys)
+    lines, expected = read_rounds(folder), read_rounds(whole)
+    assert not any(line.get("dropped") for line in lines)
+    accuracies = [line["personal-accuracy"] for line in (*lines, *expected)]
+    assert accuracies[1] == accuracies[0] < accuracies[2]  # in round 3 it continues from round 1
+    assert accuracies[3:] == [accuracies[0], accuracies[2]]  # one batch an epoch: no draw of the round decides
