@@ -207,6 +207,27 @@ def test_where_too_few_answer_the_merged_model_stays(run_local: Run, monkeypatch
         assert line["measurement"]["abandoned"] == "fewer than min-replies = 1 valid replies"
 
 
+def test_a_client_measures_with_the_state_of_its_last_merged_reply(
+    run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, measure, states = Client.train, StaticBatchNormClient.measure, []
+
+    def trained(client: Client, sent: Tensors, config: Json) -> Tensors:
+        client.state = {"round": torch.tensor(float(client.round))}
+        return train(client, sent, config)
+
+    def with_state(client: StaticBatchNormClient, sent: Tensors, config: Json) -> Tensors:
+        states.append((client.round, client.id, *(int(value) for value in client.state.values())))
+        return measure(client, sent, config)
+
+    monkeypatch.setattr(StaticBatchNormClient, "train", trained)
+    monkeypatch.setattr(StaticBatchNormClient, "measure", with_state)
+    _, folder = run_local(**keys())
+    sampled = [line["clients"] for line in read_rounds(folder)[1:]]
+    merged = {client: round_ for round_, clients in enumerate(sampled, 1) for client in clients}
+    assert sorted(states)[-4:] == [(2, client, *(merged[client],) * (client in merged)) for client in range(4)]
+
+
 def test_nobody_is_asked_where_it_is_not_due(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Statistics, "clients", lambda self: range(4) if self.round == 2 else ())
     _, folder = run_local(**keys(num_rounds=3, oversample=1.3))
