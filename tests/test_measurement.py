@@ -225,7 +225,7 @@ def test_a_client_measures_with_the_state_of_its_last_merged_reply(
     _, folder = run_local(**keys())
     sampled = [line["clients"] for line in read_rounds(folder)[1:]]
     merged = {client: round_ for round_, clients in enumerate(sampled, 1) for client in clients}
-    assert sorted(states)[-4:] == [(2, client, *(merged[client],) * (client in merged)) for client in range(4)]
+    assert sorted(states)[-4:] == [(2, k, merged[k]) if k in merged else (2, k) for k in range(4)]
 
 
 def test_nobody_is_asked_where_it_is_not_due(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
