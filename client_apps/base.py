@@ -77,7 +77,7 @@ class Client(ClientTools):
         self.metrics.setdefault("subnet-flops", self.flops)
         self.metrics["compute-seconds"] = seconds
         examples = len(self.place.partition.train[self.id])
-        return Update(self.id, answer, self.metrics, examples)
+        return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
         """Return the scores named in ``wanted`` on the client's own test and, if any, validation samples.

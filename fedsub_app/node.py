@@ -124,10 +124,9 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         if header["phase"] == MEASURE:
             return replace(worker.run_measurement(sent, task), state=(before, before))
         update = worker.run_training(sent, task)
-        if not worker.state:  # what the client has kept before stays
-            return replace(update, state=(before, before))
-        store.save(header["round"], worker.state, merged, header["checkpoints"])
-        return replace(update, state=(before, header["round"]))
+        if worker.state:
+            store.save(header["round"], worker.state, merged, header["checkpoints"])
+        return replace(update, state=(before, update.state[1] or before))
     except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
         return _failed(client, error)
 

@@ -36,7 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # A test whose code names one of these starts a run or a process; so does one whose fixtures' code or helpers' does.
-STARTERS = {"run_experiment", "main", "subprocess", "get_context", "deployed", "new_method", "NotebookClient"}
+STARTERS = {
+    "run_experiment", "main", "subprocess", "get_context", "deployed", "new_method", "NotebookClient", "run_job",
+    "LocalGrid", "mkdocs",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

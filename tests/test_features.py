@@ -47,6 +47,7 @@ def load(**settings: Any) -> Dataset:
     return load_dataset(DataSettings(**{"dataset": "own", "features": NAME + RANDOM} | settings))
 
 
+@pytest.mark.run
 def test_features_are_those_of_torchvisions_networks(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
