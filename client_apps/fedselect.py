@@ -3,7 +3,7 @@
 import torch
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from fedsub_app.training.client import Training
@@ -33,12 +33,8 @@ class FedSelectClient(Client):
         self.alternate(masks)
         trained = self.keep_own()
         self.state |= prefixed(HELD, pack_bits(masks))
-        cut = shared_positions(masks)
-        local = (
-            [name for name, _ in self.network.module.named_buffers()] if self.options.bn_statistics == "local" else ()
-        )
-        whole = {name: tensor for name, tensor in trained.items() if name not in cut and name not in local}
-        return whole | gather(trained, cut) | self.grow(masks, before, trained)
+        shared = chosen(trained, sent) | gather(trained, shared_positions(masks))
+        return shared | self.grow(masks, before, trained)
 
     def masks(self, kind: str) -> Tensors:
         """Return a mask of the state, for every tensor that can be selected; at first the empty one."""
@@ -72,7 +68,6 @@ class FedSelectClient(Client):
             options.alpha,
             options.alpha_test == "at-most",
             options.choose,
-            options.scope == "model",
             self.generator("selection"),
         )
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}

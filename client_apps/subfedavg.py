@@ -92,12 +92,11 @@ class SubFedAvgClient(Client):
             return {}
         old = {name: masks[name] for name in plan.weights}
         pruned = plan.pruned(masks)
-        early, late = (prune_weights(model, old, options.share, options.share_of) for model in (first, last))
+        early, late = (prune_weights(model, old, options.share) for model in (first, last))
         self.metrics["mask-distance"] = mask_distance(early, late)
         if self.metrics["mask-distance"] <= options.distance or pruned >= options.target:
             return {}
-        share = last_share(pruned, options.target, options.share, options.pruning == "hybrid", options.share_of)
-        return prune_weights(last, old, share, options.share_of)
+        return prune_weights(last, old, last_share(pruned, options.target, options.share, options.pruning == "hybrid"))
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Return the channels' masks without the smallest scaling factors' channels; none where epochs agree."""
@@ -111,7 +110,6 @@ class SubFedAvgClient(Client):
                 old,
                 options.channel_share,
                 options.channel_floor,
-                options.channel_scope == "model",
             )
             for model in (first, last)
         )

@@ -16,8 +16,8 @@ Deviations from the paper or the published code:
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
-- ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"); Section 4's weights, by
-  "amount of viewed data", are ``moment-weighting = "examples"``.
+- ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"); Section 4's weights are by
+  "amount of viewed data".
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
   then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
   is positive the round takes the plain mean and says so (``similarity-fallback``).
@@ -57,8 +57,6 @@ class FedPartSettings(MethodSettings):
     """The first group of a cycle."""
     momentum: Literal["none", "mean", "similarity"] = "none"
     """Merge of Adam's moments: none are shared, their mean, or a mean weighted by the clients' similarity."""
-    moment_weighting: Literal["uniform", "examples"] = "uniform"
-    """A client's weight with momentum = "mean": the same for all clients, or its number of training samples."""
     stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
     """Sent to a client that missed rounds: the full model if it has none, the last group, or all outdated groups."""
 
@@ -185,8 +183,6 @@ class FedPart(SubnetStrategy):
             model = _mean(self.current, self.names(group), updates, weights, self.settings.server_lr)
         else:
             model = super().merge(mean, updates).model
-        if momentum == "mean" and self.options.moment_weighting == "examples":
-            weights = [float(update.num_examples) for update in updates]
         moments = self.moments if momentum == "none" else self.moments | self._merged_moments(updates, weights)
         return Merged(model, {"changed": changed, "has": has, "moments": moments}, report)
 
