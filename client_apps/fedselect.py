@@ -55,28 +55,17 @@ class FedSelectClient(Client):
 
     def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
         """Return the masks that have changed, and keep them in the state (lines 8 to 10)."""
-        options = self.options
+        options, draws = self.options, self.generator("selection")
         since = options.movement == "since-growth"
         if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
             return {}
         if since:
             before = unprefixed(SINCE, self.state) or self.initial()
-        new = grow(
-            masks,
-            {name: trained[name] - before[name] for name in masks},
-            options.share,
-            options.alpha,
-            options.alpha_test == "at-most",
-            options.choose,
-            self.generator("selection"),
-        )
+        moved = {name: trained[name] - before[name] for name in masks}
+        new = grow(masks, moved, options.share, options.alpha, options.alpha_test == "at-most", options.choose, draws)
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
             self.state |= prefixed(MASK, pack_bits(new))
             if since:
                 self.state |= prefixed(SINCE, {name: trained[name] for name in masks})
         return prefixed(MASK, changed)
-
-    def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's model after its last training."""
-        return self.own or self.initial()

@@ -9,14 +9,7 @@ from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
-from fedsub_app.subnets.pruning import (
-    Prunable,
-    last_share,
-    mask_distance,
-    prunable,
-    prune_channels,
-    prune_weights,
-)
+from fedsub_app.subnets.pruning import Prunable, last_share, mask_distance, prunable, prune_channels, prune_weights
 from fedsub_app.subnets.slices import take
 from fedsub_app.training.client import OWN, Training
 from strategies.subfedavg import MASK, SubFedAvgSettings
@@ -104,15 +97,8 @@ class SubFedAvgClient(Client):
         if not plan.groups:
             return {}
         old = plan.units(masks)
-        early, late = (
-            prune_channels(
-                {group: model[name] for group, name in plan.scales.items()},
-                old,
-                options.channel_share,
-                options.channel_floor,
-            )
-            for model in (first, last)
-        )
+        scales = ({group: model[name] for group, name in plan.scales.items()} for model in (first, last))
+        early, late = (prune_channels(each, old, options.channel_share, options.channel_floor) for each in scales)
         differ = sum(int((early[name] != late[name]).sum()) for name in old)
         return late if differ / sum(len(mask) for mask in old.values()) > options.channel_distance else {}
 

@@ -102,9 +102,8 @@ class SubFedAvg(SubnetStrategy):
         try:
             self.plan = prunable(model, self.options.pruning)
         except (ValueError, TypeError) as error:
-            raise UserError(
-                f"subfedavg.pruning = {self.options.pruning!r}: model {settings.model!r}: {error}"
-            ) from None
+            pruning = f"subfedavg.pruning = {self.options.pruning!r}"
+            raise UserError(f"{pruning}: model {settings.model!r}: {error}") from None
         # Not in the settings' own check: experiments of other papers have one epoch and can be given another method.
         if self.options.target and settings.local_epochs == 1:
             raise UserError("local-epochs = 1: subfedavg compares the first with the last epoch, at least 2")
@@ -181,12 +180,8 @@ class SubFedAvg(SubnetStrategy):
         """Return every client's channels; None where only single weights are pruned."""
         if not self.plan.groups:
             return None
-        return torch.stack(
-            [
-                torch.cat([masks.get(g.name, torch.ones(g.size, dtype=torch.bool)) for g in self.units])
-                for masks in self.masks
-            ]
-        )
+        whole = {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.units}
+        return torch.stack([torch.cat([masks.get(name, all_) for name, all_ in whole.items()]) for masks in self.masks])
 
     def position_masks(self) -> list[Tensors] | None:
         """Return every client's kept positions of convolutions and linear layers."""
