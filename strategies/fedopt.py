@@ -14,8 +14,8 @@ The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Devi
 - v begins at 0 as in their experiments; Reddi's smallest start is tau². No bias correction.
 - Their code adds the first client's weights themselves to D instead of their change, makes a new client optimizer for
   every batch, and gives FedAdam ten times the others' samples; none of this is repeated.
-- BatchNorm's running statistics are averaged: v is no measure of theirs.
-- ``server-lr`` goes from the model to the optimizer's next one, on top of ``lr``.
+- BatchNorm's running statistics are averaged: v does not measure them.
+- ``server-lr`` is a step from the model to the optimizer's result, on top of ``lr``.
 - A round that is abandoned changes neither m nor v. A tensor position that no client sends has D = 0.
 """
 
@@ -45,7 +45,7 @@ class FedAdagradSettings(MethodSettings):
     beta1: Decay = 0.9
     """Decay of the first moment m; 0: none."""
     tau: Positive = 0.01
-    """Added to the root of v: the larger, the less adaptive."""
+    """Constant that is added to the root of v; a larger one adapts less."""
 
 
 class FedAdamSettings(FedAdagradSettings):

@@ -12,7 +12,7 @@ comes up. With ``objective`` prox or moon it is FedPartProx or FedPartMoon, with
 Deviations from the paper or the published code:
 - Adam is torch's (bias correction, eps outside the root), not Algorithm 1's; moments of the trained group only travel,
   as float32. Their step counts are merged by maximum, as published.
-- The proximal term is squared and there in all steps; MOON compares with the client's real previous model.
+- The proximal term is squared and part of every step; MOON compares with the client's real previous model.
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
@@ -53,11 +53,11 @@ class FedPartSettings(MethodSettings):
     rounds_per_group: Count = 2
     """Rounds for which a layer group is trained."""
     order: Literal["shallow", "deep", "random"] = "shallow"
-    """The first group of a cycle."""
+    """Order of a cycle's groups: shallow to deep, deep to shallow, or drawn anew for each cycle."""
     momentum: Literal["none", "mean", "similarity"] = "none"
     """Merge of Adam's moments: none are shared, their mean, or a mean weighted by the clients' similarity."""
     stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
-    """Sent to a client that missed rounds: the full model if it has none, the last group, or all outdated groups."""
+    """Tensors for a client that missed rounds: a full model if it has none, the last group, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
         """Refuse shared moments without Adam."""

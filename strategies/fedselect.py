@@ -66,7 +66,7 @@ class FedSelectSettings(MethodSettings):
     movement: Literal["round", "since-growth"] = "round"
     """Movement that counts: of this round's training, or since the last growth."""
     grow_every: Count = 1
-    """Rounds from one growth to the next; 3, 6, 9, ... without the first one."""
+    """Rounds from one growth to the next; with 3, masks grow in rounds 4, 7, 10 and so on."""
     bn_batch: Literal["always", "first-round"] = "always"
     """Rounds in which training uses the batch's statistics; in the others it uses the running ones."""
 

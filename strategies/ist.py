@@ -20,8 +20,8 @@ Deviations from the papers or the authors' code (IST_FL):
   bias is averaged.
 - A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
   momentum is then that of other neurons.
-- The permutation is drawn anew from seed and round, where theirs is shuffled on: the same distribution, and a round
-  needs no state.
+- The permutation is drawn anew from seed and round; theirs shuffles the last one. The distribution is the same, and a
+  round needs no state.
 - BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; their batches have 32
   samples and are drawn anew. Running statistics, where a network has them, go with their units.
 - Units that do not divide by the clients are dealt as evenly as possible; the papers' widths are multiples.
@@ -53,7 +53,7 @@ class ISTSettings(MethodSettings):
     objectives: ClassVar = ("none", "prox")  # MOON's previous model would be of other units
 
     width: CountOrNone = None
-    """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own are shared out.
+    """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own units are dealt.
 
     The global network has this number times the clients of a round; for multi-layer perceptrons only.
     """

@@ -59,7 +59,7 @@ class FedBABUSettings(PartSettings):
     tune: str = "all"
     """Part that is fine-tuned before a client's evaluation: all, head, body or names of layers."""
     tune_epochs: Epochs = 3
-    """Epochs of that fine-tuning."""
+    """Epochs of fine-tuning before a client's evaluation."""
 
 
 class LGFedAvgSettings(PartSettings):

@@ -20,7 +20,7 @@ Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the de
   channels, so at most one event each; independent of the target (code and Section 3.5;
   Algorithm 2 stops at the target). Weights first, then channels.
 - distance above epsilon, pruned below target (code; paper at least epsilon). With hybrid pruning epsilon is 0.0005 for
-  weights and 0.01 for channels (code; paper 0.05). Pruned is the fraction of all parameters;
+  weights and 0.01 for channels (code; paper 0.05). The pruned fraction is of all parameters;
   published hybrid pruning counts the linear layers' biases as pruned, a third of a percent.
 - BatchNorm's running statistics stay with the client; the server averages them for the global model alone (code).
   Unstructured pruning is of a network without BatchNorm (code).
@@ -66,13 +66,13 @@ class SubFedAvgSettings(MethodSettings):
     share: Fraction = 0.1
     """r_us, fraction of a layer's remaining weights that one event prunes."""
     distance: NonNegative = 0.0001
-    """The weights' masks after the first and last epoch must differ in a larger fraction; published hybrid: 0.0005."""
+    """Weights are pruned if their masks after the first and last epoch differ by more than this; published hybrid: .0005."""
     channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
     """r_s, fraction of a layer's channels that one event prunes (and one more)."""
     channel_floor: Fraction = 0.5
     """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
     channel_distance: NonNegative = 0.01
-    """The channels' masks after the first and last epoch must differ in a larger fraction."""
+    """Channels are pruned if their masks after the first and last epoch differ by more than this fraction."""
     accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
     """Accuracy in percent that the pruned network must exceed on gate-data, or the pruning is undone."""
     gate_data: Literal["validation", "test"] = "validation"
