@@ -33,8 +33,11 @@ class Client(ClientTools):
         return self.trained()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model; for a method without one, the global model that it was sent."""
-        return sent
+        """Return the client's own model: the one that it was sent; where nothing is sent, the one that it keeps.
+
+        Before its first training it keeps the initial model.
+        """
+        return sent or self.own or self.initial()
 
     def measure(self, sent: Tensors, config: Json) -> Tensors:
         """Return the tensors of the phase after the merge (strategies/measurement.py): none."""

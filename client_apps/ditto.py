@@ -14,11 +14,7 @@ class DittoClient(Client):
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained global model; keep the personal one, trained on ``F(v) + lambda / 2 ||v - w||²``."""
         answer = super().train(sent, config)
-        self.load(self.personal(sent, config))
+        self.load(self.own or self.initial())  # v^0 is the initial model
         self.fit(objective=Prox(self.network.like(sent), self.options.lambda_), purpose="personal batches")
         self.keep_own()
         return answer
-
-    def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model, at first the initial one: v^0."""
-        return self.own or self.initial()

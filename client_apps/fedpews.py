@@ -1,13 +1,13 @@
 """FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); deviations: ``strategies/fedpews.py``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
 from fedsub_app.training.client import Training
@@ -30,26 +30,19 @@ class FedPeWSClient(Client):
         if self.options.masks == "fixed":
             mask, learned = sent["mask"], {}
             self.load(scatter(sent, self.positions(mask)))
-            self.fit(step=FixedMask(mask.to(self.place.device, torch.float32), self.narrow))
+            self.fit(step=partial(train_under, mask.to(self.place.device, torch.float32), self.narrow))
         else:
-            self.load({name: sent[name] for name in self.network.tensors})
-            learning = self.learning(sent["theta"])
+            self.load(chosen(sent, self.network.tensors))
+            learning = MaskLearning(self, sent["theta"])
             self.fit(step=learning)
             self.state["scores"] = learning.scores
             mask = learning.draw().cpu().bool()  # line 18
             learned = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": learning.theta.cpu()})
-        flops = subnet_flops(self.place.problem, self.network.module, self.network.units, self.units(mask))
+        units = self.network.units
+        flops = subnet_flops(self.place.problem, self.network.module, units, split(mask, units))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
         self.metrics["mask-density"] = float(mask.float().mean())
         return gather(self.trained(), self.positions(mask)) | learned
-
-    def learning(self, others: Tensor) -> "MaskLearning":
-        """Return the learning of the mask, which continues from the client's last round."""
-        options, device = self.options, self.place.device
-        start = options.first_scores(self.settings.seed, self.id, len(others))
-        scores = self.state.get("scores", start).to(device)
-        draws = self.generator("masks")
-        return MaskLearning(scores, others.to(device), options, draws, self.narrow, self.gated_tensors)
 
     @property
     def gated_tensors(self) -> list[str]:
@@ -64,25 +57,15 @@ class FedPeWSClient(Client):
         small = self.place.training_flops(self.network) * self.settings.batch_size < NARROW_FLOPS
         return not small and self.place.device.type == "cpu" and not any(True for _ in self.network.module.buffers())
 
-    def units(self, mask: Tensor) -> Tensors:
-        """Return a neuron mask [h] by layer."""
-        return split(mask, self.network.units)
-
     def positions(self, mask: Tensor) -> Tensors:
         """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
         shapes = {name: tensor.shape for name, tensor in self.network.tensors.items()}
-        return expand(self.network.units, self.units(mask), shapes)
+        return expand(self.network.units, split(mask, self.network.units), shapes)
 
 
-class FixedMask:
-    """A step under a fixed mask: Procedure II alone."""
-
-    def __init__(self, mask: Tensor, narrow: bool) -> None:
-        self.mask, self.narrow = mask, narrow
-
-    def __call__(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
-        """Train the weights under the mask."""
-        return training.descend(x, y, partial(gated, training.network, self.mask, narrow=self.narrow))
+def train_under(mask: Tensor, narrow: bool, training: Training, x: Tensor, y: Tensor) -> Tensor:
+    """Make a step of the weights under a mask, float [h] of 0 and 1 (Procedure II); returns the loss before it."""
+    return training.descend(x, y, partial(gated, training.network, mask, narrow=narrow))
 
 
 class MaskLearning:
@@ -92,21 +75,15 @@ class MaskLearning:
 
     Attributes
     ----------
-    scores : s, float ``[h]``.
+    scores : s, float ``[h]``; they continue from the client's last round.
     """
 
-    def __init__(
-        self,
-        scores: Tensor,
-        others: Tensor,
-        options: FedPeWSSettings,
-        draws: torch.Generator,
-        narrow: bool,
-        gated_tensors: Sequence[str],
-    ) -> None:
-        self.scores, self.others, self.options, self.narrow = scores, others, options, narrow
-        self.gated_tensors = gated_tensors
-        self._numbers = _uniform(len(scores), draws, scores.device)
+    def __init__(self, client: FedPeWSClient, others: Tensor) -> None:
+        device = client.place.device
+        start = client.options.first_scores(client.settings.seed, client.id, len(others))
+        self.scores, self.others = client.state.get("scores", start).to(device), others.to(device)
+        self.options, self.narrow, self.gated_tensors = client.options, client.narrow, client.gated_tensors
+        self._numbers = _uniform(len(others), client.generator("masks"), device)
 
     @property
     def theta(self) -> Tensor:
@@ -127,7 +104,7 @@ class MaskLearning:
         gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
         self.scores = self.scores - self.options.mask_lr * gradient
         # Procedure II: the scores are frozen
-        return training.descend(x, y, partial(gated, training.network, self.draw(), narrow=self.narrow))
+        return train_under(self.draw(), self.narrow, training, x, y)
 
 
 def _uniform(count: int, draws: torch.Generator, device: torch.device) -> Iterator[Tensor]:

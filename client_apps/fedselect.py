@@ -3,7 +3,7 @@
 import torch
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from fedsub_app.training.client import Training
@@ -33,12 +33,8 @@ class FedSelectClient(Client):
         self.alternate(masks)
         trained = self.keep_own()
         self.state |= prefixed(HELD, pack_bits(masks))
-        cut = shared_positions(masks)
-        local = (
-            [name for name, _ in self.network.module.named_buffers()] if self.options.bn_statistics == "local" else ()
-        )
-        whole = {name: tensor for name, tensor in trained.items() if name not in cut and name not in local}
-        return whole | gather(trained, cut) | self.grow(masks, before, trained)
+        shared = chosen(trained, sent) | gather(trained, shared_positions(masks))
+        return shared | self.grow(masks, before, trained)
 
     def masks(self, kind: str) -> Tensors:
         """Return a mask of the state, for every tensor that can be selected; at first the empty one."""
@@ -59,29 +55,17 @@ class FedSelectClient(Client):
 
     def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
         """Return the masks that have changed, and keep them in the state (lines 8 to 10)."""
-        options = self.options
+        options, draws = self.options, self.generator("selection")
         since = options.movement == "since-growth"
         if (self.round - 1) % options.grow_every or (options.grow_every > 1 and self.round == 1):
             return {}
         if since:
             before = unprefixed(SINCE, self.state) or self.initial()
-        new = grow(
-            masks,
-            {name: trained[name] - before[name] for name in masks},
-            options.share,
-            options.alpha,
-            options.alpha_test == "at-most",
-            options.choose,
-            options.scope == "model",
-            self.generator("selection"),
-        )
+        moved = {name: trained[name] - before[name] for name in masks}
+        new = grow(masks, moved, options.share, options.alpha, options.alpha_test == "at-most", options.choose, draws)
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
             self.state |= prefixed(MASK, pack_bits(new))
             if since:
                 self.state |= prefixed(SINCE, {name: trained[name] for name in masks})
         return prefixed(MASK, changed)
-
-    def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's model after its last training."""
-        return self.own or self.initial()

@@ -36,7 +36,7 @@ class HeteroFLClient(Client):
 
     @torch.no_grad()
     def measure(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the means of the statistics of mini-batches of the client's data."""
+        """Return BatchNorm's statistics, averaged over mini-batches of the client's data."""
         self.load(sent)
         network = copy.deepcopy(self.network.module).eval()
         for layer in network.modules():

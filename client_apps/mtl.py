@@ -14,7 +14,7 @@ class MTLClient(Client):
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train the client's own model on ``loss + c (||w||² + ||w - mean||²)``; return it."""
-        self.load(self.personal(sent, config))
+        self.load(self.own or self.initial())
         mean = self.network.like(sent)
 
         def pull(gradients: dict[str, Tensor]) -> None:
@@ -24,7 +24,3 @@ class MTLClient(Client):
 
         self.fit(correct=pull)
         return self.keep_own()
-
-    def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model, at first the initial one."""
-        return self.own or self.initial()

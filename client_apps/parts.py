@@ -3,7 +3,7 @@
 from functools import cached_property
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.models import part_names
 from fedsub_app.training.objectives import Objective
 from strategies.parts import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
@@ -51,7 +51,7 @@ class PartClient(Client):
         self.train_parts()
         self.keep_own(self.personal_names)
         trained = self.trained()
-        return trained if config["answer"] == "all" else {name: trained[name] for name in self.shared_names}
+        return trained if config["answer"] == "all" else chosen(trained, self.shared_names)
 
     def train_parts(self) -> None:
         """Train personal and shared part together."""

@@ -9,14 +9,7 @@ from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
-from fedsub_app.subnets.pruning import (
-    Prunable,
-    last_share,
-    mask_distance,
-    prunable,
-    prune_channels,
-    prune_weights,
-)
+from fedsub_app.subnets.pruning import Prunable, last_share, mask_distance, prunable, prune_channels, prune_weights
 from fedsub_app.subnets.slices import take
 from fedsub_app.training.client import OWN, Training
 from strategies.subfedavg import MASK, SubFedAvgSettings
@@ -92,12 +85,11 @@ class SubFedAvgClient(Client):
             return {}
         old = {name: masks[name] for name in plan.weights}
         pruned = plan.pruned(masks)
-        early, late = (prune_weights(model, old, options.share, options.share_of) for model in (first, last))
+        early, late = (prune_weights(model, old, options.share) for model in (first, last))
         self.metrics["mask-distance"] = mask_distance(early, late)
         if self.metrics["mask-distance"] <= options.distance or pruned >= options.target:
             return {}
-        share = last_share(pruned, options.target, options.share, options.pruning == "hybrid", options.share_of)
-        return prune_weights(last, old, share, options.share_of)
+        return prune_weights(last, old, last_share(pruned, options.target, options.share, options.pruning == "hybrid"))
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Return the channels' masks without the smallest scaling factors' channels; none where epochs agree."""
@@ -105,16 +97,8 @@ class SubFedAvgClient(Client):
         if not plan.groups:
             return {}
         old = plan.units(masks)
-        early, late = (
-            prune_channels(
-                {group: model[name] for group, name in plan.scales.items()},
-                old,
-                options.channel_share,
-                options.channel_floor,
-                options.channel_scope == "model",
-            )
-            for model in (first, last)
-        )
+        scales = ({group: model[name] for group, name in plan.scales.items()} for model in (first, last))
+        early, late = (prune_channels(each, old, options.channel_share, options.channel_floor) for each in scales)
         differ = sum(int((early[name] != late[name]).sum()) for name in old)
         return late if differ / sum(len(mask) for mask in old.values()) > options.channel_distance else {}
 

@@ -44,6 +44,21 @@ LOCATION_KEYS = (
     "node-timeout",
     "round-timeout",
 )
+# Keys that are gone, and the value in an earlier run's record with which that run is the same today.
+GONE_KEYS: Mapping[str, Value] = {
+    "fedadam.first-v": "zero",
+    "fedyogi.first-v": "zero",
+    "fedadagrad.first-v": "zero",
+    "fedpart.moment-weighting": "uniform",
+    "fedselect.scope": "layer",
+    "fedselect.bn-statistics": "local",
+    "subfedavg.share-of": "remaining",
+    "subfedavg.channel-scope": "layer",
+    "subfedavg.average": "keepers",
+    "subfedavg.bn-statistics": "local",
+    "ist.bias": "average",
+    "istprox.bias": "average",
+}
 Evaluations = Annotated[
     tuple[Literal["global", "global-local", "personal"], ...],
     Field(min_length=1),

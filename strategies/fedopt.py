@@ -11,16 +11,16 @@ https://arxiv.org/abs/2003.00295, Algorithm 2. With the pseudo-gradient ``D = me
 
 The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Deviations:
 
-- v begins at 0 as in their experiments; ``first-v = "tau"`` is Reddi's smallest start, tau². No bias correction.
+- v begins at 0 as in their experiments; Reddi's smallest start is tau². No bias correction.
 - Their code adds the first client's weights themselves to D instead of their change, makes a new client optimizer for
   every batch, and gives FedAdam ten times the others' samples; none of this is repeated.
-- BatchNorm's running statistics are averaged: v is no measure of theirs.
-- ``server-lr`` goes from the model to the optimizer's next one, on top of ``lr``.
+- BatchNorm's running statistics are averaged: v does not measure them.
+- ``server-lr`` is a step from the model to the optimizer's result, on top of ``lr``.
 - A round that is abandoned changes neither m nor v. A tensor position that no client sends has D = 0.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -45,9 +45,7 @@ class FedAdagradSettings(MethodSettings):
     beta1: Decay = 0.9
     """Decay of the first moment m; 0: none."""
     tau: Positive = 0.01
-    """Added to the root of v: the larger, the less adaptive."""
-    first_v: Literal["zero", "tau"] = "zero"
-    """v at the start: 0, or tau²."""
+    """Constant that is added to the root of v; a larger one adapts less."""
 
 
 class FedAdamSettings(FedAdagradSettings):
@@ -70,10 +68,8 @@ class FedAdagrad(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        start = self.options.tau**2 if self.options.first_v == "tau" else 0.0
-        parameters = list(trainable(model))
-        self.first = {name: torch.zeros_like(self.current[name]) for name in parameters}
-        self.second = {name: torch.full_like(self.current[name], start) for name in parameters}
+        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(model)}
+        self.second = {name: torch.zeros_like(m) for name, m in self.first.items()}
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         """Return the next v from the last one and D²."""

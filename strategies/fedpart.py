@@ -12,18 +12,18 @@ comes up. With ``objective`` prox or moon it is FedPartProx or FedPartMoon, with
 Deviations from the paper or the published code:
 - Adam is torch's (bias correction, eps outside the root), not Algorithm 1's; moments of the trained group only travel,
   as float32. Their step counts are merged by maximum, as published.
-- The proximal term is squared and there in all steps; MOON compares with the client's real previous model.
+- The proximal term is squared and part of every step; MOON compares with the client's real previous model.
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
-- ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"); Section 4's weights, by
-  "amount of viewed data", are ``moment-weighting = "examples"``.
+- ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"); Section 4's weights are by
+  "amount of viewed data".
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
   then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
   is positive the round takes the plain mean and says so (``similarity-fallback``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -43,7 +43,6 @@ from strategies.defences import DEFENCES
 from strategies.hooks import Merged
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"
-TRAINED = -1  # in ``has``: the client trained the group itself
 
 
 class FedPartSettings(MethodSettings):
@@ -54,13 +53,11 @@ class FedPartSettings(MethodSettings):
     rounds_per_group: Count = 2
     """Rounds for which a layer group is trained."""
     order: Literal["shallow", "deep", "random"] = "shallow"
-    """The first group of a cycle."""
+    """Order of a cycle's groups: shallow to deep, deep to shallow, or drawn anew for each cycle."""
     momentum: Literal["none", "mean", "similarity"] = "none"
     """Merge of Adam's moments: none are shared, their mean, or a mean weighted by the clients' similarity."""
-    moment_weighting: Literal["uniform", "examples"] = "uniform"
-    """A client's weight with momentum = "mean": the same for all clients, or its number of training samples."""
     stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
-    """Sent to a client that missed rounds: the full model if it has none, the last group, or all outdated groups."""
+    """Tensors for a client that missed rounds: a full model if it has none, the last group, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
         """Refuse shared moments without Adam."""
@@ -74,7 +71,8 @@ class FedPart(SubnetStrategy):
     Attributes
     ----------
     changed : round in which each group last changed, int64 [groups].
-    has : round of the change of each group that a client has, int64 [N, groups]; TRAINED: it trained the group itself.
+    has : round in which each group that a client has was merged, int64 [N, groups]; 0: the initial group, or its own
+        training of it.
     moments : merged moments and step counts (``steps/<name>``) of the tensors trained so far.
     """
 
@@ -92,23 +90,19 @@ class FedPart(SubnetStrategy):
 
     def group(self, server_round: int) -> int | None:
         """Return the layer group of a round, ``None`` for the full network."""
-        options = self.options
-        return scheduled_group(
-            server_round,
-            len(self.groups),
-            options.full_rounds,
-            options.rounds_per_group,
-            options.order,
-            self.settings.seed,
-        )
+        o, seed = self.options, self.settings.seed
+        return scheduled_group(server_round, len(self.groups), o.full_rounds, o.rounds_per_group, o.order, seed)
 
-    def names(self, group: int | None) -> tuple[str, ...]:
-        """Return the names of a group's tensors, ``None`` for all."""
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the tensors that are trained in the running round."""
+        group = self.group(self.round)
         return tuple(self.current) if group is None else self.groups[group]
 
+    @property
     def trained_parameters(self) -> list[str]:
-        """Return the names of the parameters that are trained in this round; these have moments."""
-        return [name for name in self.names(self.group(self.round)) if name in self.parameters]
+        """Names of the parameters among them, which have moments."""
+        return [name for name in self.trained if name in self.parameters]
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +110,7 @@ class FedPart(SubnetStrategy):
         """Send the groups that ``stale`` asks for, the number of the trained group and, with momentum, its moments."""
         due = self._due(client).nonzero().flatten().tolist()
         tensors = {name: self.current[name] for group in due for name in self.groups[group]}
-        names = self.trained_parameters()
+        names = self.trained_parameters
         if all(f"{STEPS}/{name}" in self.moments for name in names):
             tensors |= {f"{kind}{name}": self.moments[f"{kind}{name}"] for kind in (FIRST, SECOND) for name in names}
             tensors[STEPS] = torch.stack([self.moments[f"{STEPS}/{name}"] for name in names])
@@ -138,10 +132,9 @@ class FedPart(SubnetStrategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the trained group's tensors and moments."""
-        names = self.names(self.group(self.round))
-        specs = {name: self.specs[name] for name in names}
+        specs = {name: self.specs[name] for name in self.trained}
         if self.options.momentum != "none":
-            trained = self.trained_parameters()
+            trained = self.trained_parameters
             specs |= {f"{FIRST}{name}": Spec(specs[name].shape) for name in trained}
             specs |= {f"{SECOND}{name}": Spec(specs[name].shape, low=0) for name in trained}
             before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
@@ -157,11 +150,8 @@ class FedPart(SubnetStrategy):
 
     def refuses(self) -> Mapping[str, str]:
         """Refuse all defences with shared moments, which are averaged without them."""
-        return (
-            {}
-            if self.options.momentum == "none"
-            else dict.fromkeys(DEFENCES, "its server also averages Adam's moments")
-        )
+        refused = () if self.options.momentum == "none" else DEFENCES
+        return dict.fromkeys(refused, "its server also averages Adam's moments")
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Merge the trained group and its moments; record the groups that the clients have now.
@@ -174,47 +164,39 @@ class FedPart(SubnetStrategy):
         changed, has = self.changed.clone(), self.has.clone()
         for client in (update.client for update in updates):
             has[client] = torch.where(self._due(client), self.changed, self.has[client])
-            has[client, trained] = TRAINED
+            has[client, trained] = 0
         changed[trained] = self.round
         weights = [1.0] * len(updates)
         if momentum == "similarity":
             similarities = self.similarities(updates)
-            weights = _positive(similarities)
             report["similarity"] = [round(value, 6) for value in similarities]
-            report |= {} if max(similarities) > 0 else {"similarity-fallback": True}
-            model = _mean(self.current, self.names(group), updates, weights, self.settings.server_lr)
+            if max(similarities) > 0:
+                weights = [max(value, 0.0) for value in similarities]
+            else:
+                report["similarity-fallback"] = True
+            weighted = _weighted(updates, self.trained, weights)
+            model = masked_mean(self.current, weighted, self.settings.server_lr)
         else:
             model = super().merge(mean, updates).model
-        if momentum == "mean" and self.options.moment_weighting == "examples":
-            weights = [float(update.num_examples) for update in updates]
-        moments = self.moments if momentum == "none" else self.moments | self._merged_moments(updates, weights)
+        moments = self.moments if momentum == "none" else self.moments | self.merged_moments(updates, weights)
         return Merged(model, {"changed": changed, "has": has, "moments": moments}, report)
 
     def similarities(self, updates: Sequence[Update]) -> list[float]:
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""
-        names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters()]
+        names = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in self.trained_parameters]
         states = torch.stack([torch.cat([update.tensors[name].flatten() for name in names]) for update in updates])
         similarities: list[float] = F.cosine_similarity(states, states.mean(0, keepdim=True)).tolist()
         return similarities
 
-    def _merged_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> Tensors:
-        names = self.trained_parameters()
-        kinds = [f"{kind}{name}" for kind in (FIRST, SECOND) for name in names]
-        zeros = {name: torch.zeros_like(updates[0].tensors[name]) for name in kinds}
+    def merged_moments(self, updates: Sequence[Update], weights: Sequence[float]) -> Tensors:
+        """Return the weighted means of the trained parameters' moments, and their largest step counts."""
+        names = self.trained_parameters
+        zeros = {f"{kind}{name}": torch.zeros_like(self.current[name]) for kind in (FIRST, SECOND) for name in names}
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
         counts = {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
-        return _mean(zeros, kinds, updates, weights) | counts
+        return masked_mean(zeros, _weighted(updates, zeros, weights)) | counts
 
 
-def _mean(
-    old: Tensors, names: Sequence[str], updates: Sequence[Update], weights: Sequence[float], server_lr: float = 1.0
-) -> Tensors:
-    """Return the weighted mean of the updates' tensors of these names; ``old`` elsewhere."""
-    each = zip(updates, weights, strict=True)
-    return masked_mean(old, [Contribution(chosen(u.tensors, names), None, w) for u, w in each], server_lr)
-
-
-def _positive(similarities: Sequence[float]) -> list[float]:
-    """Return the similarities as weights, negative ones as 0; equal weights where none is positive."""
-    weights = [max(value, 0.0) for value in similarities]
-    return weights if any(weights) else [1.0] * len(weights)
+def _weighted(updates: Sequence[Update], names: Collection[str], weights: Sequence[float]) -> list[Contribution]:
+    """Return the updates' tensors of these names, with these weights."""
+    return [Contribution(chosen(u.tensors, names), None, w) for u, w in zip(updates, weights, strict=True)]

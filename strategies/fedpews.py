@@ -9,16 +9,16 @@ the others take the mean over the clients that cover them (Eq. 4). Afterwards it
 
 Readings of the paper where it is silent or contradicts itself:
 - theta of the others (line 12), the "global mask probability" without the client: the share of them that had the unit
-  in the mask that they drew last; at first 0.5 (``s_g^0 = 0``). Masks are all that line 18 uploads. ``others = "mean"``
-  and ``"highest"`` are those of the probabilities, which then travel as well; with the highest a unit is left to the
-  client that wants it most (docs/results/fedpews.md: what each does). With ``score-spread`` the clients start apart,
-  against line 9.
+  in the mask that they drew last; at first 0.5 (``s_g^0 = 0``). Line 18 uploads masks alone. ``others = "mean"`` and
+  ``"highest"`` take the mean and the highest of the probabilities, which then travel as well; with the highest a unit
+  is left to the client that wants it most (docs/results/fedpews.md compares the three). With ``score-spread`` the
+  clients start apart, against line 9.
 - The gradient of Eq. 6 in the mask is that of f(x ∘ m), exactly; ``mask-gradient = "activations"`` is the common form
-  for neuron masks, in which units that are off get theirs too.
-- A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by its own.
+  for neuron masks, in which units that are off get a gradient too.
+- A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by one.
 - The paper's local step is plain SGD (line 16), under which a weight that is masked in a step does not move in it. With
-  ``momentum`` it goes on by what the buffer has from earlier steps of the round, and weight decay and the proximal term
-  reach it as well. Momentum 0.9 on the synthetic sets is our choice (docs/results/fedpews.md).
+  ``momentum`` the buffer of the round's earlier steps moves it on, and weight decay and the proximal term reach it as
+  well. Momentum 0.9 on the synthetic sets is our choice (docs/results/fedpews.md).
 - Positions that no client covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
   sends only the covered values as well. Evaluation is on the full model.

@@ -10,15 +10,15 @@ its global positions travel up, with the new mask's bits where it changed. The v
 in the client's last round travel down (Algorithm 1, last lines): one made personal since then starts from the mean.
 
 Paper and published code differ; the default reads the paper, with what only the code says filled in:
-- p of the positions of each layer that are still global (code; the paper reads as if model-wide: ``scope = "model"``),
-  in tensors named weight, BatchNorm's gamma included (code); biases and BatchNorm's beta stay global.
+- p of the positions of each layer that are still global (code; the paper reads as if model-wide), in tensors named
+  weight, BatchNorm's gamma included (code); biases and BatchNorm's beta stay global.
 - growth where the fraction of ones is below alpha (paper; code at most alpha: ``alpha-test = "at-most"``), not clipped.
 - LocalAlt draws the mini-batches of its two passes apart, both have one learning rate (code; Algorithm 2 passes over
   the same ones, with gamma_v and gamma_u).
 - the movement is that of this round's training (paper; code since the last growth: ``movement = "since-growth"``).
 - growth in every round (paper; code every third one, not the first: ``grow-every = 3``, counted from round 0).
-- BatchNorm's running statistics stay with the client (code; ``bn-statistics = "average"``); training uses those of the
-  batch (``bn-batch = "first-round"``: published training runs on round 0's statistics after the first round).
+- BatchNorm's running statistics stay with the client (code); training uses those of the batch (``bn-batch =
+  "first-round"``: published training runs on round 0's statistics after the first round).
 - clients are weighed alike (both); a client's accuracy is that of its model after its training and before the next
   mean (code), correct over total.
 - a client is tested on all test images of its labels (``client-test = "labels"``; code: disjoint shards of them).
@@ -61,16 +61,12 @@ class FedSelectSettings(MethodSettings):
     """Positions that become personal: the ones that moved most, that moved least, or random ones."""
     layer: TextOrNone = None
     """Only this layer can become personal: "layer4"; "": all."""
-    scope: Literal["layer", "model"] = "layer"
-    """Scope of the fractions alpha and p: each layer, or the model."""
     alpha_test: Literal["below", "at-most"] = "below"
     """A layer grows while its personal fraction is below alpha, or at most alpha."""
     movement: Literal["round", "since-growth"] = "round"
     """Movement that counts: of this round's training, or since the last growth."""
     grow_every: Count = 1
-    """Rounds from one growth to the next; 3, 6, 9, ... without the first one."""
-    bn_statistics: Literal["local", "average"] = "local"
-    """BatchNorm's running statistics: the client's own, or averaged."""
+    """Rounds from one growth to the next; with 3, masks grow in rounds 4, 7, 10 and so on."""
     bn_batch: Literal["always", "first-round"] = "always"
     """Rounds in which training uses the batch's statistics; in the others it uses the running ones."""
 
@@ -100,7 +96,7 @@ class FedSelect(SubnetStrategy):
         names = selectable(list(trainable(model)), self.options.layer)
         if not names:
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
-        statistics = {name for name, _ in model.named_buffers()} if self.options.bn_statistics == "local" else set()
+        statistics = {name for name, _ in model.named_buffers()}
         self.global_names = [name for name in self.current if name not in statistics]
         self.empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
         self.masks = [self.empty] * settings.num_clients

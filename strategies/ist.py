@@ -16,12 +16,12 @@ residual stream of a ResNet) are sent to all clients and averaged. Units are the
 Deviations from the papers or the authors' code (IST_FL):
 
 - Biases are not in the papers. The authors' clients start from biases of their own, at random, and neither send nor
-  receive any; here a hidden unit's bias goes with it. ``bias = "keep"`` leaves the server's biases at their initial
-  values, as the authors' code does in effect; the biases that its clients train are discarded.
+  receive any, so that the server's keep their initial values; here a hidden unit's bias goes with it, and the output
+  bias is averaged.
 - A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
   momentum is then that of other neurons.
-- The permutation is drawn anew from seed and round, where theirs is shuffled on: the same distribution, and a round
-  needs no state.
+- The permutation is drawn anew from seed and round; theirs shuffles the last one. The distribution is the same, and a
+  round needs no state.
 - BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; their batches have 32
   samples and are drawn anew. Running statistics, where a network has them, go with their units.
 - Units that do not divide by the clients are dealt as evenly as possible; the papers' widths are multiples.
@@ -30,7 +30,7 @@ Deviations from the papers or the authors' code (IST_FL):
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -53,12 +53,10 @@ class ISTSettings(MethodSettings):
     objectives: ClassVar = ("none", "prox")  # MOON's previous model would be of other units
 
     width: CountOrNone = None
-    """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own are shared out.
+    """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own units are dealt.
 
     The global network has this number times the clients of a round; for multi-layer perceptrons only.
     """
-    bias: Literal["average", "keep"] = "average"
-    """Biases are trained, and averaged if no hidden unit has them; or all keep their initial values (authors' code)."""
 
     def hidden_width(self, settings: Settings) -> int | None:
         """Return the global width: a client's width times the clients of a round."""
@@ -66,12 +64,7 @@ class ISTSettings(MethodSettings):
 
 
 class IST(Sliced):
-    """Deals the hidden units to a round's clients, anew in every round.
-
-    Attributes
-    ----------
-    kept : names of the tensors that keep their initial values.
-    """
+    """Deals the hidden units to a round's clients, anew in every round."""
 
     options: ISTSettings
 
@@ -84,8 +77,6 @@ class IST(Sliced):
                     f"{settings.sample_size} clients of a round; allowed is at least one each"
                 )
         self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-        self.kept = {f"{name}.bias" for name in layers} if self.options.bias == "keep" else set()
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only."""
@@ -99,9 +90,7 @@ class IST(Sliced):
 
     def contribution(self, update: Update) -> Contribution:
         """Average the tensors that all clients have; a unit's values are those of the one client that has it."""
-        added = super().contribution(update)
-        tensors = {name: tensor for name, tensor in added.tensors.items() if name not in self.kept}
-        return added._replace(tensors=tensors, alone=self.dealt)
+        return super().contribution(update)._replace(alone=self.dealt)
 
     def personal_download(self, client: int) -> Tensors:
         """Return the global model: a client has other units in every round."""

@@ -6,10 +6,10 @@ LG-FedAvg (Liang et al., https://arxiv.org/abs/2001.01523), which it follows as 
 the sum of ``||w_k - mean||²``. Published code has ones in the place of I, and columns of other clients.
 
 Sub-FedAvg cites its baseline "MTL" as Smith et al., Federated multi-task learning, 2017, gives neither its form nor its
-c, and published no code of it. That this form is what it ran is inferred.
+c, and published no code of it; we infer that it ran this form.
 
-Ditto also pulls personal models to a mean, but that of models which nobody uses; here it is that of the personal ones.
-Deviations: the mean is over the clients of the last round, the first one the common start, and stands still while a
+Ditto pulls a client's personal model to the mean of other models; here it is the mean of the personal ones.
+Deviations: the mean is over the clients of the last round, at first it is the common start, and it stands still while a
 client trains; biases are regularised as well.
 """
 

@@ -59,7 +59,7 @@ class FedBABUSettings(PartSettings):
     tune: str = "all"
     """Part that is fine-tuned before a client's evaluation: all, head, body or names of layers."""
     tune_epochs: Epochs = 3
-    """Epochs of that fine-tuning."""
+    """Epochs of fine-tuning before a client's evaluation."""
 
 
 class LGFedAvgSettings(PartSettings):
@@ -87,12 +87,12 @@ class SharedPart(SubnetStrategy):
         self.shared = [name for name in self.current if name not in personal]
 
     def task(self, client: int) -> Task:
-        """Send the shared part."""
-        return Task(client, chosen(self.current, self.shared), {"answer": "part"})
+        """Send the tensors that the client's personal model needs; ask for the shared part, or all in a warm-up."""
+        return Task(client, self.personal_download(client), {"answer": "all" if self.stage(self.round) else "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the shared part."""
-        return {name: self.specs[name] for name in self.shared}
+        """Expect the shared part; in a warm-up the whole model."""
+        return self.specs if self.stage(self.round) else {name: self.specs[name] for name in self.shared}
 
     def personal_download(self, client: int) -> Tensors:
         """Send the shared part."""
@@ -134,22 +134,9 @@ class LGFedAvg(SharedPart):
 
     options: LGFedAvgSettings
 
-    @property
-    def warming_up(self) -> bool:
-        """Say whether the running round is FedAvg."""
-        return bool(self.stage(self.round))
-
     def stage(self, server_round: int) -> str:
         """Return "warm-up" for the first ``warm_rounds``, which are FedAvg."""
         return "warm-up" if server_round <= self.options.warm_rounds else ""
-
-    def task(self, client: int) -> Task:
-        """Send the shared part. Send the whole model to a client that has not trained since the warm-up."""
-        return Task(client, self.personal_download(client), {"answer": "all" if self.warming_up else "part"})
-
-    def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the whole model in the warm-up, then the shared part."""
-        return self.specs if self.warming_up else super().expected(client)
 
     def personal_download(self, client: int) -> Tensors:
         """Send the shared part. Send the whole model to a client that has not trained since the warm-up."""

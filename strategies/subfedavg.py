@@ -12,19 +12,18 @@ Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the de
 - pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
   ``gate-data = "test"``, which every round's line then says), after pruning and above the threshold (code; the paper:
   before it, at least).
-- "average on the intersection": the mean over those who keep a position, the old value where nobody does (code;
-  ``average = "intersection"``: only positions that all clients of the round keep).
-- r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network": ``share-of = "layer"``);
-  an event that would pass the target prunes less (code; of all weights, where the paper has no such rule, what is
-  missing). Both masks are cut from the one before the round.
-- channels: threshold in each layer (code; paper among all: ``channel-scope = "model"``), one more than the share, and
-  no layer below half of its channels, so at most one event each; independent of the target (code and Section 3.5;
+- "average on the intersection": the mean over those who keep a position, the old value where nobody does (code; it
+  can be read as only positions that all clients of the round keep).
+- r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network"); an event that would pass
+  the target prunes less (code; the paper has no such rule). Both masks are cut from the one before the round.
+- channels: threshold in each layer (code; paper among all), one more than the share, and no layer below half of its
+  channels, so at most one event each; independent of the target (code and Section 3.5;
   Algorithm 2 stops at the target). Weights first, then channels.
 - distance above epsilon, pruned below target (code; paper at least epsilon). With hybrid pruning epsilon is 0.0005 for
-  weights and 0.01 for channels (code; paper 0.05). Pruned is the fraction of all parameters;
+  weights and 0.01 for channels (code; paper 0.05). The pruned fraction is of all parameters;
   published hybrid pruning counts the linear layers' biases as pruned, a third of a percent.
-- BatchNorm's running statistics stay with the client; the server averages them for the global model alone (code;
-  ``bn-statistics = "average"`` sends them). Unstructured pruning is of a network without BatchNorm (code).
+- BatchNorm's running statistics stay with the client; the server averages them for the global model alone (code).
+  Unstructured pruning is of a network without BatchNorm (code).
 - a client is evaluated on its model as its last training left it, at first the initial one (code).
 Initial weights are PyTorch's (code: Xavier with normal biases; He, gamma 0.5). A target of 0 prunes nothing, channels
 neither, and is FedAvg. Structured pruning alone and networks that the paper does not have are ours. Pruning that would
@@ -65,27 +64,19 @@ class SubFedAvgSettings(MethodSettings):
     target: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """p, fraction of the parameters at which weights are no longer pruned; 0: nothing is ever pruned."""
     share: Fraction = 0.1
-    """r_us, fraction of a layer's weights that one event prunes."""
-    share_of: Literal["remaining", "layer"] = "remaining"
-    """Weights of which share is a fraction: the ones that the layer has left, or all that it had."""
+    """r_us, fraction of a layer's remaining weights that one event prunes."""
     distance: NonNegative = 0.0001
-    """The weights' masks after the first and last epoch must differ in a larger fraction; published hybrid: 0.0005."""
+    """Weights are pruned if their masks after the first and last epoch differ by more than this; published hybrid: .0005."""
     channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
     """r_s, fraction of a layer's channels that one event prunes (and one more)."""
-    channel_scope: Literal["layer", "model"] = "layer"
-    """Scope of the threshold: one for each layer, or one for all layers."""
     channel_floor: Fraction = 0.5
     """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
     channel_distance: NonNegative = 0.01
-    """The channels' masks after the first and last epoch must differ in a larger fraction."""
+    """Channels are pruned if their masks after the first and last epoch differ by more than this fraction."""
     accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
     """Accuracy in percent that the pruned network must exceed on gate-data, or the pruning is undone."""
     gate_data: Literal["validation", "test"] = "validation"
     """The client's samples on which accuracy is measured; test, as published, lets the test set choose the network."""
-    average: Literal["keepers", "intersection"] = "keepers"
-    """A position is averaged over the clients that keep it, or only where all clients of the round keep it."""
-    bn_statistics: Literal["local", "average"] = "local"
-    """BatchNorm's running statistics: the client's own, or averaged."""
 
 
 class SubFedAvg(SubnetStrategy):
@@ -111,9 +102,8 @@ class SubFedAvg(SubnetStrategy):
         try:
             self.plan = prunable(model, self.options.pruning)
         except (ValueError, TypeError) as error:
-            raise UserError(
-                f"subfedavg.pruning = {self.options.pruning!r}: model {settings.model!r}: {error}"
-            ) from None
+            pruning = f"subfedavg.pruning = {self.options.pruning!r}"
+            raise UserError(f"{pruning}: model {settings.model!r}: {error}") from None
         # Not in the settings' own check: experiments of other papers have one epoch and can be given another method.
         if self.options.target and settings.local_epochs == 1:
             raise UserError("local-epochs = 1: subfedavg compares the first with the last epoch, at least 2")
@@ -121,8 +111,6 @@ class SubFedAvg(SubnetStrategy):
             raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
             raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
-        local = self.options.bn_statistics == "local"
-        self.sent_names = [name for name in self.current if not local or name in self.plan.sizes]
         self.cuttable = list(self.plan.positions(self.plan.everything()))
         self.masks = [self.plan.everything()] * settings.num_clients
         self.fractions = torch.zeros(settings.num_clients, dtype=torch.float64)
@@ -130,8 +118,8 @@ class SubFedAvg(SubnetStrategy):
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client keeps, whole tensors where these are all."""
         cut = {n: kept for n, kept in self.plan.positions(self.masks[client]).items() if not kept.all()}
-        whole = {name: self.current[name] for name in self.sent_names if name not in cut}
-        values = gather(self.current, {name: kept for name, kept in cut.items() if name in self.sent_names})
+        whole = {name: self.current[name] for name in self.plan.sizes if name not in cut}
+        values = gather(self.current, {name: kept for name, kept in cut.items() if name in self.plan.sizes})
         return Task(client, whole | values)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
@@ -169,12 +157,7 @@ class SubFedAvg(SubnetStrategy):
         return WITHOUT_MASKS
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
-        """Average each position over the clients that keep it, or only where all keep it; the clients' masks shrink."""
-        everybody = {}
-        if self.options.average == "intersection":
-            everybody = {name: mean.everybody(name) for name in self.cuttable}
-        model = super().merge(mean, updates).model
-        model |= {name: torch.where(all_, model[name], self.current[name]) for name, all_ in everybody.items()}
+        """Average each position over the clients that keep it; the clients' masks shrink."""
         masks, fractions = list(self.masks), self.fractions.clone()
         for update in updates:
             masks[update.client] = masks[update.client] | unprefixed(MASK, update.tensors)
@@ -182,7 +165,7 @@ class SubFedAvg(SubnetStrategy):
         report: Json = {"pruned-fraction": sum(fractions.tolist()) / len(fractions)}
         report["published-bytes"] = sum(self.plan.published_bytes(masks[update.client]) for update in updates)
         report |= {"gate": "on test data"} if self.options.gate_data == "test" else {}
-        return Merged(model, {"masks": masks, "fractions": fractions}, report)
+        return Merged(super().merge(mean, updates).model, {"masks": masks, "fractions": fractions}, report)
 
     def forget(self, client: int) -> None:
         """Give the client the whole network again."""
@@ -197,12 +180,8 @@ class SubFedAvg(SubnetStrategy):
         """Return every client's channels; None where only single weights are pruned."""
         if not self.plan.groups:
             return None
-        return torch.stack(
-            [
-                torch.cat([masks.get(g.name, torch.ones(g.size, dtype=torch.bool)) for g in self.units])
-                for masks in self.masks
-            ]
-        )
+        whole = {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.units}
+        return torch.stack([torch.cat([masks.get(name, all_) for name, all_ in whole.items()]) for masks in self.masks])
 
     def position_masks(self) -> list[Tensors] | None:
         """Return every client's kept positions of convolutions and linear layers."""

@@ -77,7 +77,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "fednova": {"momentum": 0.9},
     "fedadam": {"server_lr": 0.5},
     "fedyogi": {},
-    "fedadagrad": {"fedadagrad__first_v": "tau"},
+    "fedadagrad": {},
     "fedselect": {"momentum": 0.0, "local_epochs": 2},
     "subfedavg": {
         "local_epochs": 2,

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import write_atomic
+from fedsub_app.common.files import read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.config import resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
-from fedsub_app.runs.directory import Run, new_folder, open_run
+from fedsub_app.runs.directory import Run, new_folder, open_run, settings_of
+from fedsub_app.settings import GONE_KEYS, digest
 from fedsub_app.training.client_state import ClientState
 
 
@@ -35,6 +36,28 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs" / second.name / "settings.json"))
     with pytest.raises(UserError, match=r"settings.json/20260101-.*: cannot be made \(Not a directory\)"):
         open_run(resolve({}))
+
+
+def test_a_run_that_recorded_a_key_that_is_gone_is_read_as_before(tmp_path: Path) -> None:
+    """With the value that stayed it is the run of today's settings; any other value is refused."""
+    opened(tmp_path / "run", method="subfedavg", local_epochs=2, validation_fraction=0.1).close()
+    path = tmp_path / "run/settings.json"
+    content = read_json(path)
+    for value in ("layer", "remaining"):
+        earlier = content["settings"] | {"subfedavg.share-of": value}
+        write_json(path, content | {"settings": earlier, "digest": digest(earlier)})
+        if value == "layer":
+            with pytest.raises(UserError, match=r"settings.json: subfedavg.share-of = 'layer': unknown key"):
+                settings_of({"run-dir": str(path.parent), "resume": True})
+    assert settings_of({"run-dir": str(path.parent), "resume": True}).digest() == content["digest"]
+
+
+def test_a_key_that_is_gone_is_no_key() -> None:
+    for key, value in GONE_KEYS.items():
+        method = key.partition(".")[0]
+        assert key not in resolve({"method": method, "local-epochs": 2, "validation-fraction": 0.1}).flat()
+        with pytest.raises(UserError, match=f"^{key} = '{value}': unknown key"):
+            resolve({key: value})
 
 
 def same(one: Checkpoint, other: Checkpoint) -> bool:

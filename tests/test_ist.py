@@ -263,14 +263,6 @@ def test_a_wide_run_on_two_nodes_and_resumed_is_the_same(run_local: Run, tmp_pat
     assert (part / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_biases_that_are_kept(run_local: Run) -> None:
-    keys = {"num_clients": 2, "partition": "iid", "method": "ist"}
-    _, folder = run_local(**keys, ist__bias="keep")
-    start, end = tensors_of(build_model("feature-mlp", (1, 8, 8), 10, 0)), load_file(folder / "model.safetensors")
-    kept = {name for name, tensor in start.items() if torch.equal(end[name], tensor)}
-    assert kept == {"fc1.bias", "fc2.bias"}
-
-
 def test_istprox_is_ist_with_the_term(run_local: Run) -> None:
     keys = {"num_clients": 2, "partition": "iid", "prox_mu": 0.5}
     _, prox = run_local("prox", method="istprox", **keys)

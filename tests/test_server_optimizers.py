@@ -166,11 +166,11 @@ def test_steps_that_are_none_are_refused(steps: float) -> None:
 # --- FedAdam and its like ---------------------------------------------------------------------------------------------
 
 
-def slow(method: str, start: list[float], means: list[list[float]], v0: float) -> list[float]:
+def slow(method: str, start: list[float], means: list[list[float]]) -> list[float]:
     """Algorithm 2 of Reddi et al., number by number, with b1 0.9, b2 0.99, tau 0.01, eta 0.1."""
     result = []
     for k, value in enumerate(start):
-        x, m, v = value, 0.0, v0
+        x, m, v = value, 0.0, 0.0
         for mean in means:
             d = mean[k] - x
             m = 0.9 * m + 0.1 * d
@@ -185,11 +185,10 @@ def slow(method: str, start: list[float], means: list[list[float]], v0: float) -
     return result
 
 
-@pytest.mark.parametrize("first_v", ["zero", "tau"])
 @pytest.mark.parametrize("method", ["fedadam", "fedyogi", "fedadagrad"])
-def test_against_the_papers_lines(method: str, first_v: str) -> None:
+def test_against_the_papers_lines(method: str) -> None:
     """Three rounds, one of them abandoned, the state saved and restored between them."""
-    keys: dict[str, Any] = {f"{method}.lr": 0.1, f"{method}.first-v": first_v}
+    keys: dict[str, Any] = {f"{method}.lr": 0.1}
     strategy = made(method, **keys)
     strategy.current["0.weight"] = torch.tensor([[0.5, -2.0]])
     answers = [([1.0, 3.0], [2.0, -5.0]), ([0.0, 0.1], [0.2, 0.1]), ([-4.0, 1.0], [-2.0, 2.0])]
@@ -202,7 +201,7 @@ def test_against_the_papers_lines(method: str, first_v: str) -> None:
         strategy.load_state(left)
         strategy.current = model
     means = [[(a + b) / 2 for a, b in zip(one, other, strict=True)] for one, other in answers]
-    expected = slow(method, [0.5, -2.0], means, 0.0 if first_v == "zero" else 1e-4)
+    expected = slow(method, [0.5, -2.0], means)
     torch.testing.assert_close(strategy.current["0.weight"], torch.tensor([expected]), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(strategy.current["1.running_mean"], torch.tensor([1.0]))  # the plain mean
 

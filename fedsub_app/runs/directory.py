@@ -39,7 +39,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import canonical, resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
-from fedsub_app.settings import LOCATION_KEYS, Settings, digest
+from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
 
 try:
     import fcntl
@@ -68,7 +68,7 @@ def resume_command(folder: Path) -> str:
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """Resolve a run's settings; with ``resume`` the settings of its directory, which other keys must not contradict.
 
-    ``num-rounds`` may be larger: the run is extended.
+    ``num-rounds`` may be larger: the run is extended. A key that is gone may be recorded with the value that stayed.
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
@@ -83,7 +83,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
                 more = "; it can only get more" if key == EXTENDED else ""
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
             longer = {key: value}
-    before = {key: value for key, value in recorded.items() if key != "experiment"}
+    before = {key: value for key, value in recorded.items() if key != "experiment" and GONE_KEYS.get(key) != value}
     try:
         resolve(before)
     except UserError as error:

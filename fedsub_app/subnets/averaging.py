@@ -180,11 +180,6 @@ class MaskedMean:
                 elif masked:
                     covering.add_(mask, alpha=weight)
 
-    def everybody(self, name: str) -> Tensor:
-        """Return where all updates so far cover a tensor, bool, of its shape or one that broadcasts to it."""
-        weights = self._weights.get(name, torch.zeros(()))
-        return (weights if weights.numel() > 1 else weights.reshape(())) == self._total
-
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
         """Return the mean (:func:`masked_mean`); to be called once, because the sums become the result."""

@@ -121,9 +121,7 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     return Prunable(groups, scales, weights, shapes, {name: p.numel() for name, p in model.named_parameters()})
 
 
-def prune_weights(
-    tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, share_of: Literal["remaining", "layer"]
-) -> Tensors:
+def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float) -> Tensors:
     """Return masks without the smallest weights of each tensor (Algorithm 1, as published).
 
     Weights with an absolute value below the ``share`` quantile of the nonzero absolute values are removed (linear
@@ -133,8 +131,7 @@ def prune_weights(
     ----------
     tensors : tensor name -> float, at least the names of ``masks``.
     masks : tensor name -> bool of the same shape, 1: kept.
-    share : r_us in [0, 1].
-    share_of : ``share`` is a fraction of the weights that remain, or of all weights of the tensor.
+    share : r_us in [0, 1], a fraction of the weights that remain.
     """
     pruned = {}
     for name, mask in masks.items():
@@ -142,14 +139,11 @@ def prune_weights(
         alive = size[size > 0].numpy()
         pruned[name] = mask
         if len(alive):
-            part = min(1.0, share * (mask.numel() / len(alive) if share_of == "layer" else 1.0))
-            pruned[name] = mask & (size >= float(np.quantile(alive, part)))
+            pruned[name] = mask & (size >= float(np.quantile(alive, share)))
     return pruned
 
 
-def prune_channels(
-    scales: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, floor: float, whole: bool = False
-) -> Tensors:
+def prune_channels(scales: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, floor: float) -> Tensors:
     """Return masks without the channels that have the smallest scaling factors (Liu et al. 2017, as published).
 
     The channels up to position ``int(n * share)`` of the n sorted ``|gamma|`` are removed: one more than the share. A
@@ -161,15 +155,12 @@ def prune_channels(
     masks : group name -> bool ``[size]``, 1: kept.
     share : r_s in [0, 1).
     floor : fraction in [0, 1] of the layer's channels in the whole network; rounded down, at least 1.
-    whole : one threshold for all layers (Section 3.5) instead of one for each.
     """
-    sizes = {name: scales[name].abs() for name in masks}
-    left = {name: sizes[name][mask] for name, mask in masks.items()}
-    every = torch.cat(list(left.values()))
     pruned = {}
     for name, mask in masks.items():
-        ordered = (every if whole else left[name]).sort().values
-        kept = mask & (sizes[name] > ordered[int(len(ordered) * share)])
+        size = scales[name].abs()
+        ordered = size[mask].sort().values
+        kept = mask & (size > ordered[int(len(ordered) * share)])
         pruned[name] = kept if int(kept.sum()) >= max(1, int(floor * len(mask))) else mask
     return pruned
 
@@ -180,19 +171,14 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
     return sum(parts) / max(1, len(parts))
 
 
-def last_share(
-    pruned: float, target: float, share: float, hybrid: bool, share_of: Literal["remaining", "layer"] = "remaining"
-) -> float:
+def last_share(pruned: float, target: float, share: float, hybrid: bool) -> float:
     """Return the share of an event: ``share``, or less where ``target`` is nearer.
 
     The share of the remaining weights (as published) is ``(target - pruned) / (1 - pruned)``; unstructured pruning
-    limits it to 0.05, hybrid pruning subtracts 0.05 if it is above 0.16. The share of all weights (not in the paper) is
-    ``target - pruned``.
+    limits it to 0.05, hybrid pruning subtracts 0.05 if it is above 0.16.
     """
     if target - pruned >= share:
         return share
-    if share_of == "layer":
-        return target - pruned
     rest = (target - pruned) / (1 - pruned)
     return (rest - 0.05 if rest > 0.16 else rest) if hybrid else min(0.05, rest)
 

@@ -76,14 +76,6 @@ class RobustMean(MaskedMean):
             if self._rule == "krum" and partial:
                 raise ValueError("krum compares whole updates: all must hold the same tensors, without masks or slices")
 
-    def everybody(self, name: str) -> Tensor:
-        """Return where all updates so far cover a tensor, bool, of its shape or one that broadcasts to it."""
-        covered = torch.tensor(all(name in update.tensors for update in self._kept))
-        for update in self._kept:
-            mask = update.whole(name, self._old[name])[1] if name in update.tensors else None
-            covered = covered if mask is None else covered & mask
-        return covered
-
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
         """Return the robust mean, the old value where no client covers a position.

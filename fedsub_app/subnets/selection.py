@@ -17,7 +17,6 @@ def grow(
     limit: float,
     limit_included: bool = False,
     choose: Choose = "most",
-    whole: bool = False,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
     """Return masks in which a ``share`` of the positions that are off is turned on: the ones that training moved most.
@@ -32,15 +31,8 @@ def grow(
     share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
     limit : alpha in [0, 1]: no growth where the fraction of ones is not below it (``limit_included``: not above it).
     choose : the positions that moved most, that moved least, or random ones (the paper's ablation).
-    whole : count and choose over all tensors together instead of in each by itself.
     generator : generator on the CPU for ``choose = "random"``.
     """
-    if whole:
-        flat = {"": torch.cat([masks[name].flatten() for name in masks])}
-        movement = {"": torch.cat([moved[name].flatten() for name in masks])}
-        grown = grow(flat, movement, share, limit, limit_included, choose, False, generator)[""]
-        parts = grown.split([mask.numel() for mask in masks.values()])
-        return {name: part.view(mask.shape) for (name, mask), part in zip(masks.items(), parts, strict=True)}
     result = {}
     for name, mask in masks.items():
         result[name] = mask
