@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
+from torchvision.models.vgg import make_layers
 
 import fedsub_app
 from fedsub_app import node
@@ -258,9 +259,16 @@ def test_units_of_a_network_of_ones_own() -> None:
     assert groups["join"].cols == (("flat.weight", 48),)
 
 
+def small_vgg(num_classes: int) -> nn.Module:
+    """torchvision's VGG with BatchNorm in small: 123 million parameters of vgg11_bn are its first Linear's."""
+    features = make_layers([8, "M", 12, "M", 16, 16, "M"], batch_norm=True)
+    classifier = nn.Linear(4 * 16, 24), nn.ReLU(), nn.Dropout(), nn.Linear(24, num_classes)
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), *classifier)
+
+
 NORM = ("weight", "bias", "running_mean", "running_var")
 SOURCES = {
-    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), "torchvision:vgg11_bn": ("", 10),
+    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), f"{__name__}:small_vgg": ("", 5),
     "torchvision:squeezenet1_1": ("", 25), "resnet18-gn": ("", 12),
     "torchvision.models:VisionTransformer": (
         "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
@@ -435,6 +443,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("method", ["fedpart", "scaffold", "fedselect"])
 def test_frozen_unused_and_tied_tensors_take_part(method: str, tmp_path: Path) -> None:
     """And an integer buffer, tensors made in forward, an output with logits."""
