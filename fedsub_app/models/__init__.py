@@ -4,7 +4,7 @@ from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
 from fedsub_app.models.network import Network, Output
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
-from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced
+from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced, with_logits
 from fedsub_app.models.units import (
     head_names,
     layer_groups,
@@ -37,4 +37,5 @@ __all__ = [
     "unit_groups",
     "widths_of",
     "with_head",
+    "with_logits",
 ]

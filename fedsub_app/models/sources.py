@@ -100,8 +100,13 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
     model : modified: its output becomes a tensor where it was a mapping or an object that holds ``logits``.
     in_shape : shape of one input without the batch axis.
     """
-    model.register_forward_hook(_logits)
     setattr(model, _ABOUT, About(tuple(in_shape)))
+    return with_logits(model)
+
+
+def with_logits(model: nn.Module) -> nn.Module:
+    """Return the network, modified: its output becomes a tensor where it was an object that holds ``logits``."""
+    model.register_forward_hook(_logits)
     return model
 
 

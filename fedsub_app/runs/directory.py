@@ -127,7 +127,12 @@ def _lock(folder: Path) -> TextIO:
 
 
 class Run:
-    """The directory of one run, locked against other processes. Use :func:`open_run`, and close it."""
+    """The directory of one run, locked against other processes. Use :func:`open_run`, and close it.
+
+    Attributes
+    ----------
+    continuation : the command or call that resumes the run, for the messages of a failure.
+    """
 
     def __init__(
         self, folder: Path, settings: Settings, run_id: str, settings_digest: str, earlier: Sequence[str] = ()
@@ -139,6 +144,7 @@ class Run:
         self.earlier = tuple(earlier)
         self.lines: list[Json] = []
         self.last_round = 0
+        self.continuation = resume_command(folder)
         self._lock = _lock(folder)
 
     def close(self) -> None:
@@ -160,7 +166,7 @@ class Run:
             yield path
         except OSError as error:
             reason = f"{path}: cannot be written ({error.strerror})"
-            raise RunFailed(f"{reason}; when it can, `{resume_command(self.folder)}` goes on", self.folder) from None
+            raise RunFailed(f"{reason}; when it can, `{self.continuation}` goes on", self.folder) from None
 
     def write_json(self, name: str, content: Json) -> None:
         """Write the file ``name`` of the run, atomically."""
