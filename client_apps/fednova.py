@@ -7,6 +7,8 @@ from fedsub_app.common.tensors import Json, Tensors
 class FedNovaClient(Client):
     """Trains as FedAvg's client does and reports its steps tau_i."""
 
+    computes_with_sgd = True
+
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained model."""
         self.load(sent)

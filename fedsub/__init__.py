@@ -1,7 +1,7 @@
 """The methods of fedsub for a Flower app of one's own; everything here is loaded when it is asked for.
 
 ``fedsub.FedSelect(alpha=0.3, lr=0.05)`` and a class for each other method of `fedsub list methods`, :func:`client_app`,
-:func:`start`, :func:`run`, :func:`register`.
+:func:`private_data`, :func:`start`, :func:`run`, :func:`register`.
 """
 
 from importlib import import_module
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedsub_app import run as run
     from fedsub_app.common.errors import UserError as UserError
     from fedsub_app.library.client import client_app as client_app
+    from fedsub_app.library.client import private_data as private_data
     from fedsub_app.library.loop import start as start
     from fedsub_app.methods import Method as Method
     from fedsub_app.runs.directory import RunFailed as RunFailed
@@ -29,6 +30,7 @@ _HOMES = {
     "SubnetStrategy": "strategies.base",
     "UserError": "fedsub_app.common.errors",
     "client_app": "fedsub_app.library.client",
+    "private_data": "fedsub_app.library.client",
     "register": "fedsub_app",
     "run": "fedsub_app",
     "start": "fedsub_app.library.loop",

@@ -31,7 +31,7 @@ from fedsub_app.data import private_name
 from fedsub_app.federation.protocol import MEASURE, Update
 from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
-from fedsub_app.models import is_own_code
+from fedsub_app.models import bundled, is_own_code
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.training.client_state import ClientState, StateGone
@@ -239,8 +239,9 @@ def _private_settings(text: str, path: str, image_size: int) -> Settings:
 def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
     settings = resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
-    if is_own_code(settings.model) and not simulated():  # a server must not name code that this node is to run
-        raise UserError(f"model = {settings.model!r}: a node runs networks of this package or of known ones only")
+    if is_own_code(settings.model) and not simulated() and not bundled(settings.model).exists():
+        # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
+        raise UserError(f"model = {settings.model!r}: a node runs code of the run's bundle or of known packages only")
     return settings
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import Dataset, load_dataset, own_dataset
-from fedsub_app.models import adopted, build_model, check_network, is_sourced, unit_groups, with_head
+from fedsub_app.models import adopted, build_model, check_network, is_sourced, unit_groups, with_head, with_logits
 from fedsub_app.settings import Settings
 
 Reduction = Literal["mean", "sum", "none"]
@@ -111,9 +111,8 @@ class Problem:
         """
         if settings.hidden_width:
             raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
-        build = seeded(model)
-        dataset = own_dataset(data, partial(classes_of, build(settings.seed)))
-        build = partial(_traced, build, dataset.in_shape) if traced else build
+        dataset = own_dataset(data, partial(classes_of, built(model)(settings.seed)))
+        build = built(model, dataset.in_shape if traced else ())
         return Problem(dataset, build, task or Classification(), settings.seed, settings.head)
 
     def network(self, seed: int | None = None) -> nn.Module:
@@ -124,11 +123,7 @@ class Problem:
         UserError
             No network has this name, or it cannot take these inputs.
         """
-        model = self.build(self.seed if seed is None else seed)
-        try:
-            return with_head(model, self.head) if self.head else model
-        except ValueError as error:
-            raise UserError(f"head = {self.head!r}: {error}") from None
+        return with_named_head(self.build(self.seed if seed is None else seed), self.head)
 
 
 class OwnLoss(Classification):
@@ -149,19 +144,19 @@ class OwnLoss(Classification):
         return self.mean(output, y) * (len(y) if reduction == "sum" else 1)
 
 
-def _traced(build: Callable[[int], nn.Module], in_shape: tuple[int, ...], seed: int) -> nn.Module:
-    """Return a user's network; it has the units of its graph, but for a Sequential that is read like those listed."""
-    model = build(seed)
-    with suppress(TypeError):
-        if isinstance(model, nn.Sequential) and unit_groups(model):
-            return model
-    return adopted(model, in_shape)
+def with_named_head(model: nn.Module, head: str) -> nn.Module:
+    """Return the network with the head that the key ``head`` names; :class:`UserError` where there is none such."""
+    try:
+        return with_head(model, head) if head else model
+    except ValueError as error:
+        raise UserError(f"head = {head!r}: {error}") from None
 
 
-def seeded(model: Model) -> Callable[[int], nn.Module]:
-    """Return a function from a seed to a fresh network of the factory, on the CPU.
+def built(model: Model, in_shape: tuple[int, ...] = ()) -> Callable[[int], nn.Module]:
+    """Return a function from a seed to a fresh network of a user's factory, on the CPU.
 
-    The global generators are left as they were.
+    The global generators are left as they were. With ``in_shape`` the network has layers and units by its graph, but
+    for a Sequential that is read like those listed.
     """
 
     def build(seed: int) -> nn.Module:
@@ -170,7 +165,10 @@ def seeded(model: Model) -> Callable[[int], nn.Module]:
             module = model()
         if not isinstance(module, nn.Module):
             raise UserError(f"model = {shown(model)}: returned a {type(module).__name__}, must be a torch.nn.Module")
-        return module
+        with suppress(TypeError):
+            if not in_shape or (isinstance(module, nn.Sequential) and unit_groups(module)):
+                return with_logits(module)
+        return adopted(module, in_shape)
 
     return build
 

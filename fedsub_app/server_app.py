@@ -11,7 +11,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.engines import log_to_stdout, run_and_report
 from fedsub_app.federation.roll import wake
-from fedsub_app.models import is_own_code
+from fedsub_app.models import bundled, is_own_code
 from fedsub_app.runs.directory import RunFailed, settings_of
 
 log = logging.getLogger("fedsub")
@@ -35,7 +35,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def refuse_own_code(model: str) -> None:
-    """Raise :class:`UserError` for a network in a file or module of the user, which the run's bundle does not hold."""
-    if is_own_code(model):
-        other = "in a Flower app of your own fedsub.client_app takes the network"
-        raise UserError(f"model = {model!r}: code of your own runs on the local engine only; {other}")
+    """Raise :class:`UserError` for a network in a file or module of the user that the run's bundle does not hold."""
+    if is_own_code(model) and not bundled(model).exists():
+        other = "`fedsub run --engine` puts FILE.py:NAME into it, and fedsub.client_app takes any network"
+        raise UserError(f"model = {model!r}: not in the run's bundle; {other}")

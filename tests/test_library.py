@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -123,6 +124,8 @@ def test_keywords_are_the_keys() -> None:
         ("ISTProx", {"objective": "moon"}, r"^objective = 'moon': must be 'prox' with method = 'istprox'$"),
         ("MOON", {"objective": "prox"}, r"^objective = 'prox': must be 'moon' with method = 'moon'$"),
         ("FedAvg", {"clients_per_node": 0}, r"^clients_per_node = 0: must be an integer from 1 on$"),
+        ("FedAvg", {"max_examples": 2.5}, r"^max_examples = 2.5: must be an integer from 0 on$"),
+        ("IST", {"in_shape": (1, 8, 8)}, r"^in_shape = \(1, 8, 8\): must be positive integers, with model=$"),
         ("FedAvg", {"lr_decay_at": (0, 3)}, r"^lr-decay-at = '0, 3': must be rounds from 1 on"),
     ],
 )
@@ -142,6 +145,7 @@ def test_what_needs_the_number_of_clients_waits_for_the_roll_call() -> None:
 # --- Flower's own loop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_in_flowers_loop(method: str) -> None:
     """On two nodes of two clients each; what it remembers of the start is the initial model, which no seed gives."""
@@ -163,6 +167,7 @@ def test_every_method_runs_in_flowers_loop(method: str) -> None:
     assert list(found.arrays) == list(first)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("method", ["fedavg", "fedselect", "fedpart"])
 def test_the_same_bits_as_a_run(method: str, tmp_path: Path) -> None:
     keys = {key.replace("_", "-"): value for key, value in METHOD_KEYS[method].items() if "__" not in key}
@@ -233,9 +238,60 @@ def test_a_loss_of_ones_own() -> None:
     assert plain["train-loss"] != smooth["train-loss"]
 
 
+def test_units_of_a_network_that_is_no_sequential() -> None:
+    """The server finds them with in_shape, and the clients with it."""
+    with pytest.raises(fedsub.UserError, match=r"^model = 'own': not with .* 'ist': units of a Net are found with"):
+        fedsub.IST(clients_per_node=4, model=Net).start(grid(), arrays(), 1)
+    strategy = fedsub.IST(clients_per_node=4, model=Net, in_shape=(1, 8, 8))
+    found = strategy.start(grid(), arrays(), 1)
+    assert strategy.connected.phase.dropped == []
+    assert strategy.connected.units[0].size == 16
+    assert list(found.arrays) == list(arrays())
+    with_other = {"model": Net, "in_shape": (1, 4, 16)}
+    assert "in_shape = (1, 4, 16) of the strategy: samples of client 0 have (1, 8, 8)" in dropped(with_other)
+
+
+def test_the_head_of_ones_own_network() -> None:
+    """With FedPer the layer ``body.1`` stays with the clients, whose client_app may name it as well."""
+    start = arrays()
+    found = fedsub.FedPer(clients_per_node=4, model=Net, head="body.1").start(grid(head="body.1"), start, 1)
+    same = {n for n, t in to_tensors(found.arrays).items() if torch.equal(t, to_tensors(start)[n])}
+    assert {n for n in same if n.startswith(("head", "body.1"))} == {"body.1.weight", "body.1.bias"}
+    assert "head = 'head' of client_app: the strategy's is 'body.1'" in dropped({"head": "body.1"}, head="head")
+    with pytest.raises(fedsub.UserError, match=r"^head = 'tail': 'tail' is no layer"):
+        fedsub.FedPer(model=Net, head="tail").start(grid(), arrays(), 1)
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    """Adam as torch has it is the Adam of the key."""
+    start, adam = arrays(), lambda parameters, lr: torch.optim.Adam(parameters, lr, fused=True)
+    ours = fedsub.FedAvg(clients_per_node=4, optimizer="adam", lr=0.01).start(grid(), start, 2)
+    own = fedsub.FedAvg(clients_per_node=4, lr=0.01).start(grid(optimizer=adam), start, 2)
+    assert all(torch.equal(t, to_tensors(ours.arrays)[n]) for n, t in to_tensors(own.arrays).items())
+    assert "momentum = 0.9: must be 0.0 with optimizer= of client_app" in dropped({"momentum": 0.9}, optimizer=adam)
+    said = dropped({}, fedsub.Scaffold, optimizer=adam)
+    assert "optimizer= of client_app: not with method = 'scaffold', which computes with SGD's steps" in said
+
+
+@pytest.mark.parametrize(("bound", "said"), [(99, "num-examples = 100: must be an integer from 1 to 99"), (100, "")])
+def test_samples_beyond_the_bound_are_refused(bound: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    fedsub.FedAvg(clients_per_node=4, max_examples=bound).start(grid(), arrays(), 1)
+    assert said in caplog.text
+    assert ("dropped client" in caplog.text) == bool(said)
+
+
+def test_an_output_with_logits_is_taken_for_its_logits() -> None:
+    class Answer(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return {"logits": super().forward(x)}
+
+    assert dropped({}, model=Answer) == "[]"
+
+
 # --- our loop ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.run
 def test_start_with_checkpoints_goes_on(tmp_path: Path) -> None:
     first = arrays()
     measured: Callable[..., Any] = lambda number, found: {"global-accuracy": float(number)}  # noqa: E731
@@ -256,14 +312,30 @@ def test_start_with_checkpoints_goes_on(tmp_path: Path) -> None:
         )
 
 
+def test_a_failure_says_how_start_goes_on(tmp_path: Path) -> None:
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        raise MemoryError
+
+    one = lambda context: ((X, Y), (X, Y))  # noqa: E731
+    with pytest.raises(fedsub.RunFailed, match=r"`fedsub.start\(…, run_dir='.*/run', resume=True\)` goes on$"):
+        fedsub.start(fedsub.FedAvg(), grid(loss=loss, data=one), initial_arrays=arrays(), run_dir=tmp_path / "run")
+
+
+def test_wrong_arrays_leave_no_directory(tmp_path: Path) -> None:
+    wrong = arrays(nn.Linear(2, 2))
+    with pytest.raises(fedsub.UserError, match=r"^initial_arrays: "):
+        fedsub.start(fedsub.FedAvg(model=Net), grid(), initial_arrays=wrong, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 # --- data and networks ------------------------------------------------------------------------------------------------
 
 
-def dropped(**how: Any) -> str:
-    """Why the client of a node is dropped."""
-    strategy = fedsub.FedAvg()
+def dropped(keywords: dict[str, Any], kind: Any = None, **how: Any) -> str:
+    """Why the client of a node is dropped, or "[]"."""
+    strategy = (kind or fedsub.FedAvg)(clients_per_node=4, **keywords)
     strategy.start(grid(**how), arrays(), 1)
-    return strategy.connected.phase.report.get("abandoned", "") + str(strategy.connected.phase.dropped)
+    return str(strategy.connected.phase.dropped)
 
 
 X, Y = torch.zeros(6, 1, 8, 8), torch.arange(6)
@@ -310,10 +382,33 @@ def test_a_client_whose_data_fail_is_dropped() -> None:
     def broken(context: Context) -> Any:
         raise FileNotFoundError("/data/ward-3.csv")
 
-    said = dropped(data=broken)
+    said = dropped({}, data=broken)
     assert "data of client 0: FileNotFoundError: /data/ward-3.csv" in said
 
 
+def test_a_nodes_own_file_is_one_such_function(tmp_path: Path) -> None:
+    """``private-data`` of its configuration, which no other node sees."""
+    x, y = np.arange(20 * 64, dtype=np.uint8).reshape(20, 8, 8), np.arange(20) % 10
+    np.savez(tmp_path / "ward.npz", train_images=x, train_labels=y, test_images=x[:10], test_labels=y[:10])
+    own = grid(data=fedsub.private_data)
+    for context in own.contexts.values():
+        context.node_config["private-data"] = str(tmp_path / "ward.npz")
+    strategy = fedsub.FedAvg()
+    strategy.start(own, arrays(), 1)
+    assert strategy.connected.phase.dropped == []
+    assert "private-data = '.': not there, or not an .npz file" in dropped({}, data=fedsub.private_data)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("method", ["fedpart", "fedpac", "fedpews", "heterofl", "ist", "moon", "subfedavg"])
+def test_run_takes_a_method_that_asks_for_layers_or_units(method: str) -> None:
+    keys = {key.replace("__", ".").replace("_", "-"): value for key, value in METHOD_KEYS[method].items()}
+    data = (DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y)
+    record = fedsub.run({**keys, "method": method, "num-rounds": 1}, model=Net, data=data)
+    assert (record.lines[1]["status"], record.lines[1]["dropped"]) == ("ok", [])
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("workers", [1, 2])
 def test_run_with_a_network_and_data(workers: int, tmp_path: Path) -> None:
     """The same bits as the names of the same network and data."""

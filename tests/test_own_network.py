@@ -3,25 +3,31 @@
 import json
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from flwr.cli.build import build_fab_from_disk
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
+from torchvision.models.vgg import make_layers
 
 import fedsub_app
 from fedsub_app import node
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import resolve
+from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.methods import METHODS
 from fedsub_app.models import (
     Network,
     adopted,
     build_model,
+    bundled,
     check_network,
     head_names,
     layer_groups,
@@ -29,6 +35,7 @@ from fedsub_app.models import (
     mlp,
     narrowed,
     part_names,
+    sources,
     tensors_of,
     unit_groups,
     widths_of,
@@ -36,6 +43,7 @@ from fedsub_app.models import (
 from fedsub_app.models.groups import Place
 from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
+from fedsub_app.runs.directory import open_run
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, split
@@ -258,9 +266,16 @@ def test_units_of_a_network_of_ones_own() -> None:
     assert groups["join"].cols == (("flat.weight", 48),)
 
 
+def small_vgg(num_classes: int) -> nn.Module:
+    """torchvision's VGG with BatchNorm in small: 123 million parameters of vgg11_bn are its first Linear's."""
+    features = make_layers([8, "M", 12, "M", 16, 16, "M"], batch_norm=True)
+    classifier = nn.Linear(4 * 16, 24), nn.ReLU(), nn.Dropout(), nn.Linear(24, num_classes)
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), *classifier)
+
+
 NORM = ("weight", "bias", "running_mean", "running_var")
 SOURCES = {
-    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), "torchvision:vgg11_bn": ("", 10),
+    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), f"{__name__}:small_vgg": ("", 5),
     "torchvision:squeezenet1_1": ("", 25), "resnet18-gn": ("", 12),
     "torchvision.models:VisionTransformer": (
         "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
@@ -355,11 +370,47 @@ def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None
         unit_groups(adopted(network, (1, 4, 4)))
 
 
-def test_flowers_engines_refuse_code_of_the_user(file: Path) -> None:
-    """The run's bundle does not hold it; networks of packages are there on every node."""
+# --- a user's file on Flower's engines --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (PROJECT / "pyproject.toml").exists(), reason="bundles the checkout")
+def test_the_bundle_holds_the_users_file(file: Path) -> None:
+    model = f"{file}:Net"
+    with bundle("torchvision:resnet18") as project:
+        assert project == PROJECT
+    with bundle(model) as project, zipfile.ZipFile(BytesIO(build_fab_from_disk(project))) as fab:
+        held = fab.read(bundled(model).relative_to(PROJECT).as_posix())
+        assert {"fedsub_app/server_app.py", "strategies/base.py", "conf/fedpews/digits.toml"} <= {*fab.namelist()}
+    assert held == file.read_bytes()
+    with pytest.raises(UserError, match=r"^model = '.*gone.py:Net': No such file"), bundle(f"{file}.gone.py:Net"):
+        pass
+
+
+def test_flowers_engines_run_code_of_the_bundle_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest is part of that of all code; networks of packages are there on every node."""
+    monkeypatch.setattr(node, "simulated", lambda: False)
+    monkeypatch.setattr(sources, "BUNDLE", file.parent / "bundle")
+    model = f"{file}:Net"
     refuse_own_code("torchvision:resnet18")
-    with pytest.raises(UserError, match="code of your own runs on the local engine only; in a Flower app of your own"):
-        refuse_own_code(f"{file}:Net")
+    with pytest.raises(UserError, match=r"not in the run's bundle; `fedsub run --engine` puts FILE.py:NAME into it"):
+        refuse_own_code(model)
+    with pytest.raises(UserError, match="a node runs code of the run's bundle or of known packages only"):
+        settings_from(json.dumps({"model": model}), "")
+    bundled(model).parent.mkdir()
+    file.rename(bundled(model))
+    refuse_own_code(model)
+    assert settings_from(json.dumps({"model": model}), "").model == model
+    assert build_model(model, (1, 8, 8), 10, 0)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_a_run_of_a_changed_file_is_not_resumed(file: Path, tmp_path: Path) -> None:
+    settings = resolve({"model": f"{file}:Net", "run-dir": str(tmp_path / "run")})
+    open_run(settings).close()
+    again = settings.model_copy(update={"resume": True})
+    open_run(again).close()
+    file.write_text(NETWORK.replace("width=4", "width=5"))
+    with pytest.raises(UserError, match=r"^model = '.*my_net.py:Net': the file has changed since the run in .* began$"):
+        open_run(again)
 
 
 # --- head -----------------------------------------------------------------------------------------------------------
@@ -397,15 +448,6 @@ def test_a_method_that_needs_units_says_why_there_are_none(tmp_path: Path) -> No
         METHODS["ist"].strategy(settings, Problem.of(settings).network())
 
 
-def test_a_node_of_a_federation_runs_no_code_that_a_server_names(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = json.dumps({"model": f"{file}:Net"})
-    assert settings_from(text, "").model == f"{file}:Net"
-    settings_from.cache_clear()
-    monkeypatch.setattr(node, "simulated", lambda: False)
-    with pytest.raises(UserError, match="a node runs networks of this package or of known ones only"):
-        settings_from(text, "")
-
-
 def test_a_network_from_python_has_the_units_of_its_graph() -> None:
     data = tuple((torch.randn(8, 1, 4, 4), torch.arange(8) % 3) for _ in range(2))
     network = Problem.own(lambda: Branches((1, 4, 4), 3), data, resolve({}), traced=True).network()
@@ -435,6 +477,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("method", ["fedpart", "scaffold", "fedselect"])
 def test_frozen_unused_and_tied_tensors_take_part(method: str, tmp_path: Path) -> None:
     """And an integer buffer, tensors made in forward, an output with logits."""

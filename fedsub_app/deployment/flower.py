@@ -9,12 +9,15 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
@@ -189,13 +192,14 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
     if waking:  # else both commands would start a SuperLink
         waking.wait()
     variables = full_environment()
-    command = flwr("run", str(PROJECT), connection, "--format", "json")
-    if overrides:
-        command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
-    try:
-        started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"`flwr list {connection}` shows whether Flower has begun the run") from None
+    with bundle(settings.model) as project:
+        command = flwr("run", str(project), connection, "--format", "json")
+        if overrides:
+            command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
+        try:
+            started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"`flwr list {connection}` shows whether Flower has begun the run") from None
     answer = json_in(started.stdout)
     run_id = answer.get("run-id")
     if started.returncode or not run_id:
@@ -213,6 +217,34 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
         print(f"failed: {_ended(connection, str(run_id), status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def bundle(model: str) -> Iterator[Path]:
+    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's file.
+
+    Raises
+    ------
+    UserError
+        The file that ``model`` names cannot be read, or there is no checkout.
+    """
+    from fedsub_app.models import bundled, own_file
+
+    if not (PROJECT / "pyproject.toml").exists():
+        raise UserError("--engine: Flower bundles a checkout of fedsub; a package has the local engine and client_app")
+    if not (own := own_file(model)):
+        yield PROJECT
+        return
+    included = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
+    with TemporaryDirectory(prefix="fedsub-") as folder:
+        files = {path: path.relative_to(PROJECT) for pattern in included for path in PROJECT.glob(pattern)}
+        for path, name in (files | {own: bundled(model).relative_to(PROJECT)}).items():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                shutil.copyfile(path, Path(folder) / name)
+            except OSError as error:
+                raise UserError(f"model = {model!r}: {error.strerror or error}") from error
+        yield Path(folder)
 
 
 def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, Value]") -> str:

@@ -2,28 +2,35 @@
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 
 from flwr.app import Context
 
 from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.tensor_files import read_tensors
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+from fedsub_app.data import load_dataset, private_name
 from fedsub_app.data.partition import whole_set
+from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
 from fedsub_app.node import Places, Source, initial_file, settings_from, state_folder
 from fedsub_app.problem import Loss, Model, OwnLoss, Problem
 from fedsub_app.settings import Settings
+from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
 from fedsub_app.training.workplace import Workplace
 
 Load = Callable[[Context], object]
-PARTITION = ("partition-id", "num-partitions")
 CLIENTS = 256  # whose data a process keeps
 
 
-def client_app(*, model: Model, data: Load, loss: Loss | None = None) -> NodeApp:
+def client_app(
+    *, model: Model, data: Load, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, head: str = ""
+) -> NodeApp:
     """Return the ClientApp whose clients train ``model`` on their own data, with any method.
 
     Parameters
@@ -33,18 +40,42 @@ def client_app(*, model: Model, data: Load, loss: Loss | None = None) -> NodeApp
         ``context.node_config`` is the node's, with the client as ``partition-id`` and the number of all clients as
         ``num-partitions``. Called once a client and process.
     loss : (logits, y) -> the differentiable mean of a batch; default: cross-entropy.
+    optimizer : (parameters, lr) -> a ``torch.optim.Optimizer``, in the place of SGD; fresh in every round.
+    head : name of the layer that is the network's head, where the strategy's ``head`` names none; default: the last
+        Linear.
     """
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
-    return NodeApp(own(model, data, loss), module)
+    return NodeApp(own(model, data, loss, optimizer, head), module)
 
 
-def own(model: Model, data: Load, loss: Loss | None = None) -> Source:
+def private_data(context: Context) -> object:
+    """Return the samples of a node's own file: a ``data`` of :func:`client_app` for SuperNodes.
+
+    ``private-data`` of the node's ``--node-config`` is the path of an .npz file or image folder, normalised by its own
+    training samples.
+
+    Raises
+    ------
+    UserError
+        There is no path, or no data set of these forms.
+    """
+    path = Path(str(context.node_config.get("private-data", "")))
+    data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)
+    return (data.train_x[:], data.train_y), (data.test_x[:], data.test_y)
+
+
+def own(
+    model: Model, data: Load, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, head: str = ""
+) -> Source:
     """Return the source of a node whose clients' data ``data`` loads."""
     networks: dict[Settings, Network] = {}
 
     @lru_cache(maxsize=CLIENTS)
     def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
-        problem = Problem.own(model, _loaded(data, node.context, client, settings), settings, loss and OwnLoss(loss))
+        samples = _loaded(data, node.context, client, settings)
+        problem = Problem.own(model, samples, settings, loss and OwnLoss(loss), traced=bool(node.in_shape))
+        if node.in_shape and node.in_shape != (came := problem.data.in_shape):
+            raise UserError(f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {came}")
         device = pick_device(settings.device, settings.gpu_exact)
         if settings not in networks:
             networks.clear()
@@ -54,13 +85,33 @@ def own(model: Model, data: Load, loss: Loss | None = None) -> Source:
             (found.train_x.to(device), found.train_y.to(device)),
             (found.test_x.to(device), found.test_y.to(device)),
         )
-        return Workplace(settings, problem, partition, networks[settings], device, *train, *test, node.initial)
+        how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
+        return Workplace(settings, problem, partition, networks[settings], device, *train, *test, node.initial, how)
 
     def source(text: str, header: Json, context: Context) -> Places:
         settings, node = settings_from(text, ""), _Node(header, context)
+        if head and settings.head not in ("", head):
+            raise UserError(f"head = {head!r} of client_app: the strategy's is {settings.head!r}")
+        if optimizer:
+            _check_optimizer(settings)
+        settings = settings.model_copy(update={"head": head or settings.head})
         return lambda client: loaded(settings, client, node)
 
     return source
+
+
+def _check_optimizer(settings: Settings) -> None:
+    """Refuse the keys and methods that do nothing, or something else, with an optimizer of the user's."""
+    for key, value, allowed in (
+        ("optimizer", settings.optimizer, "sgd"),
+        ("momentum", settings.momentum, 0.0),
+        ("weight-decay", settings.weight_decay, 0.0),
+    ):
+        if value != allowed:
+            raise UserError(f"{key} = {value!r}: must be {allowed!r} with optimizer= of client_app, which replaces it")
+    if METHODS[settings.method].client.computes_with_sgd:
+        reason = f"method = {settings.method!r}, which computes with SGD's steps"
+        raise UserError(f"optimizer= of client_app: not with {reason}")
 
 
 class _Node:
@@ -68,10 +119,11 @@ class _Node:
 
     def __init__(self, header: Json, context: Context) -> None:
         self.context, self.folder = context, state_folder(header, context.node_config)
+        self.in_shape = tuple(header.get("in-shape", ()))
         others = {
             key: value for key, value in context.node_config.items() if key not in ("partition-id", "num-partitions")
         }
-        self._key = (str(self.folder), tuple(sorted(others.items())))
+        self._key = (str(self.folder), self.in_shape, tuple(sorted(others.items())))
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -93,4 +145,6 @@ def _loaded(data: Load, context: Context, client: int, settings: Settings) -> ob
     try:
         return data(of_client)
     except Exception as error:
+        if machine_failure(error):
+            raise
         raise UserError(f"data of client {client}: {one_line(error)}") from error

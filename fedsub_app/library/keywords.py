@@ -47,7 +47,7 @@ def signature(method: str) -> Signature:
     """Return the signature of a method's strategy, for ``help``."""
     values = {"evaluate": EVALUATE}
     both: dict[str, object] = {name: values.get(name, defaults()[key]) for name, key in keywords(method).items()}
-    both |= {"clients_per_node": 1, "model": None}
+    both |= {"model": None, "in_shape": (), "max_examples": 0, "clients_per_node": 1}
     return Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in both.items()])
 
 

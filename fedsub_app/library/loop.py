@@ -14,7 +14,7 @@ from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.strategy import LibraryStrategy
 from fedsub_app.node import initial_file
 from fedsub_app.runs.directory import open_run, settings_of
-from fedsub_app.runs.loop import run_rounds
+from fedsub_app.runs.loop import described_failures, run_rounds
 from fedsub_app.runs.tracking import check_tracker
 
 Evaluate = Callable[[int, ArrayRecord], Mapping[str, float] | None]
@@ -55,8 +55,10 @@ def start(
     where: dict[str, Value] = {"run-dir": str(run_dir), "resume": resume}
     settings = settings_of(strategy.call_roll(grid) | where)
     check_tracker(settings.track)
+    strategy.build(settings, initial_arrays)  # what is wrong with them is said before anything is written
     run = open_run(settings)
-    try:
+    run.continuation = f"fedsub.start(…, run_dir={str(run.folder)!r}, resume=True)"
+    with described_failures(run, settings):
         first = initial_file(run.folder)
         if first.exists():
             initial_arrays = to_arrays(read_tensors(first)[0])
@@ -69,5 +71,3 @@ def start(
             return dict((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})
 
         return run_rounds(grid, connected, run, measured if evaluate_fn else None)
-    finally:
-        run.close()

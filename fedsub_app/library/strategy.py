@@ -1,8 +1,9 @@
 """Strategies for Flower's own ``Strategy.start``: a method's, connected to the nodes when the first round begins."""
 
 import logging
+import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -24,9 +25,10 @@ from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
 from fedsub_app.methods import METHODS
 from fedsub_app.models import tensors_of
-from fedsub_app.problem import Model, seeded
+from fedsub_app.problem import Model, built, with_named_head
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
+from strategies.hooks import Facts
 from strategies.rounds import check_defences
 
 log = logging.getLogger("fedsub")
@@ -79,6 +81,9 @@ class LibraryStrategy(Strategy):
     Parameters
     ----------
     model : the network's class or a function that makes one, for methods that need its layers.
+    in_shape : shape of one sample. Methods that need units of a network that is no ``nn.Sequential`` find them with
+        it, in the network's graph; the clients' samples must have this shape.
+    max_examples : upper bound on a client's training samples; a reply that claims more is dropped. 0: no bound.
     clients_per_node : clients that each node hosts; the roll call counts the nodes.
     given : settings by keyword, ``help`` lists them.
 
@@ -95,10 +100,22 @@ class LibraryStrategy(Strategy):
 
     method: ClassVar[str]
 
-    def __init__(self, *, model: Model | None = None, clients_per_node: int = 1, **given: object) -> None:
-        if type(clients_per_node) is not int or clients_per_node < 1:
-            raise UserError(f"clients_per_node = {clients_per_node!r}: must be an integer from 1 on")
-        self.model, self.clients_per_node = model, clients_per_node
+    def __init__(
+        self,
+        *,
+        model: Model | None = None,
+        in_shape: Sequence[int] = (),
+        max_examples: int = 0,
+        clients_per_node: int = 1,
+        **given: object,
+    ) -> None:
+        for name, value, least in (("clients_per_node", clients_per_node, 1), ("max_examples", max_examples, 0)):
+            if type(value) is not int or value < least:
+                raise UserError(f"{name} = {value!r}: must be an integer from {least} on")
+        if in_shape and not (model and all(type(size) is int and size > 0 for size in in_shape)):
+            raise UserError(f"in_shape = {in_shape!r}: must be positive integers, with model=")
+        self.model, self.in_shape = model, tuple(in_shape)
+        self.max_examples, self.clients_per_node = max_examples, clients_per_node
         self.keys = keys_of(self.method, given)
         check(self.method, self.keys)
         self.num_rounds = 1
@@ -127,10 +144,8 @@ class LibraryStrategy(Strategy):
         nodes = next(iter(self._roll.nodes.values())).num_partitions
         return whole_keys(self.method, self.keys, nodes * self.clients_per_node, self.num_rounds)
 
-    def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
-        """Make the method's strategy, for the nodes that have answered the roll call.
-
-        ``header`` goes into all messages: the run's id, where simulated clients keep their state.
+    def build(self, settings: Settings, initial_arrays: ArrayRecord) -> tuple[SubnetStrategy, Tensors]:
+        """Make the method's strategy; returns it with the initial tensors.
 
         Raises
         ------
@@ -141,20 +156,36 @@ class LibraryStrategy(Strategy):
         self._order = list(every)
         self._others = {name: tensor for name, tensor in every.items() if not tensor.is_floating_point()}
         initial = {name: tensor.clone() for name, tensor in every.items() if name not in self._others}
-        strategy = METHODS[self.method].strategy(settings, self._network(initial))
+        strategy = METHODS[self.method].strategy(settings, self._network(settings, initial))
         check_defences(strategy)
+        return strategy, initial
+
+    def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
+        """Make the method's strategy, for the nodes that have answered the roll call.
+
+        ``header`` goes into all messages: the run's id, where simulated clients keep their state.
+
+        Raises
+        ------
+        UserError
+            The settings do not go with the clients or the network.
+        """
+        strategy, initial = self.build(settings, initial_arrays)
+        header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
         federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
         federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
         federation.roll, self._roll.settings = self._roll, settings
-        strategy.connect(federation)
+        bound = [self.max_examples] * settings.num_clients
+        facts = Facts(bound, math.inf, lambda _: 0.0, self.max_examples) if self.max_examples else None
+        strategy.connect(federation, facts)
         self.connected = strategy
         return strategy
 
-    def _network(self, initial: Tensors) -> nn.Module:
+    def _network(self, settings: Settings, initial: Tensors) -> nn.Module:
         """Return the network, or what stands for it, with the initial tensors."""
         if self.model is None:
             return TensorsAlone(initial)
-        network = seeded(self.model)(0)
+        network = with_named_head(built(self.model, self.in_shape)(0), settings.head)
         own = tensors_of(network)
         if wrong := [n for n in [*own, *initial] if _shape(own.get(n)) != _shape(initial.get(n))]:
             said = f"{_shape(initial.get(wrong[0]))}, in model = {type(network).__name__} {_shape(own.get(wrong[0]))}"

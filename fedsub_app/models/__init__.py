@@ -4,7 +4,16 @@ from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
 from fedsub_app.models.network import Network, Output
 from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
-from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced
+from fedsub_app.models.sources import (
+    adopted,
+    bundled,
+    check_network,
+    is_own_code,
+    is_sourced,
+    own_digest,
+    own_file,
+    with_logits,
+)
 from fedsub_app.models.units import (
     head_names,
     layer_groups,
@@ -20,6 +29,7 @@ __all__ = [
     "UnitGroup",
     "adopted",
     "build_model",
+    "bundled",
     "check_network",
     "head_names",
     "is_own_code",
@@ -31,10 +41,13 @@ __all__ = [
     "narrow_shapes",
     "narrowed",
     "output_names",
+    "own_digest",
+    "own_file",
     "part_names",
     "tensors_of",
     "trainable",
     "unit_groups",
     "widths_of",
     "with_head",
+    "with_logits",
 ]

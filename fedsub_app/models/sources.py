@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.common.code import text_digest
 from fedsub_app.common.errors import UserError, one_line, shown
 
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 _ABOUT = "_fedsub_about"
+BUNDLE = Path(__file__).parents[1] / "bundle"
 
 
 class About(NamedTuple):
@@ -69,6 +71,25 @@ def is_own_code(model: str) -> bool:
     return is_sourced(model) and model.partition(":")[0] not in PACKAGES
 
 
+def own_file(model: str) -> Path | None:
+    """Return the user's file that ``model`` names, the copy in the run's bundle where there is one; else ``None``."""
+    source = model.rpartition(":")[0]
+    if not is_own_code(model) or not source.endswith(".py"):
+        return None
+    return bundled(model) if bundled(model).exists() else Path(source)
+
+
+def bundled(model: str) -> Path:
+    """Return where a run's bundle, a copy of this package, holds the user's file that ``model`` names."""
+    return BUNDLE / f"{text_digest(model.rpartition(':')[0])}.py"
+
+
+def own_digest(model: str) -> str:
+    """Return the digest of the user's file that ``model`` names; "" for any other network."""
+    path = own_file(model)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path else ""
+
+
 def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
     """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator.
 
@@ -100,8 +121,13 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
     model : modified: its output becomes a tensor where it was a mapping or an object that holds ``logits``.
     in_shape : shape of one input without the batch axis.
     """
-    model.register_forward_hook(_logits)
     setattr(model, _ABOUT, About(tuple(in_shape)))
+    return with_logits(model)
+
+
+def with_logits(model: nn.Module) -> nn.Module:
+    """Return the network, modified: its output becomes a tensor where it was an object that holds ``logits``."""
+    model.register_forward_hook(_logits)
     return model
 
 
@@ -178,7 +204,8 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
 def _own(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> Any:
     """Call a class or function of the user with the options and with what its parameters name."""
     source, _, name = model.rpartition(":")
-    module = _file(Path(source)) if source.endswith(".py") else import_module(source)
+    path = own_file(model)
+    module = _file(path) if path else import_module(source)
     factory = getattr(module, name, None)
     if not callable(factory):
         there = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]

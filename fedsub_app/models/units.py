@@ -62,7 +62,7 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
         return _sequential_groups(model)
     blocks = [(name, m) for name, m in model.named_modules() if type(m).__name__ == "BasicBlock"]
     if not blocks:
-        raise TypeError(f"no units are known for a {type(model).__name__}")
+        raise TypeError(f"units of a {type(model).__name__} are found with the shape of a sample only, in_shape=")
     groups = []
     for name, block in blocks:
         inner = block.get_submodule("conv1")

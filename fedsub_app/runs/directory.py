@@ -37,6 +37,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import canonical, resolve
+from fedsub_app.models import own_digest
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
@@ -49,6 +50,7 @@ except ImportError:  # Windows
 
 CPU = torch.device("cpu")
 EXTENDED = "num-rounds"  # the key that may be larger when a run is resumed
+OWN_CODE = "own-code"  # key of settings.json: digest of the user's file that ``model`` names
 EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
 
 
@@ -127,7 +129,12 @@ def _lock(folder: Path) -> TextIO:
 
 
 class Run:
-    """The directory of one run, locked against other processes. Use :func:`open_run`, and close it."""
+    """The directory of one run, locked against other processes. Use :func:`open_run`, and close it.
+
+    Attributes
+    ----------
+    continuation : the command or call that resumes the run, for the messages of a failure.
+    """
 
     def __init__(
         self, folder: Path, settings: Settings, run_id: str, settings_digest: str, earlier: Sequence[str] = ()
@@ -139,6 +146,7 @@ class Run:
         self.earlier = tuple(earlier)
         self.lines: list[Json] = []
         self.last_round = 0
+        self.continuation = resume_command(folder)
         self._lock = _lock(folder)
 
     def close(self) -> None:
@@ -160,7 +168,7 @@ class Run:
             yield path
         except OSError as error:
             reason = f"{path}: cannot be written ({error.strerror})"
-            raise RunFailed(f"{reason}; when it can, `{resume_command(self.folder)}` goes on", self.folder) from None
+            raise RunFailed(f"{reason}; when it can, `{self.continuation}` goes on", self.folder) from None
 
     def write_json(self, name: str, content: Json) -> None:
         """Write the file ``name`` of the run, atomically."""
@@ -261,6 +269,8 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
                 f"device = 'auto': the run in {folder} was computed on {before}, here it would be {now}, with other "
                 f"rounding; device = {now} goes on with it"
             )
+        if recorded.get(OWN_CODE, code := own_digest(settings.model)) != code:
+            raise UserError(f"model = {settings.model!r}: the file has changed since the run in {folder} began")
         run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
         if settings.num_rounds != recorded["settings"].get(EXTENDED, settings.num_rounds):
             run.extend(recorded)
@@ -276,6 +286,8 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
         "device": device_facts(device),
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
     }
+    if code := own_digest(settings.model):
+        content[OWN_CODE] = code
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
@@ -20,7 +21,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, load_tensors
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
-from fedsub_app.runs.directory import Run, RunFailed, open_run, resume_command
+from fedsub_app.runs.directory import Run, RunFailed, open_run
 from fedsub_app.runs.rounds import ended_by
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
@@ -101,7 +102,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
     # Before the run directory exists: it may reject its settings.
     problem, partition, strategy = prepare(settings, problem)
     dataset, run = problem.data, open_run(settings, device)
-    try:
+    with described_failures(run, settings):
         run_settings = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
         if not partition:  # each node compares its own data with these
@@ -124,14 +125,21 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         log.info("%s", console.opening(run.folder, dataset, strategy))
         strategy.summary()
         return run_rounds(grid, strategy, run, global_test if "global" in settings.evaluations else None)
+
+
+@contextmanager
+def described_failures(run: Run, settings: Settings) -> Iterator[None]:
+    """Close the run at the end; an interruption and a failure of the machine say how the run is resumed."""
+    try:
+        yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"`{resume_command(run.folder)}` goes on") from None
+        raise KeyboardInterrupt(f"`{run.continuation}` goes on") from None
     except Exception as error:
         if failure := machine_failure(error):
             stacked = " or stack-clients = false" if settings.stack_clients else ""
             less = f"; fewer --workers or message-clients take less, in a new run a smaller batch-size{stacked}"
             how = less if "out of memory" in failure else ""
-            raise RunFailed(f"{failure}{how}; `{resume_command(run.folder)}` goes on", run.folder) from error
+            raise RunFailed(f"{failure}{how}; `{run.continuation}` goes on", run.folder) from error
         raise
     finally:
         run.close()

@@ -15,7 +15,6 @@ from fedsub_app.models import Output
 from fedsub_app.training import costs
 from fedsub_app.training.local import crop_and_flip, epoch, evaluation_batches
 from fedsub_app.training.objectives import PREVIOUS, Forward, Moon, Objective, Prox
-from fedsub_app.training.optimizer import Optimizer
 from fedsub_app.training.workplace import Workplace
 
 Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
@@ -243,7 +242,8 @@ class Training:
         self.network = client.network
         self.names = None if names is None else frozenset(names)
         trained = {n: p for n, p in self.network.parameters.items() if self.names is None or n in self.names}
-        self.optimizer = Optimizer(client.settings, trained, client.settings.lr_at(client.round) if lr is None else lr)
+        lr = client.settings.lr_at(client.round) if lr is None else lr
+        self.optimizer = client.place.optimizer(client.settings, trained, lr)
         self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
         self.factors = _factors(keep or {}, trained, self.network.device)
         self.objective = client.objective() if objective is None else objective

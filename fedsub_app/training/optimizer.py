@@ -1,6 +1,6 @@
-"""SGD and Adam on named tensors."""
+"""SGD and Adam on named tensors, and an optimizer of the user's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch.optim.sgd import sgd
 
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.settings import TrainingSettings
+
+MakeOptimizer = Callable[[Iterable[Tensor], float], torch.optim.Optimizer]  # parameters, learning rate -> a fresh one
 
 
 class Optimizer:
@@ -88,3 +90,26 @@ class Optimizer:
                 nesterov=False,
                 maximize=False,
             )
+
+
+class OwnOptimizer(Optimizer):
+    """An optimizer of the user's in the place of SGD.
+
+    Parameters
+    ----------
+    make : returns a fresh one for some parameters and a learning rate; called once a client and training.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, settings: TrainingSettings, parameters: Mapping[str, Tensor], lr: float
+    ) -> None:
+        super().__init__(settings, parameters, lr)
+        self.own = make(list(self.parameters.values()), lr) if parameters else None  # torch's want one at least
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Move the parameters, in place, by one step of the user's optimizer."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients[name]
+        if self.own:
+            self.own.step()
+            self.own.zero_grad()

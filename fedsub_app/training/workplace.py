@@ -14,6 +14,7 @@ from fedsub_app.models import Network, narrowed, tensors_of, widths_of
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
+from fedsub_app.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,7 @@ class Workplace:
     test_x: Samples
     test_y: Tensor
     first: Callable[[], Tensors] | None = None  # returns the initial global model that no seed gives
+    optimizer: Callable[[Settings, Mapping[str, Tensor], float], Optimizer] = Optimizer  # of parameters and an lr
 
     @cached_property
     def black(self) -> Tensor:
