@@ -13,8 +13,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from client_apps.apfl import APFLClient
 from client_apps.base import Client
 from client_apps.ditto import DittoClient
+from client_apps.fedala import FedALAClient
+from client_apps.fedbn import FedBNClient
 from client_apps.fednova import FedNovaClient
 from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
@@ -24,14 +27,19 @@ from client_apps.heterofl import HeteroFLClient
 from client_apps.local import LocalClient
 from client_apps.mtl import MTLClient
 from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
+from client_apps.perfedavg import PerFedAvgClient
+from client_apps.pfedme import PFedMeClient
 from client_apps.scaffold import ScaffoldClient
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
+from strategies.apfl import APFL, APFLSettings
 from strategies.base import SubnetStrategy
 from strategies.ditto import Ditto, DittoSettings
+from strategies.fedala import FedALA, FedALASettings
+from strategies.fedbn import FedBN
 from strategies.fednova import FedNova, FedNovaSettings
 from strategies.fedopt import FedAdagrad, FedAdagradSettings, FedAdam, FedAdamSettings, FedYogi
 from strategies.fedpac import FedPAC, FedPACSettings
@@ -54,6 +62,8 @@ from strategies.parts import (
     Tuned,
     TuningSettings,
 )
+from strategies.perfedavg import PerFedAvg, PerFedAvgSettings
+from strategies.pfedme import PFedMe, PFedMeSettings
 from strategies.scaffold import Scaffold
 from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 
@@ -85,6 +95,11 @@ METHODS = {
     "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, FedAdagrad, Client),
     "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, Tuned, TunedClient, title="FedAvgFT"),
     "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
+    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, FedBN, FedBNClient),
+    "apfl": Method("Deng, Kamani, Mahdavi 2020", APFLSettings, APFL, APFLClient),
+    "fedala": Method("Zhang et al. 2023", FedALASettings, FedALA, FedALAClient),
+    "per-fedavg": Method("Fallah, Mokhtari, Ozdaglar 2020", PerFedAvgSettings, PerFedAvg, PerFedAvgClient),
+    "pfedme": Method("T Dinh, Tran, Nguyen 2020", PFedMeSettings, PFedMe, PFedMeClient, title="pFedMe"),
     "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient, title="FedPer"),
     "fedrep": Method("Collins et al. 2021", FedRepSettings, FedRep, FedRepClient),
     "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, FedBABU, FedBABUClient),

@@ -1,0 +1,57 @@
+"""FedALA, server side: FedAvg's.
+
+Zhang, Hua, Wang, Song, Xue, Ma, Guan: FedALA: Adaptive Local Aggregation for Personalized Federated Learning, AAAI
+2023, https://arxiv.org/abs/2212.01197, Algorithm 1. Before it trains, a client merges the global model into the last p
+layers of its own, element by element: ``own + (global - own) W``; the other layers are the global ones. W, in [0, 1]
+and 1 at first, is learned by gradient descent on s percent of the client's samples: to convergence in the first merge,
+in one pass in the later ones. In its first round a client trains the global model.
+
+Deviations from the paper, the authors' code (https://github.com/TsingZ0/FedALA), and points that they leave open:
+- p counts layers (paper; a layer with the normalisation behind it). The code counts tensors.
+- a pass learns on s percent of its mini-batches, rounded down and at least one, in an order of its own (paper: random
+  samples). The code takes a random run of consecutive samples once, and drops the last mini-batch.
+- W has converged when the standard deviation of the losses of its last ten passes is below 0.1 (code; the paper gives
+  no rule), or after ``learn-passes`` (ours: the server bounds the FLOPs that a client may report).
+- BatchNorm uses the statistics of the mini-batch while W is learned, and its running statistics are the global ones.
+- a client is evaluated on its model after a merge and before training (code), for which W learns once more.
+- ``objective`` is of the training alone, around the global model.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import CountOrZero, Epochs, NonNegative
+from fedsub_app.models import layer_groups
+from fedsub_app.settings import MethodSettings, Settings
+from strategies.base import SubnetStrategy
+
+
+class FedALASettings(MethodSettings):
+    """Keys of FedALA."""
+
+    layers: CountOrZero = 1
+    """p, last layers in which the global model is merged into the client's own; 0: none, FedAvg."""
+    percent: Annotated[float, Field(gt=0, le=100)] = 80.0
+    """s, percentage of the client's mini-batches on which a pass learns the merge."""
+    merge_lr: NonNegative = 1.0
+    """eta, learning rate of the merge's weights W."""
+    learn_passes: Epochs = 50
+    """Upper bound on the passes that learn a client's first merge; later merges learn in one pass."""
+
+
+class FedALA(SubnetStrategy):
+    """FedAvg; the client's own last layers and its W never leave it."""
+
+    options: FedALASettings
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        if self.options.layers > (count := len(layer_groups(model))):
+            raise UserError(f"fedala.layers = {self.options.layers}: at most {count}, the layers of the network")
+
+    def passes(self, client: int) -> float:
+        """Add the passes that learn the merge."""
+        return super().passes(client) + self.options.learn_passes

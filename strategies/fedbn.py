@@ -1,0 +1,42 @@
+"""FedBN, server side: everything but the normalisation layers is shared.
+
+Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
+https://arxiv.org/abs/2102.07623. A client keeps its BatchNorm layers, weights and running statistics; the mean of the
+others is FedAvg's. Authors' code: https://github.com/med-air/FedBN.
+
+Deviations: the other normalisation layers (GroupNorm, LayerNorm, InstanceNorm) stay with the client as well; the paper
+has BatchNorm alone. The normalisation layers of the global model keep their initial values, so ``personal`` is the
+accuracy of the method. A network without such layers is trained as with FedAvg, bit for bit.
+"""
+
+import logging
+
+from torch import nn
+
+from fedsub_app.models import tensors_of
+from fedsub_app.settings import Settings
+from strategies.parts import SharedPart
+
+NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)  # _NormBase: BatchNorm, InstanceNorm
+log = logging.getLogger("fedsub")
+
+
+class FedBN(SharedPart):
+    """Shares all layers but the normalisation layers."""
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        personal = normalisation_names(model)
+        self.shared = [name for name in self.current if name not in personal]
+
+    def summary(self) -> None:
+        """Log the settings, and a warning where the method is FedAvg."""
+        super().summary()
+        if len(self.shared) == len(self.current):
+            log.warning("model = %r has no normalisation layer: fedbn is FedAvg", self.settings.model)
+
+
+def normalisation_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the tensors of all normalisation layers."""
+    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, NORMALISATIONS)]
+    return tuple(f"{path}.{name}" for path, layer in layers for name in tensors_of(layer))

@@ -1,0 +1,50 @@
+"""Per-FedAvg, server side: FedAvg's.
+
+Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
+Approach, NeurIPS 2020, https://arxiv.org/abs/2002.07948, Algorithm 1. A client minimises ``f(w - alpha grad f(w))``:
+the loss after one gradient step of its own. A local step is
+``w <- w - beta (I - alpha H(w; D'')) grad f(w - alpha grad f(w; D); D')`` on three mini-batches, H the Hessian.
+``variant = "first-order"`` (FO) leaves H out; ``"hessian-free"`` (HF) takes the difference of two gradients for the
+product of H and a vector u: ``(grad f(w + delta u) - grad f(w - delta u)) / (2 delta)``. The server takes the mean.
+
+Deviations from the paper and points that it leaves open; its authors have published no code:
+- beta is the general ``lr``. D' are FedAvg's mini-batches, D and D'' come from a second pass in an order of its own
+  that starts anew when it ends; so ``local-epochs`` counts passes over D', and with alpha 0 the method is FedAvg, bit
+  for bit. Published versions of other authors (pFedMe, PFLlib) take D and D' in turn from one pass, FO alone.
+- the exact Hessian is not offered: HF is the paper's own replacement for it.
+- momentum, Adam, weight decay, ``augment`` and ``objective`` act on the step of w; the inner step is plain gradient
+  descent on the task's loss.
+- BatchNorm uses the statistics of each mini-batch; the running ones are those of the adapted network on D'.
+- a client is evaluated after ``tune-steps`` steps of size alpha from the global model (paper: one). pFedMe's and
+  PFLlib's versions take a step of size alpha and one of size beta.
+"""
+
+from typing import Literal
+
+from fedsub_app.common.section import CountOrZero, NonNegative, Positive
+from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
+
+
+class PerFedAvgSettings(MethodSettings):
+    """Keys of Per-FedAvg."""
+
+    alpha: NonNegative = 0.01
+    """Size of the gradient step by which a client adapts the model; 0: FedAvg."""
+    variant: Literal["first-order", "hessian-free"] = "first-order"
+    """Hessian in a local step: left out, or by the difference of two gradients."""
+    delta: Positive = 0.001
+    """Distance of these two gradients from w, as a multiple of the vector that the Hessian is multiplied with."""
+    tune_steps: CountOrZero = 1
+    """Steps of size alpha from the global model before a client's evaluation."""
+
+
+class PerFedAvg(SubnetStrategy):
+    """FedAvg, whose clients train for the loss after a step of adaptation."""
+
+    options: PerFedAvgSettings
+
+    def passes(self, client: int) -> float:
+        """Add the steps of fine-tuning."""
+        tuned = self.options.tune_steps * self.settings.batch_size
+        return super().passes(client) + tuned / max(1, self.max_examples(client))

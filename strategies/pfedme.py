@@ -1,0 +1,47 @@
+"""pFedMe, server side: FedAvg's.
+
+T Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
+https://arxiv.org/abs/2006.08848, Algorithm 1. A client has a local model w, the global one at the start of a round, and
+a personal one, theta. For each mini-batch it minimises ``f(theta) + lambda / 2 ||theta - w||²`` in theta by K gradient
+steps, then moves ``w <- w - eta lambda (w - theta)``. It sends w; the server goes beta of the way to the mean.
+
+Deviations from the paper, the authors' code (https://github.com/CharlieDinh/pFedMe), and points that they leave open:
+- the learning rate of theta is the general ``lr``, eta is ``w-lr``, beta is the general ``server-lr``.
+- theta starts at the global model in each round and goes on from one mini-batch to the next (code). The code also pulls
+  theta to 0 (weight 0.001): set ``weight-decay`` for that.
+- a round has R = ``local-steps`` mini-batches, or ``local-epochs`` passes.
+- only the clients of a round train (paper: all train, some send). A client is evaluated on theta as its last training
+  left it (code), at first the initial model.
+- ``objective`` is of theta. BatchNorm's running statistics are those of theta, for both models.
+With ``lambda = 1``, ``w-lr = 1`` and ``steps = 1`` theta and w are FedAvg's model, bit for bit.
+"""
+
+from fedsub_app.common.section import Count, NonNegative
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
+
+
+class PFedMeSettings(MethodSettings):
+    """Keys of pFedMe."""
+
+    lambda_: NonNegative = 15.0
+    """Pull of theta towards w."""
+    steps: Count = 5
+    """K, gradient steps of theta on each mini-batch."""
+    w_lr: NonNegative = 0.005
+    """eta: after each mini-batch w moves by eta times lambda of its distance towards theta."""
+
+
+class PFedMe(SubnetStrategy):
+    """FedAvg of the local models; theta never leaves a client."""
+
+    options: PFedMeSettings
+
+    def max_samples(self, client: int) -> int:
+        """Count each sample once for each step of theta."""
+        return super().max_samples(client) * self.options.steps
+
+    def personal_download(self, client: int) -> Tensors:
+        """Send nothing."""
+        return {}
