@@ -12,7 +12,7 @@ if not (3, low) <= sys.version_info[:2] <= (3, high):
 endef
 export CHECK
 
-.PHONY: run test quick slow test-method settings check docs bench setup lock clean
+.PHONY: run test quick slow test-method settings results check docs bench setup lock clean
 
 # A run on Flower's simulation engine; then it and two other methods on the same clients, side by side.
 run: setup
@@ -42,6 +42,10 @@ test-method: setup
 # The copy of the defaults in pyproject.toml, which Flower reads.
 settings: setup
 	$(BIN)/python -c 'from pathlib import Path; from fedsub_app.cli.new_method import write_defaults; write_defaults(Path())'
+
+# The pages of docs/results/, of their claims and data files.
+results: setup
+	$(BIN)/python docs/results/pages.py
 
 check: setup
 	$(BIN)/ruff check .

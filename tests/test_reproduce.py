@@ -23,6 +23,7 @@ from fedsub_app.reports.compare import compare
 from fedsub_app.settings import digest
 from fedsub_app.studies import batch, reproduce
 from fedsub_app.studies.tables import Paper, read_table
+from fedsub_app.studies.verdicts import t_interval
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]
@@ -65,6 +66,15 @@ def test_every_table_resolves(name: str) -> None:
     assert len({row.slug for row in table.rows}) == len(table.rows)
 
 
+def test_a_dry_run_lists_the_runs(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", table, "--seeds", "1", "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "digits  FedAvg  seed 0: fedavg on digits, 2 clients, 2 rounds",
+        "digits  local  seed 0: local on digits, 2 clients, 2 rounds",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_row_is_a_setting_with_a_method(table: str) -> None:
     fedavg, local = read_table(table).rows
     assert (fedavg.setting, fedavg.label, fedavg.slug) == ("digits", "FedAvg", "digits-fedavg")
@@ -94,8 +104,9 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
         (
             "seeds = 2",
             "seed = 2",
-            "'seed': unknown key; allowed are title, about, seeds, spread, cost-to-accuracy, setting, method",
+            "'seed': unknown key; allowed are title, about, seeds, spread, cost-to-accuracy, reference, setting, ",
         ),
+        ("seeds = 2", 'seeds = 2\nreference = "all"', "reference = 'all': no such method; allowed are FedAvg, local"),
         (
             'label = "local"',
             'label = "fedavg!"',
@@ -131,9 +142,23 @@ def test_a_table_is_run_written_and_not_run_twice(
     # "local" keeps its models in its clients' states, which nobody asks for any more.
     assert sorted(path.name for path in (out / "digits-local/seed0").iterdir() if path.is_dir()) == ["checkpoints"]
     mean, spread = sum(finals) / 2, abs(finals[0] - finals[1]) / 2**0.5
-    assert fedavg[4] == f"{mean:.2f} ± {spread:.2f}"
+    assert fedavg[4] == f"{mean:.2f} ± {spread:.2f} (2)"
     assert fedavg[3] == "7"
     assert fedavg[5] == "12.3 ± 0.4"
+    kept = json.loads((out / "my-small.json").read_text())
+    assert (kept["set"], kept["seeds"], kept["reference"]) == ({}, 2, "FedAvg")
+    row, local = kept["rows"]
+    assert (row["paper"], row["metric"], row["rounds"]) == (
+        {"rounds": "7", "final": "12.3 ± 0.4"},
+        "global-accuracy",
+        2,
+    )
+    assert [run["final"] for run in row["runs"]] == finals
+    assert row["runs"][0]["curve"]["round"] == [0, 1, 2]
+    assert {"torch", "numpy", "torchvision"} <= row["runs"][0]["versions"].keys()
+    assert row["runs"][0]["machine"]["capability"]
+    apart = [run["final"] - other["final"] for run, other in zip(local["runs"], row["runs"], strict=True)]
+    assert rows[2][6] == f"{t_interval(apart)} (2)"
     text = (out / "my-small.md").read_text()
     for fact in ("# A small table", "- commit: ", "- seeds: 0, 1", "- machine: ", "- data: digits"):
         assert fact in text
@@ -146,6 +171,28 @@ def test_a_table_is_run_written_and_not_run_twice(
     assert "done  " not in capsys.readouterr().out
     assert cli.main(["reproduce", table, "--out", str(out), "-s", "lr=0.01", "--seeds", "1"]) == 0  # other settings
     assert capsys.readouterr().out.count("done  ") == 2
+
+
+def test_runs_are_checked_against_a_tables_file(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's keys and seeds are run anew; where it has one seed, hence no noise, another final is different."""
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    few = ["reproduce", table, "--workers", "1"]
+    assert cli.main([*few, "--seeds", "1", "--only", "FedAvg", "-s", "num-rounds=1"]) == 0
+    file = tmp_path / "reproduce/my-small/my-small.json"
+    capsys.readouterr()
+    assert cli.main([*few, "--only", "FedAvg", "--check", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "done  " in said  # not the runs that lie there
+    assert said.endswith("\n1 equal, 0 within seed noise, 0 different\n")
+    kept = json.loads(file.read_text())
+    kept["rows"][0]["runs"][0]["final"] += 1.0
+    file.write_text(json.dumps(kept))
+    assert cli.main([*few, "--only", "FedAvg", "--check", str(file)]) == 1
+    assert capsys.readouterr().out.endswith("\n0 equal, 0 within seed noise, 1 different\n")
+    assert cli.main([*few, "--check", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +219,7 @@ def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
         ("on validation data (%)", "personal-validation-accuracy"),
     ):
         low, middle, high = sorted(summary[f"final-{key}"] for summary in summaries)
-        assert cells[column] == f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        assert cells[column] == f"{middle:.2f} ({low:.2f} to {high:.2f}; 3)"
     assert "median (minimum to maximum)" in (tmp_path / "my-small.md").read_text()
     settings = config.resolve(
         {"run-dir": str(folders[0]), **json.loads((folders[0] / "settings.json").read_text())["settings"]}

@@ -22,6 +22,10 @@ def register(commands: Any) -> None:
     reproduce.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="only this method or setting; may be given often"
     )
+    reproduce.add_argument(
+        "--check", type=Path, metavar="FILE", help="a table's JSON: run its keys and seeds anew and compare with it"
+    )
+    reproduce.add_argument("--dry-run", action="store_true", help="check every row's settings and list the runs")
     reproduce.set_defaults(command=_reproduce)
 
 
@@ -31,4 +35,5 @@ def _reproduce(options: argparse.Namespace) -> int:
 
     overrides = parse_pairs(options.set)
     seeds, workers = between("--seeds", options.seeds, 1000), between("--workers", options.workers, 1000)
-    return reproduce(options.name, seeds, overrides, workers, options.out, options.only)
+    arguments = (options.name, seeds, overrides, workers, options.out, options.only, options.check, options.dry_run)
+    return reproduce(*arguments)

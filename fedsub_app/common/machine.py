@@ -1,8 +1,12 @@
-"""Cores and memory of this process."""
+"""Cores and memory of this process, and what is written down of the machine."""
 
 import ctypes
 import os
+import platform
+import re
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT_BYTES = 1 << 28
@@ -24,3 +28,21 @@ def keep_freed_memory() -> None:
     with suppress(AttributeError, OSError, TypeError):  # the last one is Windows's
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             ctypes.CDLL(None).mallopt(option, KEPT_BYTES)
+
+
+def machine_facts() -> dict[str, str | int | None]:
+    """Return cores, processor and system of this machine; the processor's model where Linux says it."""
+    facts = {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()}
+    with suppress(OSError):
+        if model := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            facts["model"] = model[1]
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages, other than torch, on which a run's numbers depend."""
+    known = {}
+    for name in ("flwr", "numpy", "torchvision"):
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
+    return known

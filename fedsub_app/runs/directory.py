@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import flwr
 import torch
 
 from fedsub_app.common.code import code_digest
@@ -33,6 +32,7 @@ from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, sweep, write_atomic, write_json
+from fedsub_app.common.machine import machine_facts, versions
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
@@ -282,9 +282,9 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
         "settings": settings.flat(),
         "code": code_digest(),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "flwr": flwr.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__} | versions(),
         "device": device_facts(device),
-        "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
+        "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
     }
     if code := own_digest(settings.model):
         content[OWN_CODE] = code

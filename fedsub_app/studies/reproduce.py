@@ -7,10 +7,12 @@ import csv
 import shlex
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
@@ -25,8 +27,10 @@ from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
+from fedsub_app.studies.evidence import check, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.tables import Row, Table, read_table
+from fedsub_app.studies.verdicts import difference
 
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 
@@ -52,15 +56,26 @@ def reproduce(
     workers: int | None,
     out: Path | None,
     only: Sequence[str] = (),
+    against: Path | None = None,
+    dry_run: bool = False,
 ) -> int:
-    """Run a table's rows over its seeds; write ``<name>.md``, ``<name>.csv``, report.html; returns the exit code.
+    """Run a table's rows over its seeds; write ``<name>.md``, .csv and .json, report.html; returns the exit code.
 
-    ``name`` may be the path of a table's file, ``<name>.toml``. ``only`` names settings and methods: rows of these
-    alone are run and written.
+    Parameters
+    ----------
+    name : a table of conf/, or the path of a table's file, ``<name>.toml``.
+    only : settings and methods; rows of these alone are run and written.
+    dry_run : check every row's settings and print the runs, no more.
+    against : a table's JSON file. Its keys and seeds are run anew, in a folder of this code, and compared with it
+        (:func:`~fedsub_app.studies.evidence.check`); the exit code is 1 where a row is different.
     """
     for key in TABLE_KEYS & overrides.keys():
         raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")
     table, named = read_table(name), shlex.quote(name)
+    if against:
+        kept = read_evidence(against)
+        overrides, seeds = {**kept.get("set", {}), **overrides}, seeds or kept.get("seeds")
+        out = out or runs_folder() / "check" / f"{against.stem}-{code_digest()}"
     name = Path(name).stem if is_file(name) else name
     rows = table.rows
     for word in only:
@@ -78,6 +93,11 @@ def reproduce(
     jobs = [job_of(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
     for job in jobs:
         _ = job.settings  # bad input is reported before the first run starts
+        if dry_run:
+            what = f"{job.settings.num_clients} clients, {job.settings.num_rounds} rounds"
+            print(f"{job.name}: {job.settings.method} on {job.settings.dataset}, {what}")
+    if dry_run:
+        return 0
     failures = run_all([job for job in jobs if job.summary() is None], workers, gpus_of(job.settings for job in jobs))
     facts = {
         "command": " ".join(
@@ -91,14 +111,52 @@ def reproduce(
         "machine": machine(),
         "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
     }
-    _write(out, name, table, facts, rows, jobs)
+    reference = table.reference or table.methods[0].label
+    content: Json = {"table": named, "title": table.title, "command": facts["command"], "set": dict(overrides)}
+    content |= {"seeds": len(numbers), "reference": reference, "rows": [_entry(row, jobs) for row in rows]}
+    _write(out, name, table, facts, rows, jobs, content)
+    write_evidence(out / f"{name}.json", content)
     if groups := _groups(rows, jobs):
         page, *_ = write_html(groups, out / "report.html", table.title, facts["command"], table.about)
-        print(f"\n{summary_text(groups)}\n\n{page}")
+        print("\n".join(["", summary_text(groups), *_differences(content), "", str(page)]))
     print(f"{out / name}.md")
     for failed, reason in failures:
         print(f"failed: {' '.join(failed.name.split())}: {reason}", file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if failures or (against and not _agrees(kept, content)) else 0
+
+
+def _entry(row: Row, jobs: Sequence[RowJob]) -> Json:
+    """Return what the table's JSON file holds of a row."""
+    mine = [job for job in jobs if job.row is row]
+    settings = mine[0].settings
+    metric = f"{settings.evaluations[0]}-accuracy"
+    entry: Json = {"setting": row.setting, "method": row.label, "paper": row.paper.model_dump(exclude_defaults=True)}
+    entry |= {"metric": metric, "rounds": settings.num_rounds, "dataset": settings.dataset}
+    return entry | {"runs": [run_entry(job.folder, metric) for job in mine if job.summary()]}
+
+
+def compared(content: Json, row: Json) -> str:
+    """Return a row's difference to the reference of its setting, with its 95 % interval; "" where there is none."""
+    other = row_of(content, row["setting"], content["reference"])
+    first, second = sample_of(row), other and sample_of(other)
+    found = difference(first, second) if first and second and other is not row else None
+    return f"{found} ({found.n})" if found else ""
+
+
+def _differences(content: Json) -> list[str]:
+    """Return the text of all differences to the reference, over several seeds."""
+    lines = [(f"{row['setting']}: {row['method']}", compared(content, row)) for row in content["rows"]]
+    text = [f"{name}  {words}" for name, words in lines if "[" in words]
+    return ["", f"Paired difference to {content['reference']}, points [95 % interval] (seeds)", *text] if text else []
+
+
+def _agrees(kept: Json, new: Json) -> bool:
+    """Print how a table's runs compare with those of its file; returns whether no row is different."""
+    lines = check(kept, new)
+    print("\n".join([""] + [f"{word}: {row}: {text}" for word, row, text in lines]))
+    counts = Counter(word for word, *_ in lines)
+    print(", ".join(f"{counts[word]} {word}" for word in ("equal", "within seed noise", "different")))
+    return bool(lines) and not counts["different"]
 
 
 def _groups(rows: Sequence[Row], jobs: Sequence[RowJob]) -> list[Group]:
@@ -127,6 +185,7 @@ HEADER = (
     "paper",
     "final accuracy (%)",
     "paper",
+    "difference (95 %)",
     "on validation data (%)",
     "epsilon",
     "MB down",
@@ -140,12 +199,12 @@ SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum 
 COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9), ("seconds", 60))  # and their unit
 
 
-def _cells(row: Row, jobs: list[RowJob], spread: str) -> list[str]:
+def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
     mine = [job for job in jobs if job.row is row]
     summaries = [job.summary() for job in mine]
     good = [summary for summary in summaries if summary]
     if not good:
-        unknown = [""] * (2 + len(COSTS))
+        unknown = [""] * (3 + len(COSTS))
         return [row.setting, row.label, "failed", row.paper.rounds, "failed", row.paper.final, *unknown]
     key = f"final-{mine[0].settings.evaluations[0]}"
     final, validation = (_over_seeds(good, f"{key}{kind}-accuracy", spread) for kind in ("", "-validation"))
@@ -153,8 +212,8 @@ def _cells(row: Row, jobs: list[RowJob], spread: str) -> list[str]:
     epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
-    reached_in = ", ".join(reached)
-    return [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, validation, epsilon, *costs]
+    measured = [", ".join(reached), row.paper.rounds, final, row.paper.final, apart, validation, epsilon]
+    return [row.setting, row.label, *measured, *costs]
 
 
 def _over_seeds(summaries: Sequence[Json], key: str, spread: str) -> str:
@@ -164,8 +223,8 @@ def _over_seeds(summaries: Sequence[Json], key: str, spread: str) -> str:
     if len(values) == 1:
         return f"{values[0]:.2f}"
     if spread == "range":
-        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f}; {len(values)})"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} ({len(values)})"
 
 
 COST_HEADER = ("setting", "method", "threshold (%)", *COLUMNS[:3], "paper", *COLUMNS[3:], "paper")
@@ -197,15 +256,19 @@ def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
     return cells
 
 
-def _write(out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[RowJob]) -> None:
+def _write(
+    out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[RowJob], content: Json
+) -> None:
     spread = table.spread
+    apart = [compared(content, row) for row in content["rows"]]
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
-        name: (HEADER, [_cells(row, jobs, spread) for row in rows])
+        name: (HEADER, [_cells(row, jobs, spread, text) for row, text in zip(rows, apart, strict=True)])
     }
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
-        f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over seeds. MB by the",
-        "papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
+        f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over (n) seeds.",
+        f"Difference: to {content['reference']} of the same setting and seed, points [95 % t-interval] (seeds).",
+        "MB by the papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
         "",
         _filled_columns(*tables[name]),
         "",
@@ -216,11 +279,11 @@ def _write(out: Path, name: str, table: Table, facts: Mapping[str, str], rows: l
         lines += [_filled_columns(*costs), ""]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
-    for file_name, (header, content) in tables.items():
+    for file_name, (header, cells) in tables.items():
         with (out / f"{file_name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(header)
-            writer.writerows(content)
+            writer.writerows(cells)
 
 
 def _filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:

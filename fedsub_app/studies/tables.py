@@ -67,19 +67,22 @@ class TableMethod(Entry):
 
 
 class Table(Entry):
-    """The content of a table's file."""
+    """The content of a table's file; the other methods are compared with ``reference``, "": the first method."""
 
     title: str
     about: str = ""
     seeds: Count
     spread: Literal["deviation", "range"] = "deviation"
     cost_to_accuracy: bool = Field(alias="cost-to-accuracy", default=False)
+    reference: str = ""
     settings: list[TableSetting] = Field(alias="setting", min_length=1)
     methods: list[TableMethod] = Field(alias="method", min_length=1)
 
     @model_validator(mode="after")
     def _labels(self) -> "Table":
         labels = [method.label for method in self.methods]
+        if self.reference not in ("", *labels):
+            raise ValueError(f"reference = {self.reference!r}: no such method; allowed are {', '.join(labels)}")
         for number, setting in enumerate(self.settings, 1):
             for label in setting.paper:
                 if label not in labels:

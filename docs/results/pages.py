@@ -1,0 +1,346 @@
+"""``make results``: the pages of this folder, made from the claims (claims/*.toml) and the runs' numbers (data/*.json).
+
+Nothing here holds a measured number. README.md: every claim with its verdict; a page a paper; learning curves as SVG.
+"""
+
+import hashlib
+import math
+import re
+import statistics
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from fedsub_app.common.conf_files import tables  # noqa: E402
+from fedsub_app.common.text import markdown  # noqa: E402
+from fedsub_app.config import resolve  # noqa: E402
+from fedsub_app.reports.pictures import colour, draw_lines, figure, limits_of, svg  # noqa: E402
+from fedsub_app.reports.records import Curve, deviation  # noqa: E402
+from fedsub_app.studies.evidence import read_evidence, row_of, sample_of  # noqa: E402
+from fedsub_app.studies.reproduce import compared  # noqa: E402
+from fedsub_app.studies.tables import Paper, read_table  # noqa: E402
+from fedsub_app.studies.verdicts import SIGMAS, VERDICTS, Estimate, difference, judged, relative  # noqa: E402
+
+Json = dict[str, Any]
+PAPERS = ("fedpart", "fedpews", "fedselect", "sub-fedavg", "ist")
+UNITS = {"final": "points", "rounds-to-target": "rounds", "MB": "% of bytes", "GFLOPs": "% of FLOPs"}
+MADE = "<!-- made by `make results` of claims/*.toml and data/*.json; edit those -->"
+RULE = f"""The difference of two rows has the 95 % t-interval over seeds: paired by seed, or Welch's where only mean and
+standard deviation of the runs were kept. A target that was not reached counts as the last round. One seed has
+± {SIGMAS} of the paper's standard deviations of that difference (three runs given as minimum to maximum: their range
+/ 1.693), and decides nothing where the paper states none. Bytes by the formula and FLOPs, which no seed changes, have
+the paper's rounding.
+
+- *reproduced*: the interval excludes 0 on the paper's side and holds the paper's effect, or the paper states no number.
+- *direction only*: it excludes 0 on the paper's side and excludes the paper's effect, which is smaller or larger here.
+- *not reproduced*: it excludes the paper's effect, or 0 on the other side, and does not exclude 0 on the paper's side.
+- *undecided*: it holds both 0 and the paper's effect; or runs are shorter than the paper's; or there is one seed, with
+  a difference below {SIGMAS} of the paper's standard deviations.
+- *not run*: no run of these rows in data/. *data missing*: the paper's data could not be had."""
+
+
+def stated(text: str) -> tuple[float, float] | None:
+    """Return the number and standard deviation (0: none) of a paper's ``57.1 (56.4 to 57.9)`` or ``99.9 ± 0.1``."""
+    found = re.match(r"(\d[\d.,]*)(?![\d.,a-z])(?: ± ([\d.]+))?(?: \(([\d.]+) to ([\d.]+)\))?", text)
+    if not found:
+        return None
+    sd = float(found[2] or 0) or (float(found[4]) - float(found[3])) / 1.693 if found[2] or found[3] else 0.0
+    return float(found[1].replace(",", "")), sd
+
+
+@cache
+def papers_numbers(table: str) -> dict[tuple[str, str], Paper]:
+    """Return the paper's numbers of a table's rows; none where there is no such table."""
+    return {(row.setting, row.label): row.paper for row in read_table(table).rows} if table in tables() else {}
+
+
+def stated_of(table: str, setting: str, method: str, metric: str) -> tuple[float, float] | None:
+    """Return the paper's number of a row and its standard deviation, as the table's file in conf/ has it."""
+    paper = papers_numbers(table).get((setting, method), Paper())
+    return stated(paper.rounds if metric == "rounds-to-target" else paper.final)
+
+
+@dataclass
+class Claim:
+    """A claim of a paper: what it says, and what the runs say of it."""
+
+    paper: str
+    number: int
+    keys: Json
+    effect: float | None = None
+    sd: float = 0.0
+    verdict: str = "not run"
+    found: Estimate | None = None
+    rows: str = ""
+    rounds: int = 0  # of the shortest run
+    whole: bool = False  # the runs are as long as the paper's
+
+    @property
+    def unit(self) -> str:
+        """The unit of the difference."""
+        return UNITS[self.keys["metric"]]
+
+    @property
+    def side(self) -> float:
+        """1.0 where the paper's difference is above 0, else -1.0."""
+        return math.copysign(1.0, self.keys.get("direction", 1) if self.effect is None else self.effect)
+
+    def judge(self) -> None:
+        """Read the paper's effect and the runs' numbers, and fill in the verdict."""
+        keys, metric = self.keys, self.keys["metric"]
+        table, relatively = data().get(keys.get("data-of", keys["table"])), metric in ("MB", "GFLOPs")
+        rows = [table and row_of(table, keys["setting"], method) for method in keys["rows"]]
+        numbers = [stated_of(keys["table"], keys["setting"], method, metric) for method in keys["rows"]]
+        if "effect" in keys:
+            self.effect, self.sd = keys["effect"], keys.get("sd", 0.0)
+        elif all(numbers) and "direction" not in keys:
+            self.effect = numbers[0][0] - numbers[1][0]  # type: ignore[index]
+            self.sd = math.hypot(*(number[1] for number in numbers if number))
+        samples = [sample_of(row, metric) if row else None for row in rows]
+        if "missing" in keys:
+            self.verdict = "data missing"
+        elif all(samples):
+            first, second = samples
+            assert first
+            assert second
+            self.rows = " against ".join(f"{each.mean:.4g}" if relatively else str(each) for each in (first, second))
+            self.rounds = min(run["rounds"] for row in rows if row for run in row["runs"])
+            self.found = difference(first, second, *([relative] if relatively else []))
+            self.verdict = "undecided"
+            if self.found and self.rounds >= keys["rounds"] and "reduced" not in keys:
+                self.whole, exact = True, keys.get("rounding", 0.0) if relatively else None
+                effect = self.side if self.effect is None else self.effect
+                self.verdict, self.found = judged(self.found, effect, self.effect is not None, self.sd, exact)
+
+    @property
+    def size(self) -> str:
+        """How much of the paper's experiment was run."""
+        if "missing" in self.keys:
+            return str(self.keys["missing"])
+        rounds = f"{self.rounds} of {self.keys['rounds']} rounds; " if self.found else ""
+        return rounds + "; ".join(filter(None, (self.keys.get("reduced"), self.keys["data"])))
+
+    @property
+    def cells(self) -> list[str]:
+        """The claim's row of a table."""
+        effect = ("above" if self.side > 0 else "below") + " 0" if self.effect is None else f"{self.effect:+.3g}"
+        effect += f" ± {self.sd:.2g}" if self.sd else ""
+        found = f"{self.found} {self.unit}" if self.found else ""
+        words = f"{self.keys['words']} ({self.keys['item']}: {' against '.join(self.keys['rows'])})"
+        return [str(self.number), words, f"{effect} {self.unit}", self.rows, found, self.size, f"**{self.verdict}**"]
+
+
+BESIDES = """These pages concern no paper's claim: [attackers and means](attacks.md), [privacy of a client](privacy.md),
+[faults](faults.md), [a sweep](sweep.md). Speed and memory: [bench/README.md](../../bench/README.md). Readings, earlier
+runs and measurements whose files were not kept: [history](history.md)."""
+CLAIM_HEADER = ("", "claim (item: rows)", "paper", "here, mean ± sd (seeds)", "difference", "size", "verdict")
+_DATA: dict[str, Json] = {}
+
+
+def data() -> dict[str, Json]:
+    """Return the tables' files by name."""
+    if not _DATA:
+        _DATA.update({path.stem: read_evidence(path) for path in sorted((HERE / "data").glob("*.json"))})
+    return _DATA
+
+
+def papers() -> dict[str, Json]:
+    """Return each paper's file of claims, the claims judged and numbered over all papers."""
+    number, content = 0, {}
+    for name in PAPERS:
+        with (HERE / "claims" / f"{name}.toml").open("rb") as file:
+            content[name] = paper = tomllib.load(file)
+        claims = [paper.get("every", {}) | keys for keys in paper.get("claim", [])]
+        paper["claims"] = [Claim(name, number + place, keys) for place, keys in enumerate(claims, 1)]
+        number += len(claims)
+        for claim in paper["claims"]:
+            claim.judge()
+    return content
+
+
+def counts_of(claims: Sequence[Claim]) -> str:
+    """Return how many claims have each verdict."""
+    counts = Counter(claim.verdict for claim in claims)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+
+
+def table_of(name: str) -> str:
+    """Return a data file's table: expected, obtained and their difference, a row a row."""
+    content, lines = data()[name], []
+    for row in content["rows"]:
+        ours, paper = sample_of(row), stated(row["paper"].get("final", ""))
+        apart = f"{ours.mean - paper[0]:+.2f}" if ours and paper else ""
+        reached = [run.get("rounds-to-target", 0) for run in row["runs"]]
+        rounds = ", ".join("×" if number is None else str(number) for number in reached) if any(reached) else ""
+        costs = [f"{each.mean:.0f}" if (each := sample_of(row, cost)) else "" for cost in ("MB", "GFLOPs")]
+        last = [row["paper"].get("rounds", ""), rounds, *costs]
+        cells = [row["setting"], row["method"], row["paper"].get("final", ""), str(ours or ""), apart]
+        lines.append([*cells, compared(content, row), *last])
+    header = ["setting", "method", "expected (%)", "obtained (%), mean ± sd (seeds)", "Δ"]
+    header += [f"to {content['reference']} [95 %] (seeds)", "expected rounds", "rounds, by seed", "MB", "GFLOPs"]
+    used = [column for column in range(len(header)) if column < 2 or any(line[column] for line in lines)]
+    return markdown([header[column] for column in used], [[line[column] for column in used] for line in lines])
+
+
+def curves_of(content: Json, setting: str) -> tuple[list[Curve], list[float | None]]:
+    """Return the learning curves of a setting's rows whose rounds were kept, and the paper's final numbers."""
+    lines: list[Curve] = []
+    ends: list[float | None] = []
+    for row in content["rows"]:
+        curves = [run["curve"] for run in row["runs"] if "curve" in run]
+        kept = [dict(zip(each["round"], each[row["metric"]], strict=True)) for each in curves]
+        if row["setting"] == setting and kept:
+            rounds = sorted(set.intersection(*map(set, kept)))
+            points = [[values[number] for values in kept] for number in rounds]
+            mean, spread = [statistics.fmean(at) for at in points], [deviation(at) for at in points]
+            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+            lines.append(Curve(f"{row['method']} ({len(kept)})", len(lines), {"round": rounds}, mean, low, high))
+            paper = stated(row["paper"].get("final", ""))
+            ends.append(paper and paper[0])
+    return lines, ends
+
+
+def picture(title: str, draw: Any, width: float, height: float, source: str) -> str:
+    """Return an SVG file's text; its label ends with the digest of what it is drawn from."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}):
+        drawing = figure(width, height)
+        draw(drawing.subplots())
+        text = svg(drawing, f"{title} [{hashlib.sha256(source.encode()).hexdigest()[:12]}]")
+    return text.replace(
+        "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" ', 1
+    )
+
+
+def draw_table(axes: Any, lines: Sequence[Curve], ends: Sequence[float | None]) -> None:
+    """Draw learning curves with their bands, the paper's final numbers dotted in the same colours."""
+    low, high = limits_of(lines)
+    high = max([high, *(end + 1 for end in ends if end)])
+    draw_lines(axes, lines, "round", (low, high))
+    for number, end in enumerate(ends):
+        if end is not None:
+            axes.axhline(end, color=colour(number), linestyle=":", linewidth=0.8)
+    axes.set_ylabel("accuracy (%)")
+
+
+def draw_forest(axes: Any, claims: Sequence[Claim]) -> None:
+    """Draw a line a claim in units of the paper's effect: the diamond at 1 is the paper's, the bar ours."""
+    left, right = -3.0, 8.0
+    tones = dict(zip(("reproduced", "not reproduced", "direction only"), map(colour, range(3)), strict=True))
+    for place, claim in enumerate(claims):
+        value, half = (claim.side * number / abs(claim.effect or 1) for number in (claim.found.mean, claim.found.half))
+        tone, half = tones.get(claim.verdict, "#888888"), abs(half)
+        ends = [min(right, max(left, end)) for end in (value - half, value + half)]
+        axes.plot(ends, [place, place], color=tone, linewidth=2)
+        marker = "<" if value < left else ">" if value > right else "s"
+        axes.plot([min(right, max(left, value))], [place], marker, color=tone, markersize=4, clip_on=False)
+        axes.plot([1], [place], "D", color="none", markeredgecolor="black", markersize=6)
+    names = [f"{claim.number}  {' against '.join(claim.keys['rows'])}, {claim.keys['metric']}" for claim in claims]
+    axes.set_yticks(range(len(claims)), names)
+    axes.set(xlim=(left, right), ylim=(len(claims) - 0.5, -0.5))
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("difference / the paper's (◇)")
+    for verdict, tone in (tones | {"undecided": "#888888"}).items():
+        axes.plot([], [], "s", color=tone, markersize=4, label=verdict)
+    axes.legend(fontsize="small")
+
+
+def cost_of(names: Sequence[str]) -> str:
+    """Return what the runs of some data files cost, and where they were made."""
+    lines = []
+    for name in names:
+        runs = [run for row in data()[name]["rows"] for run in row["runs"]]
+        hours = sum(run.get("totals", {}).get("seconds", 0) for run in runs) / 3600
+        machines = [run.get("machine", {}) for run in runs]
+        facts = (
+            [run["commit"] for run in runs],
+            [machine.get("model") or machine.get("processor") for machine in machines],
+            [run.get("versions", {}).get("torch") for run in runs],
+        )
+        cells = [f"[{name}](data/{name}.json)", str(len(runs)), f"{hours:.1f}" if hours else "not kept"]
+        lines.append([*cells, *(", ".join(sorted(set(filter(None, each)))) for each in facts)])
+    return markdown(("data", "runs", "core-hours", "commits", "processor", "torch"), lines)
+
+
+def page_of(name: str, paper: Json) -> dict[Path, str]:
+    """Return a paper's page and its pictures."""
+    claims, settings = paper["claims"], resolve({"experiment": paper["experiment"]}).flat()
+    setup = [[f"`{key}`", f"`{settings[key]}`", source] for key, source in paper["setup"].items()]
+    results, pictures = [], {}
+    for table in paper["tables"]:
+        content = data()[table]
+        results += [f"### {content['title']}: {table}", f"    {content['command']}", table_of(table)]
+        results += [f"Source: {content['source']}."] * ("source" in content)
+        for place, setting in enumerate(dict.fromkeys(row["setting"] for row in content["rows"]), 1):
+            lines, ends = curves_of(content, setting)
+            if any(len(line.mean) > 2 for line in lines):
+                file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends)
+                results.append(f"![{setting}: learning curves with one standard deviation; dotted: the paper]({file})")
+                pictures[HERE / file] = picture(f"{table}, {setting}", draw, 7, 3.6, repr((lines, ends)))
+    beyond = []
+    for table, setting, method in paper["beyond"].get("rows", []):
+        if (row := row_of(data()[table], setting, method)) and (final := sample_of(row)):
+            costs = [f"{each.mean:.0f}" if (each := sample_of(row, cost)) else "" for cost in ("MB", "GFLOPs")]
+            beyond.append([method, setting, table, str(final), *costs])
+    parts = [
+        *(MADE, f"# {paper['title']}", "## Summary", paper["summary"].strip()),
+        f"Of {len(claims)} claims: {counts_of(claims)}. [The rule](README.md#the-rule) stands above all "
+        "claims; earlier runs and readings are [history](history.md).",
+        *("## Scope", markdown(CLAIM_HEADER, [claim.cells for claim in claims])),
+        "\n".join(f"- *{word}*: {paper['scope'][word]}" for word in ("covered", "reduced", "missing", "impossible")),
+        *("## Set-up", f"`conf/{paper['experiment']}.toml`; what a row changes stands in its table's file."),
+        markdown(("key", "value", "from"), setup),
+        *("## Results", *(results or ["None: no run's numbers were kept as a file."])),
+        *("## Beyond the paper", paper["beyond"]["text"].strip()),
+        *([markdown(("method", "setting", "data", "final (%)", "MB", "GFLOPs"), beyond)] if beyond else []),
+        *("## What was easy, hard, open", *(f"*{word}*: {text.strip()}" for word, text in paper["notes"].items())),
+        *("## Cost and provenance", cost_of(paper["tables"])),
+        "Each file holds seed, commit, versions and machine of every run as far as the run wrote them down.",
+    ]
+    return pictures | {HERE / f"{name}.md": "\n\n".join(parts) + "\n"}
+
+
+def overview(content: Mapping[str, Json]) -> dict[Path, str]:
+    """Return README.md and its forest plot."""
+    claims = [claim for paper in content.values() for claim in paper["claims"]]
+    drawn = [claim for claim in claims if claim.whole and claim.effect and not math.isinf(claim.found.half)]
+    decided = sum(claim.verdict in VERDICTS[:3] for claim in claims)
+    parts = [
+        *(MADE, "# Results"),
+        "Five papers, run again: what each claims, and what the runs of this repository say of it by one rule. A "
+        "paper's page has its set-up, every row, the commands and the cost.",
+        f"**{len(claims)} claims, {decided} decided: {counts_of(claims)}.**",
+        "![The paper's effect and ours with its interval, a claim a line](pictures/forest.svg)",
+        *("## The rule", RULE),
+    ]
+    for name, paper in content.items():
+        parts += [f"## [{paper['title']}]({name}.md)", f"{counts_of(paper['claims'])}."]
+        parts += [markdown(CLAIM_HEADER, [claim.cells for claim in paper["claims"]])]
+    parts += ["## Besides", BESIDES]
+    source, draw = repr([claim.cells for claim in drawn]), partial(draw_forest, claims=drawn)
+    forest = picture("forest plot of the claims", draw, 7.5, 1.2 + 0.24 * len(drawn), source)
+    return {HERE / "pictures/forest.svg": forest, HERE / "README.md": "\n\n".join(parts) + "\n"}
+
+
+def rendered() -> dict[Path, str]:
+    """Return every page and picture that is made here, by path."""
+    content = papers()
+    pages = overview(content)
+    for name, paper in content.items():
+        pages |= page_of(name, paper)
+    return pages
+
+
+if __name__ == "__main__":
+    for path, text in rendered().items():
+        path.write_text(text)
+        print(path.relative_to(HERE))

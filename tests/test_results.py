@@ -1,0 +1,84 @@
+"""The pages of docs/results/: made from claims and data files, and not older than these."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    """docs/results/pages.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("results_pages", ROOT / "docs/results/pages.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("57.14 (56.42 to 57.89)", (57.14, pytest.approx(1.47 / 1.693))),
+        ("99.94 ± 0.05", (99.94, 0.05)),
+        ("75.83 ± 0.88 (best λ, τ)", (75.83, 0.88)),
+        ("199 (one seed)", (199.0, 0.0)),
+        ("1,140", (1140.0, 0.0)),
+        ("×", None),
+        ("2nd (64.0)", None),
+        ("", None),
+    ],
+)
+def test_a_papers_number(pages: ModuleType, text: str, number: tuple[float, float] | None) -> None:
+    assert pages.stated(text) == number
+
+
+def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows over three seeds: differences 1, 2, 3 have the interval 2 ± 2.48; the paper's is 58.63 - 57.14."""
+
+    def row(method: str, finals: list[float], rounds: int = 18) -> dict[str, object]:
+        runs = [{"seed": seed, "final": final, "rounds": rounds} for seed, final in enumerate(finals)]
+        return {"setting": "CIFAR-10, IID", "method": method, "metric": "global-accuracy", "paper": {}, "runs": runs}
+
+    rows = [row("FedAvg", [50.0, 51.0, 52.0]), row("FedPartAvg", [51.0, 53.0, 55.0])]
+    monkeypatch.setattr(pages, "_DATA", {"fedpart-table1": {"rows": rows}})
+    keys = {"table": "fedpart-table1", "setting": "CIFAR-10, IID", "rows": ["FedPartAvg", "FedAvg"], "metric": "final"}
+    keys |= {"rounds": 18, "data": "", "words": "", "item": ""}
+
+    def judged(**more: object) -> object:
+        claim = pages.Claim("fedpart", 1, keys | more)
+        claim.judge()
+        return claim
+
+    claim = judged()
+    assert (claim.verdict, claim.found.mean) == ("undecided", 2.0)
+    assert claim.effect == pytest.approx(1.49)
+    assert claim.sd == pytest.approx(((1.47 / 1.693) ** 2 + (1.26 / 1.693) ** 2) ** 0.5)
+    assert claim.cells[2:5] == ["+1.49 ± 1.1 points", "53 ± 2 (3) against 51 ± 1 (3)", "+2 [-0.484, +4.48] points"]
+    assert judged(effect=9.0).verdict == "not reproduced"
+    assert judged(rounds=19).verdict == "undecided"  # shorter than the paper's, whatever the numbers
+    assert judged(rounds=19).whole is False
+    assert judged(rows=["FPAM", "FedAvg"]).verdict == "not run"
+    assert judged(missing="no data").verdict == "data missing"
+    rows[1] = row("FedPartAvg", [52.0, 53.1, 54.0])
+    assert judged().verdict == "direction only"  # 2.03 ± 0.14
+    assert judged(direction=1).verdict == "reproduced"  # a picture without numbers
+    assert judged(direction=-1).verdict == "not reproduced"
+
+
+@pytest.mark.run
+def test_pages_are_not_older_than_their_data(pages: ModuleType) -> None:
+    for path, text in pages.rendered().items():
+        kept = path.read_text() if path.exists() else ""
+        if path.suffix == ".svg":  # matplotlib's versions draw differently: its label names what it is drawn from
+            text, kept = (
+                match[1] if (match := re.search(r'aria-label="([^"]*)"', each)) else "" for each in (text, kept)
+            )
+        assert kept == text, f"{path.relative_to(ROOT)} is older than its claims or data: make results"
