@@ -12,7 +12,8 @@ from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
 from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
-from strategies.fedpews import FedPeWSSettings
+from strategies.fedpews import first_scores
+from strategies.settings import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # FLOPs of a plain step from which on cutting weights costs less than it saves on a CPU
 DRAWS = 64  # masks whose random numbers are made at once
@@ -46,7 +47,7 @@ class FedPeWSClient(Client):
     def learning(self, others: Tensor) -> "MaskLearning":
         """Return the learning of the mask, which continues from the client's last round."""
         options, device = self.options, self.place.device
-        start = options.first_scores(self.settings.seed, self.id, len(others))
+        start = first_scores(options, self.settings.seed, self.id, len(others))
         scores = self.state.get("scores", start).to(device)
         draws = self.generator("masks")
         return MaskLearning(scores, others.to(device), options, draws, self.narrow, self.gated_tensors)

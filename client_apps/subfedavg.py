@@ -19,7 +19,8 @@ from fedsub_app.subnets.pruning import (
 )
 from fedsub_app.subnets.slices import take
 from fedsub_app.training.client import OWN, Training
-from strategies.subfedavg import MASK, SubFedAvgSettings
+from strategies.settings import SubFedAvgSettings
+from strategies.subfedavg import MASK
 
 
 class SubFedAvgClient(Client):

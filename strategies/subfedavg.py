@@ -34,58 +34,26 @@ whole network.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.section import Fraction, NonNegative
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, scatter
-from fedsub_app.subnets.pruning import Pruning, prunable
+from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
 from strategies.hooks import Merged
+from strategies.settings import SubFedAvgSettings
 
 MASK = "mask/"
 log = logging.getLogger("fedsub")
-
-
-class SubFedAvgSettings(MethodSettings):
-    """Keys of Sub-FedAvg."""
-
-    pruning: Pruning = "unstructured"
-    """Weights of all layers, channels by their BatchNorm, or channels and the linear layers' weights."""
-    target: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """p, fraction of the parameters at which weights are no longer pruned; 0: nothing is ever pruned."""
-    share: Fraction = 0.1
-    """r_us, fraction of a layer's weights that one event prunes."""
-    share_of: Literal["remaining", "layer"] = "remaining"
-    """Weights of which share is a fraction: the ones that the layer has left, or all that it had."""
-    distance: NonNegative = 0.0001
-    """The weights' masks after the first and last epoch must differ in a larger fraction; published hybrid: 0.0005."""
-    channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
-    """r_s, fraction of a layer's channels that one event prunes (and one more)."""
-    channel_scope: Literal["layer", "model"] = "layer"
-    """Scope of the threshold: one for each layer, or one for all layers."""
-    channel_floor: Fraction = 0.5
-    """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
-    channel_distance: NonNegative = 0.01
-    """The channels' masks after the first and last epoch must differ in a larger fraction."""
-    accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
-    """Accuracy in percent that the pruned network must exceed on gate-data, or the pruning is undone."""
-    gate_data: Literal["validation", "test"] = "validation"
-    """The client's samples on which accuracy is measured; test, as published, lets the test set choose the network."""
-    average: Literal["keepers", "intersection"] = "keepers"
-    """A position is averaged over the clients that keep it, or only where all clients of the round keep it."""
-    bn_statistics: Literal["local", "average"] = "local"
-    """BatchNorm's running statistics: the client's own, or averaged."""
 
 
 class SubFedAvg(SubnetStrategy):

@@ -1,18 +1,24 @@
 """Networks by name, their tensors by name, their structure (units, layers, head), and smaller copies of them."""
 
-from fedsub_app.models.groups import UnitGroup
-from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
-from fedsub_app.models.network import Network, Output
-from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
-from fedsub_app.models.sources import adopted, check_network, is_own_code, is_sourced
-from fedsub_app.models.units import (
-    head_names,
-    layer_groups,
-    output_names,
-    part_names,
-    unit_groups,
-    with_head,
-)
+from typing import TYPE_CHECKING
+
+from fedsub_app.common.late import late
+from fedsub_app.models.names import is_sourced, model_names
+
+if TYPE_CHECKING:
+    from fedsub_app.models.groups import UnitGroup
+    from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
+    from fedsub_app.models.network import Network, Output
+    from fedsub_app.models.networks import build_model, load_tensors, mlp, tensors_of, trainable
+    from fedsub_app.models.sources import adopted, check_network, is_own_code
+    from fedsub_app.models.units import (
+        head_names,
+        layer_groups,
+        output_names,
+        part_names,
+        unit_groups,
+        with_head,
+    )
 
 __all__ = [
     "Network",
@@ -38,3 +44,14 @@ __all__ = [
     "widths_of",
     "with_head",
 ]
+__getattr__ = late(
+    __name__,
+    {
+        "groups": "UnitGroup",
+        "narrow": "narrow_shapes narrowed widths_of",
+        "network": "Network Output",
+        "networks": "build_model load_tensors mlp tensors_of trainable",
+        "sources": "adopted check_network is_own_code",
+        "units": "head_names layer_groups output_names part_names unit_groups with_head",
+    },
+)
