@@ -7,7 +7,7 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.training.client import OWN, Training
 from fedsub_app.training.optimizer import Optimizer
-from strategies.apfl import APFLSettings
+from strategies.settings import APFLSettings
 
 
 class APFLClient(Client):

@@ -3,7 +3,7 @@
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.training.objectives import Prox
-from strategies.ditto import DittoSettings
+from strategies.settings import DittoSettings
 
 
 class DittoClient(Client):

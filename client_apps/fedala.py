@@ -11,7 +11,7 @@ from fedsub_app.models import layer_groups
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Objective
 from fedsub_app.training.optimizer import Optimizer
-from strategies.fedala import FedALASettings
+from strategies.settings import FedALASettings
 
 WEIGHT = "merge/"  # prefix of W in the state
 RECENT, CONVERGED = 10, 0.1  # passes, and the standard deviation of their losses below which W has converged

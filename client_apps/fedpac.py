@@ -8,7 +8,8 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import Output
 from fedsub_app.subnets.collaboration import feature_statistics
-from strategies.fedpac import CENTROIDS, COUNTS, KNOWN, MEANS, FedPACSettings, H, V
+from strategies.fedpac import CENTROIDS, COUNTS, KNOWN, MEANS, H, V
+from strategies.settings import FedPACSettings
 
 
 class FedPACClient(Client):

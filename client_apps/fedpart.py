@@ -7,7 +7,8 @@ from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
 from fedsub_app.models import layer_groups
 from fedsub_app.training.client import Training
-from strategies.fedpart import FIRST, SECOND, STEPS, FedPartSettings
+from strategies.fedpart import FIRST, SECOND, STEPS
+from strategies.settings import FedPartSettings
 
 
 class FedPartClient(Client):

@@ -12,7 +12,8 @@ from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
 from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
-from strategies.fedpews import FedPeWSSettings
+from strategies.fedpews import first_scores
+from strategies.settings import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # FLOPs of a plain step from which on cutting weights costs less than it saves on a CPU
 DRAWS = 64  # masks whose random numbers are made at once
@@ -80,7 +81,7 @@ class MaskLearning:
 
     def __init__(self, client: FedPeWSClient, others: Tensor) -> None:
         device = client.place.device
-        start = client.options.first_scores(client.settings.seed, client.id, len(others))
+        start = first_scores(client.options, client.settings.seed, client.id, len(others))
         self.scores, self.others = client.state.get("scores", start).to(device), others.to(device)
         self.options, self.narrow, self.gated_tensors = client.options, client.narrow, client.gated_tensors
         self._numbers = _uniform(len(others), client.generator("masks"), device)

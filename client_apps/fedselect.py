@@ -7,7 +7,8 @@ from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixe
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from fedsub_app.training.client import Training
-from strategies.fedselect import MASK, FedSelectSettings, shared_positions
+from strategies.fedselect import MASK, shared_positions
+from strategies.settings import FedSelectSettings
 
 HELD, SINCE = "held/", "since/"
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import Output, tensors_of
-from strategies.heterofl import CLASSES, HeteroFLSettings
+from strategies.heterofl import CLASSES
+from strategies.settings import HeteroFLSettings
 
 
 class HeteroFLClient(Client):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
-from strategies.mtl import MTLSettings
+from strategies.settings import MTLSettings
 
 
 class MTLClient(Client):

@@ -6,7 +6,7 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.models import part_names
 from fedsub_app.training.objectives import Objective
-from strategies.parts import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
+from strategies.settings import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
 
 
 class TunedClient(Client):

@@ -10,7 +10,7 @@ from fedsub_app.common.section import MILLION
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.training.client import Training
 from fedsub_app.training.optimizer import Optimizer
-from strategies.perfedavg import PerFedAvgSettings
+from strategies.settings import PerFedAvgSettings
 
 
 class PerFedAvgClient(Client):

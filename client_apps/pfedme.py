@@ -6,7 +6,7 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Prox
-from strategies.pfedme import PFedMeSettings
+from strategies.settings import PFedMeSettings
 
 
 class PFedMeClient(Client):

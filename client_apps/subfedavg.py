@@ -12,7 +12,8 @@ from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.pruning import Prunable, last_share, mask_distance, prunable, prune_channels, prune_weights
 from fedsub_app.subnets.slices import take
 from fedsub_app.training.client import OWN, Training
-from strategies.subfedavg import MASK, SubFedAvgSettings
+from strategies.settings import SubFedAvgSettings
+from strategies.subfedavg import MASK
 
 
 class SubFedAvgClient(Client):

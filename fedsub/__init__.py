@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedsub_app.library.client import private_data as private_data
     from fedsub_app.library.loop import start as start
     from fedsub_app.methods import Method as Method
-    from fedsub_app.runs.directory import RunFailed as RunFailed
+    from fedsub_app.runs.recorded import RunFailed as RunFailed
     from fedsub_app.settings import MethodSettings as MethodSettings
     from strategies.base import SubnetStrategy as SubnetStrategy
     from strategies.hooks import Merged as Merged
@@ -26,7 +26,7 @@ _HOMES = {
     "Merged": "strategies.hooks",
     "Method": "fedsub_app.methods",
     "MethodSettings": "fedsub_app.settings",
-    "RunFailed": "fedsub_app.runs.directory",
+    "RunFailed": "fedsub_app.runs.recorded",
     "SubnetStrategy": "strategies.base",
     "UserError": "fedsub_app.common.errors",
     "client_app": "fedsub_app.library.client",

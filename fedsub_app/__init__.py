@@ -33,7 +33,7 @@ def run(
     from fedsub_app.engines import run_local
     from fedsub_app.reports.records import read_run
 
-    return read_run(Path(run_local(settings, workers, model, data)["run-dir"]))
+    return read_run(Path(run_local(settings, workers, model, data, wait=True)["run-dir"]))
 
 
 def register(name: str, method: "Method") -> None:

@@ -1,33 +1,35 @@
 """The engines' common door: it starts a run, and draws its pictures and logs its summary at the end."""
 
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flwr.serverapp import Grid
-
-from fedsub_app.client_app import NodeApp
-from fedsub_app.common.device import pick_device, visible_gpus
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import cores
-from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json
-from fedsub_app.data.own import NAME
-from fedsub_app.federation import workers as processes
-from fedsub_app.node import given
-from fedsub_app.problem import Model, Problem
+from fedsub_app.common.section import Json, Value
 from fedsub_app.reports import pictures
-from fedsub_app.runs.console import summary_table
-from fedsub_app.runs.directory import RunFailed, settings_of
-from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
+    from fedsub_app.federation.workers import App
+    from fedsub_app.problem import Model, Problem
 
 log = logging.getLogger("fedsub")
 
 
 def run_local(
-    overrides: Mapping[str, Value], workers: int | None = 1, model: Model | None = None, data: object = None
+    overrides: Mapping[str, Value],
+    workers: int | None = 1,
+    model: "Model | None" = None,
+    data: object = None,
+    wait: bool = False,
 ) -> Json:
     """Run on the local engine; returns the summary.
 
@@ -36,6 +38,7 @@ def run_local(
     overrides : single keys, as in TOML.
     workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
     model, data : a network's class or factory, and ``(train, test)``, in the place of those that the keys name.
+    wait : draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
 
     Raises
     ------
@@ -44,9 +47,18 @@ def run_local(
     RunFailed
         The run could not continue; its ``folder`` may hold a checkpoint to resume from.
     """
+    if model is None:
+        settings_of(overrides)  # a wrong key is named before torch is there, which takes seconds
+    from fedsub_app.client_app import NodeApp
+    from fedsub_app.common.device import pick_device, visible_gpus
+    from fedsub_app.data.own import NAME
+    from fedsub_app.federation import workers as processes
+    from fedsub_app.node import given
+    from fedsub_app.problem import Problem
+
     if (model is None) != (data is None):
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
-    app: processes.App = "fedsub_app.client_app"
+    app: App = "fedsub_app.client_app"
     problem = None
     if model:
         for key in ("model", "dataset"):
@@ -62,27 +74,41 @@ def run_local(
         workers = (len(visible_gpus()) if on_gpu else cores()) if processes.SEVERAL else 1
     grid = processes.local_grid(app, overrides, min(workers, settings.num_clients), fork=not on_gpu)
     try:
-        return run_and_report(grid, settings, problem)
+        return run_and_report(grid, settings, problem, wait)
     finally:
         grid.close()
 
 
-def run_and_report(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
+def run_and_report(grid: "Grid", settings: Settings, problem: "Problem | None" = None, wait: bool = False) -> Json:
     """Run all rounds as :func:`run_experiment` does, draw the pictures, also of a failed run, log the summary."""
+    from fedsub_app.runs.console import summary_table
+    from fedsub_app.runs.loop import run_experiment
+
     try:
         summary = run_experiment(grid, settings, problem)
     except RunFailed as failure:
-        _draw(failure.folder)
+        _draw(failure.folder, wait)
         raise
-    _draw(Path(summary["run-dir"]))
+    _draw(Path(summary["run-dir"]), wait)
     log.info("%s", summary_table(summary))
     return summary
 
 
-def _draw(folder: Path) -> None:
-    """Draw a run's pictures; a failure is logged only."""
+def _draw(folder: Path, wait: bool) -> None:
+    """Draw a run's pictures, or start a process that does, for matplotlib takes a second; a failure is logged only."""
     try:
-        pictures.draw_run(folder)
+        if wait:
+            pictures.draw_run(folder)
+            return
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        subprocess.Popen(
+            [sys.executable, "-m", "fedsub_app.reports.pictures", str(folder)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     except (OSError, UserError) as error:
         log.warning("no pictures: %s", one_line(error))
 

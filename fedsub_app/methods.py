@@ -12,109 +12,139 @@ FedProx and MOON are FedAvg with an objective that any method can take (``traini
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from client_apps.apfl import APFLClient
-from client_apps.base import Client
-from client_apps.ditto import DittoClient
-from client_apps.fedala import FedALAClient
-from client_apps.fedbn import FedBNClient
-from client_apps.fednova import FedNovaClient
-from client_apps.fedpac import FedPACClient
-from client_apps.fedpart import FedPartClient
-from client_apps.fedpews import FedPeWSClient
-from client_apps.fedselect import FedSelectClient
-from client_apps.heterofl import HeteroFLClient
-from client_apps.local import LocalClient
-from client_apps.mtl import MTLClient
-from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClient
-from client_apps.perfedavg import PerFedAvgClient
-from client_apps.pfedme import PFedMeClient
-from client_apps.scaffold import ScaffoldClient
-from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
-from strategies.apfl import APFL, APFLSettings
-from strategies.base import SubnetStrategy
-from strategies.ditto import Ditto, DittoSettings
-from strategies.fedala import FedALA, FedALASettings
-from strategies.fedbn import FedBN
-from strategies.fednova import FedNova, FedNovaSettings
-from strategies.fedopt import FedAdagrad, FedAdagradSettings, FedAdam, FedAdamSettings, FedYogi
-from strategies.fedpac import FedPAC, FedPACSettings
-from strategies.fedpart import FedPart, FedPartSettings
-from strategies.fedpews import FedPeWS, FedPeWSSettings
-from strategies.fedselect import FedSelect, FedSelectSettings
-from strategies.heterofl import FedRolex, HeteroFL, HeteroFLSettings
-from strategies.ist import IST, ISTSettings
-from strategies.local import Local
-from strategies.mtl import MTL, MTLSettings
-from strategies.parts import (
-    FedBABU,
+from strategies.settings import (
+    APFLSettings,
+    DittoSettings,
+    FedAdagradSettings,
+    FedAdamSettings,
+    FedALASettings,
     FedBABUSettings,
-    FedRep,
+    FedNovaSettings,
+    FedPACSettings,
+    FedPartSettings,
+    FedPeWSSettings,
     FedRepSettings,
-    LGFedAvg,
+    FedSelectSettings,
+    HeteroFLSettings,
+    ISTSettings,
     LGFedAvgSettings,
+    MTLSettings,
     PartSettings,
-    SharedPart,
-    Tuned,
+    PerFedAvgSettings,
+    PFedMeSettings,
+    SubFedAvgSettings,
     TuningSettings,
 )
-from strategies.perfedavg import PerFedAvg, PerFedAvgSettings
-from strategies.pfedme import PFedMe, PFedMeSettings
-from strategies.scaffold import Scaffold
-from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
+
+if TYPE_CHECKING:  # torch takes seconds
+    from client_apps.base import Client
+    from strategies.base import SubnetStrategy
+
+Class = TypeVar("Class")
+
+
+class Late(Generic[Class]):
+    """An attribute that is a class, or its place "module:Name" in a package, which is imported at the first look."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type) -> Class:
+        if instance is None:
+            raise AttributeError(self.name)  # so a dataclass has no default
+        value = vars(instance)[self.name]
+        if isinstance(value, str):
+            value = vars(instance)[self.name] = resolve_name(f"{self.package}.{value}")
+        return value  # type: ignore[no-any-return]
+
+    def __set__(self, instance: object, value: Class | str) -> None:
+        vars(instance)[self.name] = value
 
 
 @dataclass(frozen=True)
 class Method:
     """One method: a description, its own settings, its server side, its client side.
 
+    The three classes may be given by their places, "module:Name" in strategies, strategies and client_apps.
+
     ``preset``: general keys that make it this method; a run that sets them otherwise is refused. ``title``: its name
     as it is written, where the strategy's class has another one.
     """
 
     description: str
-    settings: type[MethodSettings]
-    strategy: type[SubnetStrategy]
-    client: type[Client]
+    settings: "Late[type[MethodSettings]]" = Late("strategies")
+    strategy: "Late[type[SubnetStrategy]]" = Late("strategies")
+    client: "Late[type[Client]]" = Late("client_apps")
     preset: Mapping[str, Value] = field(default_factory=dict)
     title: str = ""
 
 
 METHODS = {
-    "fedavg": Method("McMahan et al. 2017", MethodSettings, SubnetStrategy, Client, title="FedAvg"),
-    "fedprox": Method("Li et al. 2020", MethodSettings, SubnetStrategy, Client, {"objective": "prox"}, "FedProx"),
-    "moon": Method("Li, He, Song 2021", MethodSettings, SubnetStrategy, Client, {"objective": "moon"}, "MOON"),
-    "scaffold": Method("Karimireddy et al. 2020", MethodSettings, Scaffold, ScaffoldClient),
-    "fednova": Method("Wang et al. 2020", FedNovaSettings, FedNova, FedNovaClient),
-    "fedadam": Method("Reddi et al. 2021", FedAdamSettings, FedAdam, Client),
-    "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, FedYogi, Client),
-    "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, FedAdagrad, Client),
-    "fedavg-ft": Method("FedAvg, fine-tuned by each client", TuningSettings, Tuned, TunedClient, title="FedAvgFT"),
-    "ditto": Method("Li et al. 2021", DittoSettings, Ditto, DittoClient),
-    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, FedBN, FedBNClient),
-    "apfl": Method("Deng, Kamani, Mahdavi 2020", APFLSettings, APFL, APFLClient),
-    "fedala": Method("Zhang et al. 2023", FedALASettings, FedALA, FedALAClient),
-    "per-fedavg": Method("Fallah, Mokhtari, Ozdaglar 2020", PerFedAvgSettings, PerFedAvg, PerFedAvgClient),
-    "pfedme": Method("T Dinh, Tran, Nguyen 2020", PFedMeSettings, PFedMe, PFedMeClient, title="pFedMe"),
-    "fedper": Method("Arivazhagan et al. 2019", PartSettings, SharedPart, PartClient, title="FedPer"),
-    "fedrep": Method("Collins et al. 2021", FedRepSettings, FedRep, FedRepClient),
-    "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, FedBABU, FedBABUClient),
-    "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, LGFedAvg, PartClient),
-    "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
-    "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
-    "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
-    "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),
-    "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
-    "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, IST, Client),
-    "istprox": Method("IST with FedProx's term", ISTSettings, IST, Client, {"objective": "prox"}, "ISTProx"),
-    "heterofl": Method("HeteroFL, Diao, Ding, Tarokh 2021", HeteroFLSettings, HeteroFL, HeteroFLClient),
-    "fedrolex": Method("FedRolex, Alam et al. 2022", HeteroFLSettings, FedRolex, HeteroFLClient),
-    "fedpart": Method("FedPart, Wang et al. 2024, and momentum aggregation", FedPartSettings, FedPart, FedPartClient),
-    "fedpews": Method("FedPeWS, Tastan et al. 2024", FedPeWSSettings, FedPeWS, FedPeWSClient),
+    "fedavg": Method("McMahan et al. 2017", MethodSettings, "base:SubnetStrategy", "base:Client", title="FedAvg"),
+    "fedprox": Method(
+        "Li et al. 2020", MethodSettings, "base:SubnetStrategy", "base:Client", {"objective": "prox"}, "FedProx"
+    ),
+    "moon": Method(
+        "Li, He, Song 2021", MethodSettings, "base:SubnetStrategy", "base:Client", {"objective": "moon"}, "MOON"
+    ),
+    "scaffold": Method("Karimireddy et al. 2020", MethodSettings, "scaffold:Scaffold", "scaffold:ScaffoldClient"),
+    "fednova": Method("Wang et al. 2020", FedNovaSettings, "fednova:FedNova", "fednova:FedNovaClient"),
+    "fedadam": Method("Reddi et al. 2021", FedAdamSettings, "fedopt:FedAdam", "base:Client"),
+    "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, "fedopt:FedYogi", "base:Client"),
+    "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, "fedopt:FedAdagrad", "base:Client"),
+    "fedavg-ft": Method(
+        "FedAvg, fine-tuned by each client", TuningSettings, "parts:Tuned", "parts:TunedClient", title="FedAvgFT"
+    ),
+    "ditto": Method("Li et al. 2021", DittoSettings, "ditto:Ditto", "ditto:DittoClient"),
+    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "fedbn:FedBNClient"),
+    "apfl": Method("Deng, Kamani, Mahdavi 2020", APFLSettings, "apfl:APFL", "apfl:APFLClient"),
+    "fedala": Method("Zhang et al. 2023", FedALASettings, "fedala:FedALA", "fedala:FedALAClient"),
+    "per-fedavg": Method(
+        "Fallah, Mokhtari, Ozdaglar 2020", PerFedAvgSettings, "perfedavg:PerFedAvg", "perfedavg:PerFedAvgClient"
+    ),
+    "pfedme": Method(
+        "T Dinh, Tran, Nguyen 2020", PFedMeSettings, "pfedme:PFedMe", "pfedme:PFedMeClient", title="pFedMe"
+    ),
+    "fedper": Method("Arivazhagan et al. 2019", PartSettings, "parts:SharedPart", "parts:PartClient", title="FedPer"),
+    "fedrep": Method("Collins et al. 2021", FedRepSettings, "parts:FedRep", "parts:FedRepClient"),
+    "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, "parts:FedBABU", "parts:FedBABUClient"),
+    "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, "parts:LGFedAvg", "parts:PartClient"),
+    "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, "fedpac:FedPAC", "fedpac:FedPACClient"),
+    "fedselect": Method(
+        "FedSelect, Tamirisa et al. 2024", FedSelectSettings, "fedselect:FedSelect", "fedselect:FedSelectClient"
+    ),
+    "subfedavg": Method(
+        "Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
+    ),
+    "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, "mtl:MTL", "mtl:MTLClient"),
+    "local": Method("no federation: the floor", MethodSettings, "local:Local", "local:LocalClient"),
+    "ist": Method(
+        "IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, "ist:IST", "base:Client"
+    ),
+    "istprox": Method(
+        "IST with FedProx's term", ISTSettings, "ist:IST", "base:Client", {"objective": "prox"}, "ISTProx"
+    ),
+    "heterofl": Method(
+        "HeteroFL, Diao, Ding, Tarokh 2021", HeteroFLSettings, "heterofl:HeteroFL", "heterofl:HeteroFLClient"
+    ),
+    "fedrolex": Method("FedRolex, Alam et al. 2022", HeteroFLSettings, "heterofl:FedRolex", "heterofl:HeteroFLClient"),
+    "fedpart": Method(
+        "FedPart, Wang et al. 2024, and momentum aggregation",
+        FedPartSettings,
+        "fedpart:FedPart",
+        "fedpart:FedPartClient",
+    ),
+    "fedpews": Method("FedPeWS, Tastan et al. 2024", FedPeWSSettings, "fedpews:FedPeWS", "fedpews:FedPeWSClient"),
 }
 BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
 

@@ -12,7 +12,7 @@ from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.engines import log_to_stdout, run_and_report
 from fedsub_app.federation.roll import wake
 from fedsub_app.models import bundled, is_own_code
-from fedsub_app.runs.directory import RunFailed, settings_of
+from fedsub_app.runs.recorded import RunFailed, settings_of
 
 log = logging.getLogger("fedsub")
 app = ServerApp()

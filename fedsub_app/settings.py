@@ -25,7 +25,7 @@ from fedsub_app.common.section import (
 )
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.federation.settings import FederationSettings
-from fedsub_app.models.sources import read_options
+from fedsub_app.models.names import read_options
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.

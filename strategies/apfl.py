@@ -16,20 +16,7 @@ Deviations from the paper, the authors' code (https://github.com/MLOPTPSU/FedTor
   settings; ``objective`` is of w_i alone. BatchNorm's statistics in the personal model are those of the mixture.
 """
 
-from typing import Literal
-
-from fedsub_app.common.section import Fraction
-from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
-
-
-class APFLSettings(MethodSettings):
-    """Keys of APFL."""
-
-    alpha: Fraction = 0.5
-    """Weight of the client's own model v in its personal model, where adaptation starts."""
-    adapt: Literal["round", "step", "never"] = "round"
-    """alpha is adapted in the first step of a round, in every step, or never."""
 
 
 class APFL(SubnetStrategy):

@@ -4,17 +4,8 @@ Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Person
 https://arxiv.org/abs/2012.04221. A client's personal model starts at the common v^0, whenever it first takes part.
 """
 
-from fedsub_app.common.section import NonNegative
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
-
-
-class DittoSettings(MethodSettings):
-    """Keys of Ditto."""
-
-    lambda_: NonNegative = 0.5
-    """Pull of the personal model towards the global one."""
 
 
 class Ditto(SubnetStrategy):

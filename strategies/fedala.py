@@ -17,29 +17,13 @@ Deviations from the paper, the authors' code (https://github.com/TsingZ0/FedALA)
 - ``objective`` is of the training alone, around the global model.
 """
 
-from typing import Annotated
-
-from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import CountOrZero, Epochs, NonNegative
 from fedsub_app.models import layer_groups
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
-
-
-class FedALASettings(MethodSettings):
-    """Keys of FedALA."""
-
-    layers: CountOrZero = 1
-    """p, last layers in which the global model is merged into the client's own; 0: none, FedAvg."""
-    percent: Annotated[float, Field(gt=0, le=100)] = 80.0
-    """s, percentage of the client's mini-batches on which a pass learns the merge."""
-    merge_lr: NonNegative = 1.0
-    """eta, learning rate of the merge's weights W."""
-    learn_passes: Epochs = 50
-    """Upper bound on the passes that learn a client's first merge; later merges learn in one pass."""
+from strategies.settings import FedALASettings
 
 
 class FedALA(SubnetStrategy):

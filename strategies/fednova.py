@@ -19,27 +19,20 @@ Deviations:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from torch import nn
 
 from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import Range, Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
+from strategies.settings import FedNovaSettings
 
 MAX_STEPS = 10**6
-
-
-class FedNovaSettings(MethodSettings):
-    """Keys of FedNova."""
-
-    normalisation: Literal["paper", "authors"] = "paper"
-    """Divisor and factor of the clients' changes: as in the paper, or as in the authors' code."""
 
 
 def normaliser(steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:

@@ -20,39 +20,17 @@ The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Devi
 """
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from fedsub_app.common.section import Positive
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import MaskedMean
 from strategies.base import SubnetStrategy
 from strategies.hooks import Merged
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class FedAdagradSettings(MethodSettings):
-    """Keys of FedAdagrad."""
-
-    lr: Positive = 0.01
-    """eta, the server's learning rate."""
-    beta1: Decay = 0.9
-    """Decay of the first moment m; 0: none."""
-    tau: Positive = 0.01
-    """Constant that is added to the root of v; a larger one adapts less."""
-
-
-class FedAdamSettings(FedAdagradSettings):
-    """Keys of FedAdam and FedYogi."""
-
-    beta2: Decay = 0.99
-    """Decay of the second moment v."""
+from strategies.settings import FedAdagradSettings, FedAdamSettings
 
 
 class FedAdagrad(SubnetStrategy):

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Epochs, NonNegative, Positive
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
 from fedsub_app.models.units import head_layer
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
@@ -26,19 +25,9 @@ from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
 from strategies.memory import Memory
+from strategies.settings import FedPACSettings
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))
-
-
-class FedPACSettings(MethodSettings):
-    """Keys of FedPAC."""
-
-    lambda_: NonNegative = 1.0
-    """Weight of the feature alignment."""
-    head_lr: Positive = 0.1
-    """Learning rate of the head's own training."""
-    head_epochs: Epochs = 1
-    """Epochs of the head's own training, before the body's."""
 
 
 class FedPAC(SubnetStrategy):

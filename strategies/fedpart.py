@@ -24,45 +24,24 @@ Deviations from the paper or the published code:
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedsub_app.common.section import Count, CountOrZero
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups, trainable
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
+from strategies.settings import FedPartSettings
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"
-
-
-class FedPartSettings(MethodSettings):
-    """Keys of FedPart and of momentum aggregation."""
-
-    full_rounds: CountOrZero = 2
-    """Rounds of the full network at the start of every cycle."""
-    rounds_per_group: Count = 2
-    """Rounds for which a layer group is trained."""
-    order: Literal["shallow", "deep", "random"] = "shallow"
-    """Order of a cycle's groups: shallow to deep, deep to shallow, or drawn anew for each cycle."""
-    momentum: Literal["none", "mean", "similarity"] = "none"
-    """Merge of Adam's moments: none are shared, their mean, or a mean weighted by the clients' similarity."""
-    stale: Literal["full-first", "faithful", "sync-all"] = "full-first"
-    """Tensors for a client that missed rounds: a full model if it has none, the last group, or all outdated groups."""
-
-    def check(self, settings: Settings) -> None:
-        """Refuse shared moments without Adam."""
-        if self.momentum != "none" and settings.optimizer != "adam":
-            raise ValueError(f"optimizer = {settings.optimizer!r}: fedpart.momentum = {self.momentum!r} needs 'adam'")
 
 
 class FedPart(SubnetStrategy):

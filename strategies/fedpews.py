@@ -25,68 +25,22 @@ Readings of the paper where it is silent or contradicts itself:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.section import CountOrZero, Listed, NonNegative, Positive
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
 from strategies.hooks import Merged
-
-Shares = Annotated[
-    tuple[Positive, ...], Listed("must be positive numbers that add up to 1, one a client, or ''", read=float)
-]
-
-
-class FedPeWSSettings(MethodSettings):
-    """Keys of FedPeWS; the last three are readings of points that the paper leaves open."""
-
-    masks: Literal["learned", "fixed"] = "learned"
-    """Masks that the clients learn, or that the server fixes at the start."""
-    shares: Shares = ()
-    """Each client's share of every hidden layer with masks = "fixed": "0.25, 0.75"; "": equal shares (C.4)."""
-    warmup_rounds: CountOrZero = 10
-    """W, rounds of the warm-up; num-rounds or more: all rounds."""
-    lambda_: NonNegative = 1.0
-    """Weight of the mask diversity."""
-    mask_lr: Positive = 0.1
-    """eta_s, learning rate of the mask scores."""
-    others: Literal["masks", "mean", "highest"] = "masks"
-    """theta of the other clients: the mean of their last masks, or the mean or the highest of their probabilities."""
-    score_spread: NonNegative = 0.0
-    """Standard deviation of each client's initial mask scores around s_g^0 = 0."""
-    mask_gradient: Literal["weights", "activations"] = "weights"
-    """Gradient of the loss in the mask: of f(x ∘ m), 0 for units that are off; or of outputs times m, for all units."""
-
-    def check(self, settings: Settings) -> None:
-        """Refuse shares that do not fit the clients, or that no fixed mask uses."""
-        if self.shares and self.masks != "fixed":
-            raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
-        self.share_list(settings.num_clients)
-
-    def first_scores(self, seed: int, client: int, hidden: int) -> torch.Tensor:
-        """Return the mask scores that a client starts from, float ``[hidden]``; server and client draw the same."""
-        noise = torch.randn(hidden, generator=generator(seed, 0, client, "first scores"))
-        return self.score_spread * noise
-
-    def share_list(self, num_clients: int) -> list[float]:
-        """Return every client's share, equal ones where ``shares`` is empty."""
-        shares = self.shares or (1 / num_clients,) * num_clients
-        if len(shares) != num_clients or abs(sum(shares) - 1) > 1e-6:
-            raise ValueError(
-                f"fedpews.shares = {self.toml()['shares']!r}: must be num-clients = {num_clients} positive numbers "
-                "that add up to 1"
-            )
-        return list(shares)
+from strategies.settings import FedPeWSSettings
 
 
 class FedPeWS(SubnetStrategy):
@@ -110,7 +64,7 @@ class FedPeWS(SubnetStrategy):
         super().__init__(settings, model)
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
-        starts = [self.options.first_scores(settings.seed, i, self.hidden) for i in range(settings.num_clients)]
+        starts = [first_scores(self.options, settings.seed, i, self.hidden) for i in range(settings.num_clients)]
         self.theta = torch.stack(starts).sigmoid()
         self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:
@@ -195,3 +149,8 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             return self.fixed if self.options.warmup_rounds else None
         return self.theta > 0.5
+
+
+def first_scores(options: FedPeWSSettings, seed: int, client: int, hidden: int) -> torch.Tensor:
+    """Return the mask scores that a client starts from, float ``[hidden]``; server and client draw the same."""
+    return options.score_spread * torch.randn(hidden, generator=generator(seed, 0, client, "first scores"))

@@ -28,47 +28,26 @@ in the next.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.section import Count, Fraction, TextOrNone
 from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
 from strategies.hooks import Merged
+from strategies.settings import FedSelectSettings
 
 MASK = "mask/"
-
-
-class FedSelectSettings(MethodSettings):
-    """Keys of FedSelect; ``choose`` and ``layer`` are the ablations of Table 3, the keys after them are readings."""
-
-    alpha: Fraction = 0.3
-    """Fraction of the parameters that becomes personal."""
-    share: Fraction = 0.25
-    """p, fraction of the global positions that becomes personal at a time."""
-    choose: Literal["most", "least", "random"] = "most"
-    """Positions that become personal: the ones that moved most, that moved least, or random ones."""
-    layer: TextOrNone = None
-    """Only this layer can become personal: "layer4"; "": all."""
-    alpha_test: Literal["below", "at-most"] = "below"
-    """A layer grows while its personal fraction is below alpha, or at most alpha."""
-    movement: Literal["round", "since-growth"] = "round"
-    """Movement that counts: of this round's training, or since the last growth."""
-    grow_every: Count = 1
-    """Rounds from one growth to the next; with 3, masks grow in rounds 4, 7, 10 and so on."""
-    bn_batch: Literal["always", "first-round"] = "always"
-    """Rounds in which training uses the batch's statistics; in the others it uses the running ones."""
 
 
 class FedSelect(SubnetStrategy):

@@ -34,47 +34,25 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Annotated, ClassVar, Literal
 
 import torch
 from flwr.app import ConfigRecord
-from pydantic import Field
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Listed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import output_names
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
 from strategies.measurement import Measurement
 from strategies.rounds import evaluation_due
+from strategies.settings import HeteroFLSettings
 from strategies.sliced import Sliced
 
 CLASSES = "classes"  # tensor of a reply, bool [classes]: the classes of the client's samples; all without masked loss
-Widths = Annotated[
-    tuple[Annotated[float, Field(gt=0, le=1)], ...],
-    Field(min_length=1),
-    Listed("must be numbers above 0, at most 1, such as '1, 0.5, 0.25'", read=float),
-]
-
-
-class HeteroFLSettings(MethodSettings):
-    """Keys of HeteroFL and FedRolex."""
-
-    objectives: ClassVar = ("none", "prox")
-
-    widths: Widths = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    """Fractions of every hidden layer's units that clients train; the papers' levels a to e."""
-    assignment: Literal["fixed", "dynamic"] = "fixed"
-    """Width of client i: always the (i mod number of widths)-th; or drawn anew in each round."""
-    scaler: bool = True
-    """Divide the outputs of narrow layers by the client's width in training."""
-    masked_loss: bool = True
-    """Set the logits of classes that a client lacks to 0 in training, and leave it out of the mean of their rows."""
 
 
 class Statistics(Measurement):

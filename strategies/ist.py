@@ -30,37 +30,20 @@ Deviations from the papers or the authors' code (IST_FL):
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import CountOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Update
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
 from strategies.defences import DEFENCES
+from strategies.settings import ISTSettings
 from strategies.sliced import Sliced
-
-
-class ISTSettings(MethodSettings):
-    """Keys of IST."""
-
-    objectives: ClassVar = ("none", "prox")  # MOON's previous model would be of other units
-
-    width: CountOrNone = None
-    """Units of every hidden layer for each client of a round, 300 in the paper; 0: the model's own units are dealt.
-
-    The global network has this number times the clients of a round; for multi-layer perceptrons only.
-    """
-
-    def hidden_width(self, settings: Settings) -> int | None:
-        """Return the global width: a client's width times the clients of a round."""
-        return self.width and self.width * settings.sample_size
 
 
 class IST(Sliced):

@@ -13,17 +13,8 @@ Deviations: the mean is over the clients of the last round, at first it is the c
 client trains; biases are regularised as well.
 """
 
-from fedsub_app.common.section import NonNegative
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
-
-
-class MTLSettings(MethodSettings):
-    """Keys of federated multi-task learning."""
-
-    lambda_: NonNegative = 1e-6
-    """c, weight of a model's square and of its distance to the mean; published value for 10^4 to 10^5 weights: 1e-6."""
 
 
 class MTL(SubnetStrategy):

@@ -20,55 +20,12 @@ from collections.abc import Mapping
 from torch import nn
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import CountOrZero, Epochs
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task
 from fedsub_app.models import part_names
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
-
-
-class TuningSettings(MethodSettings):
-    """Keys of FedAvg with fine-tuning."""
-
-    tune_epochs: Epochs = 3
-    """Epochs of fine-tuning on a client's own data before its evaluation."""
-
-
-class PartSettings(MethodSettings):
-    """Keys of FedPer."""
-
-    personal: str = "head"
-    """Part that stays with the client: head, body or names of layers, "conv1, layer4.1"."""
-
-
-class FedRepSettings(PartSettings):
-    """Keys of FedRep."""
-
-    personal_epochs: Epochs = 2
-    """Epochs of the personal part, instead of local-epochs."""
-    shared_epochs: Epochs = 1
-    """Epochs of the shared part after it, instead of local-epochs."""
-
-
-class FedBABUSettings(PartSettings):
-    """Keys of FedBABU."""
-
-    personal: str = "head"
-    """Part that stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
-    tune: str = "all"
-    """Part that is fine-tuned before a client's evaluation: all, head, body or names of layers."""
-    tune_epochs: Epochs = 3
-    """Epochs of fine-tuning before a client's evaluation."""
-
-
-class LGFedAvgSettings(PartSettings):
-    """Keys of LG-FedAvg."""
-
-    personal: str = "body"
-    """Part that stays with the client: head, body or names of layers, "conv1, layer4.1"."""
-    warm_rounds: CountOrZero = 0
-    """Rounds of FedAvg on the whole model first."""
+from strategies.settings import FedBABUSettings, FedRepSettings, LGFedAvgSettings, PartSettings, TuningSettings
 
 
 class SharedPart(SubnetStrategy):

@@ -19,24 +19,8 @@ Deviations from the paper and points that it leaves open; its authors have publi
   PFLlib's versions take a step of size alpha and one of size beta.
 """
 
-from typing import Literal
-
-from fedsub_app.common.section import CountOrZero, NonNegative, Positive
-from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
-
-
-class PerFedAvgSettings(MethodSettings):
-    """Keys of Per-FedAvg."""
-
-    alpha: NonNegative = 0.01
-    """Size of the gradient step by which a client adapts the model; 0: FedAvg."""
-    variant: Literal["first-order", "hessian-free"] = "first-order"
-    """Hessian in a local step: left out, or by the difference of two gradients."""
-    delta: Positive = 0.001
-    """Distance of these two gradients from w, as a multiple of the vector that the Hessian is multiplied with."""
-    tune_steps: CountOrZero = 1
-    """Steps of size alpha from the global model before a client's evaluation."""
+from strategies.settings import PerFedAvgSettings
 
 
 class PerFedAvg(SubnetStrategy):

@@ -16,21 +16,9 @@ Deviations from the paper, the authors' code (https://github.com/CharlieDinh/pFe
 With ``lambda = 1``, ``w-lr = 1`` and ``steps = 1`` theta and w are FedAvg's model, bit for bit.
 """
 
-from fedsub_app.common.section import Count, NonNegative
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
-
-
-class PFedMeSettings(MethodSettings):
-    """Keys of pFedMe."""
-
-    lambda_: NonNegative = 15.0
-    """Pull of theta towards w."""
-    steps: Count = 5
-    """K, gradient steps of theta on each mini-batch."""
-    w_lr: NonNegative = 0.005
-    """eta: after each mini-batch w moves by eta times lambda of its distance towards theta."""
+from strategies.settings import PFedMeSettings
 
 
 class PFedMe(SubnetStrategy):

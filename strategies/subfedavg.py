@@ -33,50 +33,26 @@ whole network.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.section import Fraction, NonNegative
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
-from fedsub_app.settings import MethodSettings, Settings
+from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import gather, scatter
-from fedsub_app.subnets.pruning import Pruning, prunable
+from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
 from strategies.hooks import Merged
+from strategies.settings import SubFedAvgSettings
 
 MASK = "mask/"
 log = logging.getLogger("fedsub")
-
-
-class SubFedAvgSettings(MethodSettings):
-    """Keys of Sub-FedAvg."""
-
-    pruning: Pruning = "unstructured"
-    """Weights of all layers, channels by their BatchNorm, or channels and the linear layers' weights."""
-    target: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """p, fraction of the parameters at which weights are no longer pruned; 0: nothing is ever pruned."""
-    share: Fraction = 0.1
-    """r_us, fraction of a layer's remaining weights that one event prunes."""
-    distance: NonNegative = 0.0001
-    """Weights are pruned if their masks after the first and last epoch differ by more than this; published hybrid: .0005."""
-    channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
-    """r_s, fraction of a layer's channels that one event prunes (and one more)."""
-    channel_floor: Fraction = 0.5
-    """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
-    channel_distance: NonNegative = 0.01
-    """Channels are pruned if their masks after the first and last epoch differ by more than this fraction."""
-    accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
-    """Accuracy in percent that the pruned network must exceed on gate-data, or the pruning is undone."""
-    gate_data: Literal["validation", "test"] = "validation"
-    """The client's samples on which accuracy is measured; test, as published, lets the test set choose the network."""
 
 
 class SubFedAvg(SubnetStrategy):

@@ -20,8 +20,8 @@ from fedsub_app.config import applicable_keys
 from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import settings_of
 
 # Property tests draw the same cases in every run; `pytest --hypothesis-profile=search` draws new ones.
 settings.register_profile("search", deadline=None)

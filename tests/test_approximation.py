@@ -19,7 +19,7 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
-from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]

@@ -31,8 +31,8 @@ from fedsub_app.config import (
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.directory import RunFailed, settings_of
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 

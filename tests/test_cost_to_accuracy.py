@@ -25,8 +25,8 @@ from fedsub_app.reports.cost_to_accuracy import (
     costs_to_accuracy,
     round_reached,
 )
-from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.tables import read_table
 from fedsub_app.training.costs import forward_flops, training_flops

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from helpers import problem_of
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, mlp, model_names, tensors_of, unit_groups
@@ -59,6 +61,34 @@ def test_subnet_is_the_physically_smaller_network():
     assert subnet_flops(problem, model, unit_groups(model), masks) == training_flops(problem, small)
     nothing = {"fc1": torch.zeros(8).bool(), "fc2": torch.zeros(10).bool()}
     assert subnet_flops(problem, model, unit_groups(model), nothing) == 0
+
+
+class Attention(nn.Module):
+    """Attention, an encoder and a recurrent layer, each of which the CPU computes by one fused operation if it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.recurrent = nn.LSTM(8, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.encoder(x)
+        attended = nn.functional.scaled_dot_product_attention(query, query, query)
+        return self.head(self.recurrent(attended)[0][:, -1])
+
+
+def test_fused_operations_count_as_the_products_they_consist_of():
+    """FlopCounterMode on the "meta" device, which has no fused operations, counts the same."""
+    problem, model = problem_of((5, 8)), Attention()
+    ghost = Attention().to("meta")
+    x = torch.zeros(2, 5, 8, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        ghost.eval()(x)
+    assert 2 * forward_flops(problem, model) == counter.get_total_flops() > 0
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(ghost.train()(x).sum(), list(ghost.parameters()))
+    assert 2 * training_flops(problem, model) == counter.get_total_flops()
 
 
 def test_counting_leaves_the_model_as_it_is():

@@ -32,7 +32,8 @@ from fedsub_app.data import (
     load_dataset,
     make_partition,
 )
-from fedsub_app.data.known import MEDMNIST
+from fedsub_app.data.known import LOADERS
+from fedsub_app.data.names import KNOWN, MEDMNIST
 from fedsub_app.data.synthetic import LAYOUTS
 from fedsub_app.runs.rounds import read_rounds
 
@@ -294,6 +295,10 @@ def test_truncated_medmnist(data_dir: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=r"breastmnist\.npz: not a readable MedMNIST file"):
         load("breastmnist")
+
+
+def test_every_known_name_has_a_loader() -> None:
+    assert set(KNOWN) == set(LOADERS)
 
 
 def test_medmnist_names_are_those_of_medmnist() -> None:

@@ -23,7 +23,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.directory import RunFailed
+from fedsub_app.runs.recorded import RunFailed
 
 Run = Callable[..., Any]
 PETABYTE = 1 << 50

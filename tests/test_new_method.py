@@ -56,7 +56,10 @@ def test_classes_keep_the_capitals_of_the_name(project: Path) -> None:
         text = (project / package / "fedbar.py").read_text()
         assert all(f"class {name}(" in text for name in classes)
     register = (project / "fedsub_app/methods.py").read_text()
-    assert '"fedbar": Method("authors and year", FedBARSettings, FedBAR, FedBARClient),' in register
+    assert (
+        '"fedbar": Method("authors and year", "fedbar:FedBARSettings", "fedbar:FedBAR", "fedbar:FedBARClient"),'
+        in register
+    )
 
 
 def test_names_that_are_none(tmp_path: Path) -> None:

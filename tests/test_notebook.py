@@ -21,7 +21,7 @@ from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.methods import BUILT_IN, METHODS, Method
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.records import grouped, read_run
-from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 

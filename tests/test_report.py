@@ -28,8 +28,8 @@ from fedsub_app.reports.compare import comparisons
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import DASHES, colour, dashes, spread_out
 from fedsub_app.reports.records import Group, Record, curve, grouped, read_run
-from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
 
 KEYS: dict[str, Value] = {

@@ -356,7 +356,11 @@ def test_a_run_leaves_what_it_should(run_local: Run, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} & (written | pictures) == written
     pairs = ("model=feature-mlp", "method=fedavg", "num-rounds=1", f"run-dir={tmp_path / 'drawn'}")
     assert cli.main(["run", *(word for pair in pairs for word in ("-s", pair))]) == 0
-    assert {path.name for path in (tmp_path / "drawn").iterdir()} >= written | pictures
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} >= written
+    end = time.monotonic() + 120
+    while not all((tmp_path / "drawn" / name).exists() for name in pictures):  # by a process of their own
+        assert time.monotonic() < end
+        time.sleep(0.1)
     assert summary["rounds-to-target"] in (None, 1, 2, 3)
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [0, 1, 2, 3]

@@ -18,7 +18,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.models import build_model
-from fedsub_app.runs.directory import RunFailed
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy
 

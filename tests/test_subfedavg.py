@@ -30,8 +30,8 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
 from fedsub_app.runs.checkpoint import read_checkpoint
-from fedsub_app.runs.directory import RunFailed
 from fedsub_app.runs.masks import overlap, overlap_by_chance
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits

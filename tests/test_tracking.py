@@ -14,8 +14,9 @@ from fedsub_app.client_app import app
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs import tracking
-from fedsub_app.runs.directory import Run, settings_of
+from fedsub_app.runs.directory import Run
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.runs.tracking import Tracking, numbers_of
 

@@ -22,8 +22,8 @@ from fedsub_app.models import UnitGroup, load_tensors
 from fedsub_app.problem import Problem
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
-from fedsub_app.runs.directory import settings_of
 from fedsub_app.runs.masks import strategy_of
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy

@@ -40,7 +40,7 @@ from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
-from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Objective
 from fedsub_app.training.workplace import Workplace, workplace

@@ -168,20 +168,11 @@ def new_method(spelled: str, project: Path) -> list[Path]:
 
 
 def _registered(register: Path, name: str, module: str, class_name: str) -> str:
-    """Return methods.py with the imports of a method, where they belong in the order of names, and its line."""
+    """Return methods.py with a method's line: the places of its three classes, which are imported when it runs."""
+    places = ", ".join(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))
     lines = register.read_text().splitlines(keepends=True)
-    for line in (
-        f"from client_apps.{module} import {class_name}Client\n",
-        f"from strategies.{module} import {class_name}, {class_name}Settings\n",
-    ):
-        package = line.split(".")[0]
-        places = [number for number, other in enumerate(lines) if other.startswith(f"{package}.")]
-        later = [number for number in places if lines[number].split()[1] > line.split()[1]]
-        place = later[0] if later else next(n for n in range(places[-1] + 1, len(lines)) if lines[n][0] not in " )")
-        lines.insert(place, line)
     end = len(lines) - 1 - lines[::-1].index("}\n")
-    entry = f'    "{name}": Method("authors and year", {class_name}Settings, {class_name}, {class_name}Client),\n'
-    return "".join([*lines[:end], entry, *lines[end:]])
+    return "".join([*lines[:end], f'    "{name}": Method("authors and year", {places}),\n', *lines[end:]])
 
 
 def _after(path: Path, pattern: str, line: str) -> str:

@@ -56,8 +56,8 @@ def _run(options: argparse.Namespace) -> int:
     waking = flower.wake(options.engine) if options.engine != "local" and not options.dry_run else None
     overrides = overrides_of(options)
     if options.dry_run:
-        from fedsub_app.runs.directory import settings_of
         from fedsub_app.runs.plan import plan
+        from fedsub_app.runs.recorded import settings_of
 
         print(plan(settings_of(overrides)))
         return 0
@@ -90,7 +90,7 @@ def _set_keys(overrides: dict[str, str | int | float | bool], values: dict[str, 
 def _run_local(overrides: dict[str, str | int | float | bool], workers: int | None) -> int:
     gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
     from fedsub_app.engines import log_to_stdout, run_local
-    from fedsub_app.runs.directory import RunFailed
+    from fedsub_app.runs.recorded import RunFailed
 
     gc.freeze()
     gc.enable()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 from fedsub_app.common.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from fedsub_app.common.tensors import Json
+    from fedsub_app.common.section import Json
 
 CHECKSUM = "crc32"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")

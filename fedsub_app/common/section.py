@@ -91,6 +91,7 @@ class Listed:
 
 
 Value = str | int | float | bool  # of a key, in TOML
+Json = dict[str, Any]
 MILLION = 1_000_000  # no number has a use beyond it; without a bound 10**30 epochs hang and 10**30 clients crash
 Positive = Annotated[float, Field(gt=0, le=MILLION)]
 NonNegative = Annotated[float, Field(ge=0, le=MILLION)]

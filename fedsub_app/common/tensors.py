@@ -1,13 +1,13 @@
 """Tensors by name, and the names' prefixes."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 
+from fedsub_app.common.section import Json as Json
+
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
-Json = dict[str, Any]
 
 
 def prefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:

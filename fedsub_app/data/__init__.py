@@ -21,11 +21,17 @@ Unpacked and decoded files are cached in ``$FEDSUB_CACHE`` (default ``~/.cache/f
 features of images that pretrained networks extract (:mod:`fedsub_app.data.features`).
 """
 
-from fedsub_app.data.dataset import Dataset, DataSettings, load_dataset
-from fedsub_app.data.own import own_dataset
-from fedsub_app.data.partition import Partition, PartitionSettings, make_partition, partition_summary
-from fedsub_app.data.samples import Samples
-from fedsub_app.data.sources import dataset_names, private_name
+from typing import TYPE_CHECKING
+
+from fedsub_app.common.late import late
+from fedsub_app.data.names import dataset_names, private_name
+from fedsub_app.data.settings import DataSettings, PartitionSettings
+
+if TYPE_CHECKING:
+    from fedsub_app.data.dataset import Dataset, load_dataset
+    from fedsub_app.data.own import own_dataset
+    from fedsub_app.data.partition import Partition, make_partition, partition_summary
+    from fedsub_app.data.samples import Samples
 
 __all__ = [
     "DataSettings",
@@ -40,3 +46,12 @@ __all__ = [
     "partition_summary",
     "private_name",
 ]
+__getattr__ = late(
+    __name__,
+    {
+        "dataset": "Dataset load_dataset",
+        "own": "own_dataset",
+        "partition": "Partition make_partition partition_summary",
+        "samples": "Samples",
+    },
+)

@@ -3,63 +3,22 @@
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated
 
 import torch
-from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.progress import show_step
-from fedsub_app.common.section import NONE_IS_ZERO, ZERO_IS_NONE, CountOrNone, Names, SeedSettings, TextOrNone
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic
-from fedsub_app.data.features import Features, Pictures
-from fedsub_app.data.known import ALIASES, Request, Source, Split
-from fedsub_app.data.samples import Normalise, Samples, in_unit, normalised
-from fedsub_app.data.sources import check_hidden, data_folder, load_sources
-
-
-def _named(text: str) -> str:
-    if not all(0 < len(name) < 200 for name in text.split("+")):
-        raise ValueError("must be the name of a data set, or names joined by +")
-    return text
-
-
-class DataSettings(SeedSettings):
-    """The data set, its size and form."""
-
-    dataset: Annotated[str, AfterValidator(_named)] = "digits"
-    """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
-    domains: Names = ()
-    """Domains to use of a data set that has some: "fog, snow-3"; "": all."""
-    data_dir: TextOrNone = None
-    """Folder of the data; "": $FEDSUB_DATA, else ~/.cache/fedsub/data."""
-    train_per_class: CountOrNone = None
-    """Training images of each class and source, chosen at random; 0: all."""
-    test_per_class: CountOrNone = None
-    """Test images of each class and source, chosen at random; 0: all.
-
-    Where a class has fewer, all test images of that source come from its training images that ``train-per-class`` left
-    over (a note says so).
-    """
-    image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None
-    """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
-    normalise: Normalise = "standard"
-    """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
-
-    Synthetic data and features are never normalised.
-    """
-    features: Features = "none"
-    """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or by random networks.
-
-    Features are extracted once, on a GPU if there is one, and cached in $FEDSUB_CACHE (data/features.py). Images are
-    resized to the networks' size, so ``image-size`` must be 0.
-    """
-    backbone_dir: TextOrNone = None
-    """Folder of these networks' weights, in torchvision's files; "": torch's hub folder, downloaded if missing."""
+from fedsub_app.data.features import Pictures
+from fedsub_app.data.known import Request, Source, Split
+from fedsub_app.data.names import ALIASES, data_folder
+from fedsub_app.data.samples import Samples, in_unit, normalised
+from fedsub_app.data.settings import DataSettings
+from fedsub_app.data.sources import check_hidden, load_sources
 
 
 @dataclass(frozen=True, eq=False)

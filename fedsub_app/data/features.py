@@ -40,6 +40,7 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import derive
 from fedsub_app.data.files import cache_folder
+from fedsub_app.data.settings import Features
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -51,7 +52,6 @@ except ImportError:  # Windows
 
 log = logging.getLogger("fedsub")
 
-Features = Literal["none", "resnet101-densenet121", "resnet101-densenet121-random"]
 RANDOM = "-random"
 SIZE = 2048 + 1024
 GROUP = 128  # images of a file: half a minute's work of a CPU's core

@@ -14,7 +14,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,27 +27,20 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.progress import Progress
+from fedsub_app.data.names import IMAGES, NPZ_KEYS, find, folder_form
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
 Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 
-ARCHIVES = (".tar.xz", ".tar.gz", ".tgz", ".tar")
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
 MAX_CLASSES = 10_000
 MAX_UNPACKED = 2**31  # bytes of an idx file or of an image; EMNIST's largest file has 550 MB
-NPZ_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def cache_folder() -> Path:
     """Where decoded and unpacked copies are kept: ``$FEDSUB_CACHE`` or ``~/.cache/fedsub/decoded``."""
     return Path(os.environ.get("FEDSUB_CACHE") or "~/.cache/fedsub/decoded").expanduser()
-
-
-def find(folder: Path, name: str) -> Path | None:
-    """Return ``folder/name`` or else the first ``folder/*/name`` that exists."""
-    return next((path for path in (folder / name, *sorted(folder.glob(f"*/{name}"))) if path.exists()), None)
 
 
 def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
@@ -113,26 +105,6 @@ def hold_out(labels: Tensor) -> Tensor:
         of_class = labels == label
         places[of_class] = torch.arange(1, int(of_class.sum()) + 1)
     return places % HOLD_OUT == 0
-
-
-def folder_form(folder: Path) -> str:
-    """Return how images lie in it: ``split`` ({train,test}/<class>/), ``classes``, ``domains`` (of classes), or ""."""
-    if (folder / "train").is_dir():
-        return "split"
-    for form, pattern in (("classes", "*/*"), ("domains", "*/*/*")):
-        files = islice(folder.glob(pattern), 100)
-        if any(file.suffix.lower() in IMAGES and not file.name.startswith(".") for file in files):
-            return form
-    return ""
-
-
-def npz_keys(path: Path) -> set[str]:
-    """Return the keys of an npz file without reading its arrays; none where it is no npz file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {entry.removesuffix(".npy") for entry in archive.namelist()}
-    except (OSError, zipfile.BadZipFile):
-        return set()
 
 
 def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:

@@ -1,6 +1,6 @@
 """Data sets with a name of their own: generated, installed, torchvision's, medmnist's.
 
-``KNOWN``, at the end, holds one line for each: what it is and what loads it.
+``LOADERS``, at the end, holds one line for each: what loads it.
 """
 
 import importlib.util
@@ -17,14 +17,9 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic
 from fedsub_app.data.features import Pictures, impatient
-from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, find, hold_out, read_npy, unpacked_idx
+from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, hold_out, read_npy, unpacked_idx
+from fedsub_app.data.names import EMNIST, MEDMNIST, find
 
-ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
-MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled out: importing it takes a second
-    *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
-    *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
-)
-EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 
 Split = tuple[torch.Tensor | Pictures, torch.Tensor]
@@ -58,21 +53,11 @@ class Request(NamedTuple):
     listed: bool
 
 
+Load = Callable[[Request], dict[str, Source]]  # its domains, or itself without domains
+
+
 class NotHere(UserError):
     """The files of a known data set are missing and cannot be downloaded."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """A data set with a name: a description in one line, and a loader of its domains, or of itself without domains."""
-
-    description: str
-    load: Callable[[Request], dict[str, Source]]
-
-
-def _one(about: str, load: Callable[[Request], Source]) -> Known:
-    """A data set without domains."""
-    return Known(about, partial(without_domains, load))
 
 
 def without_domains(load: Callable[[Request], Source], request: Request) -> dict[str, Source]:
@@ -332,31 +317,22 @@ def _download(request: Request, needed: str, attempt: Callable[[], object]) -> N
         raise NotHere(f"dataset = {name!r}: {data} has no {needed}; {how}") from error
 
 
-KNOWN: dict[str, Known] = {
-    "synthetic": _one("32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)", _synthetic),
-    "synthetic-3k": _one("the same with 3,200 training points", _synthetic),
-    "synthetic-cyclic": _one("as synthetic, other layout: FedAvg close to the paper's round counts", _synthetic),
-    "synthetic-cyclic-3k": _one("the same with 3,200 training points", _synthetic),
-    "digits": _one("scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)", _digits),
-    "mnist": _one("MNIST, 28x28 grey, 10 classes", partial(_idx, kind_name="MNIST")),
-    "fashion-mnist": _one("Fashion-MNIST, 28x28 grey, 10 classes", partial(_idx, kind_name="FashionMNIST")),
-    "emnist": _one("EMNIST digits, 28x28 grey", partial(_idx, kind_name="EMNIST", split="digits")),
-    **{f"emnist-{s}": _one(f"EMNIST {s}, 28x28 grey", partial(_idx, kind_name="EMNIST", split=s)) for s in EMNIST},
-    "cifar10": _one("CIFAR-10, 32x32 RGB, 10 classes", partial(_cifar, kind_name="CIFAR10")),
-    "cifar100": _one("CIFAR-100, 32x32 RGB, 100 classes", partial(_cifar, kind_name="CIFAR100")),
-    "cifar10-c": Known(
-        "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)", _cifar10_c
-    ),
-    **{name: _one("MedMNIST v2, 28x28", _medmnist) for name in MEDMNIST},
-    "cub200": _one("CUB-200-2011, birds, RGB of many sizes, 200 classes", _cub200),
-    "flowers102": _one(
-        "Oxford's flowers, RGB of many sizes, 102 classes", partial(_published, about=PUBLISHED["flowers102"])
-    ),
-    "fgvc-aircraft": _one(
-        "FGVC Aircraft, RGB of many sizes, 100 variants", partial(_published, about=PUBLISHED["fgvc-aircraft"])
-    ),
-    "dtd": _one("Describable Textures, RGB of many sizes, 47 classes", partial(_published, about=PUBLISHED["dtd"])),
-    "stanford-cars": _one(
-        "Stanford Cars, RGB of many sizes, 196 classes", partial(_published, about=PUBLISHED["stanford-cars"])
-    ),
+def _one(load: Callable[[Request], Source]) -> Load:
+    """A data set without domains."""
+    return partial(without_domains, load)
+
+
+LOADERS: dict[str, Load] = {  # of the names of names.py
+    **dict.fromkeys(synthetic.NAMES, _one(_synthetic)),
+    "digits": _one(_digits),
+    "mnist": _one(partial(_idx, kind_name="MNIST")),
+    "fashion-mnist": _one(partial(_idx, kind_name="FashionMNIST")),
+    "emnist": _one(partial(_idx, kind_name="EMNIST", split="digits")),
+    **{f"emnist-{split}": _one(partial(_idx, kind_name="EMNIST", split=split)) for split in EMNIST},
+    "cifar10": _one(partial(_cifar, kind_name="CIFAR10")),
+    "cifar100": _one(partial(_cifar, kind_name="CIFAR100")),
+    "cifar10-c": _cifar10_c,
+    **dict.fromkeys(MEDMNIST, _one(_medmnist)),
+    "cub200": _one(_cub200),
+    **{name: _one(partial(_published, about=about)) for name, about in PUBLISHED.items()},
 }

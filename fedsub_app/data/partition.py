@@ -14,70 +14,17 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
-from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, CountOrZero, Listed, Positive, SeedSettings
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.dataset import Dataset
-
-ClassLists = Annotated[
-    tuple[Annotated[tuple[CountOrZero, ...], Field(min_length=1)], ...],
-    Listed(
-        "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'",
-        read=lambda text: tuple(map(int, text.split())),
-        write=lambda labels: " ".join(map(str, labels)),
-    ),
-]
-
-
-class PartitionSettings(SeedSettings, ClientsSettings):
-    """Partition of the samples over the clients."""
-
-    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "classes"
-    """How the training samples are shared out to the clients.
-
-    ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``: equal
-    shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
-    combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
-    in ``class-lists``.
-    """
-    dirichlet_alpha: Positive = 0.5
-    """Concentration of partition = "dirichlet"; small is uneven."""
-    samples_per_client: CountOrNone = None
-    """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
-
-    Each client draws the fractions of its classes from the Dirichlet distribution, rounded, or all samples alike (IST).
-    """
-    shards_per_client: Count = 2
-    """Shards of each client with partition = "shards"."""
-    classes_per_client: Count = 5
-    """Classes of each client with partition = "classes" or "source-classes"."""
-    repeat_classes: bool = False
-    """Deal classes as FedSelect's code does: a client may be dealt the same one again.
-
-    Such a client has fewer classes and two parts of one of them.
-    """
-    class_lists: ClassLists = ()
-    """The classes of each client with partition = "lists": "0 2, 1 3".
-
-    A class in several lists is split evenly among them, one in no list is not used.
-    """
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of a client's training samples set aside for validation, rounded down."""
-    client_test: Literal["labels", "holdout"] = "labels"
-    """Test samples of a client: all of its labels and sources, or a part of its own samples."""
-    holdout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Fraction of its own samples with client-test = "holdout", rounded down, at least one sample.
-
-    The test part is taken before the validation part.
-    """
+from fedsub_app.data.settings import PartitionSettings
 
 
 @dataclass(frozen=True, eq=False)

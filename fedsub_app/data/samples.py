@@ -5,14 +5,14 @@ converting those of one client takes about as long as copying them.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from fedsub_app.data.settings import Normalise
+
 WHITE = 255.0
-Normalise = Literal["standard", "half", "none"]
 
 
 @dataclass(frozen=True, eq=False)

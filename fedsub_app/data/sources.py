@@ -1,32 +1,23 @@
 """Where each data set comes from: a known one (known.py), or your own files."""
 
-import os
 import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.data.files import ARCHIVES, NPZ_KEYS, find, folder_form, list_images, npz_keys, read_images, read_npz
-from fedsub_app.data.known import (
+from fedsub_app.data.files import list_images, read_images, read_npz
+from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Request, Source, Split, read_listed, without_domains
+from fedsub_app.data.names import (
     ALIASES,
-    HELD_OUT,
+    ARCHIVES,
     KNOWN,
     MEDMNIST,
-    NotHere,
-    Request,
-    Source,
-    Split,
-    read_listed,
-    without_domains,
+    dataset_names,
+    find,
+    folder_form,
+    own_files,
 )
-
-
-def dataset_names(data_dir: str | None = None) -> dict[str, str]:
-    """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
-    known = {name: entry.description for name, entry in KNOWN.items()}
-    aliases = {alias: f"= {meaning}" for alias, meaning in ALIASES.items()}
-    return known | aliases | {name: f"your own: {path}" for name, path in _own_files(data_folder(data_dir)).items()}
 
 
 def load_sources(request: Request) -> dict[str, Source]:
@@ -34,11 +25,11 @@ def load_sources(request: Request) -> dict[str, Source]:
 
     The name is without ``+``. Raises :class:`UserError` where it cannot.
     """
-    load = KNOWN[request.name].load if request.name in KNOWN else _own
+    load = LOADERS.get(request.name, _own)
     try:
         return load(request)
     except NotHere as error:
-        similar = [other for other in _own_files(request.data) if other.startswith(request.name)]
+        similar = [other for other in own_files(request.data) if other.startswith(request.name)]
         instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
         raise UserError(f"{error}{instead}") from error
 
@@ -55,7 +46,7 @@ def check_hidden(name: str, data: Path) -> None:
 
 def _own(request: Request) -> dict[str, Source]:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
-    file = _own_files(request.data).get(request.name)
+    file = own_files(request.data).get(request.name)
     if file and folder_form(file) == "domains":
         return _image_domains(file, request)
     return without_domains(partial(_own_single, file), request)
@@ -107,46 +98,3 @@ def _read_folder(request: Request, path: Path, classes: Sequence[str] = ()) -> t
     listed = list_images(path)
     classes = classes or sorted({parts[1] for parts, _ in listed if parts[0] == "train"})
     return read_listed(request, path, listed, classes)
-
-
-def _own_files(data: Path) -> dict[str, Path]:
-    """Return name and path of the image sets of our own forms in a folder and its direct subfolders."""
-    files: dict[str, Path] = {}
-    for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
-        suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
-        if suffix and not path.is_file():
-            continue
-        is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
-        is_folder = not suffix and path.name not in ("train", "test") and folder_form(path) != ""
-        name = path.name.removesuffix(suffix)
-        if (is_npz or is_folder or suffix in ARCHIVES) and name not in KNOWN and name not in ALIASES:
-            files.setdefault(name, path)
-    return files
-
-
-def private_name(path: Path) -> str:
-    """Return the name under which :func:`load_sources` reads one of our own forms from the folder that it lies in.
-
-    Raises
-    ------
-    UserError
-        It is not there, of another form, or a known data set has its name.
-    """
-    name = next((name for name, file in _own_files(path.parent).items() if file == path), "")
-    if not name:
-        forms = f"an .npz file, an image folder with classes or an archive of one ({', '.join(ARCHIVES)})"
-        raise UserError(f"private-data = {str(path)!r}: not there, or not {forms} under a name of its own")
-    return name
-
-
-def data_folder(setting: str | None) -> Path:
-    """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
-    folder = Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
-    try:
-        if folder.stat() and not folder.is_dir():
-            raise UserError(f"data-dir = {str(folder)!r}: not a folder")
-    except FileNotFoundError:  # it may be made for a download
-        pass
-    except OSError as error:
-        raise UserError(f"data-dir = {str(folder)!r}: {error.strerror}") from None
-    return folder

@@ -179,7 +179,8 @@ def wake(connection: str) -> "subprocess.Popen[bytes]":
 def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.Popen[bytes] | None" = None) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
     from fedsub_app.config import without_file
-    from fedsub_app.runs.directory import new_folder, settings_of
+    from fedsub_app.runs.directory import new_folder
+    from fedsub_app.runs.recorded import settings_of
 
     settings = settings_of(overrides)  # fail early
     overrides = without_file(overrides)
@@ -249,7 +250,7 @@ def bundle(model: str) -> Iterator[Path]:
 
 def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, Value]") -> str:
     """Say what became of a run that did not complete, what stops it if it goes on, and what resumes it."""
-    from fedsub_app.runs.directory import resume_command
+    from fedsub_app.runs.recorded import resume_command
 
     message = f"run {run_id} is {status}"
     if not status.startswith("finished"):

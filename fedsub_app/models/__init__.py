@@ -1,27 +1,32 @@
 """Networks by name, their tensors by name, their structure (units, layers, head), and smaller copies of them."""
 
-from fedsub_app.models.groups import UnitGroup
-from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
-from fedsub_app.models.network import Network, Output
-from fedsub_app.models.networks import build_model, load_tensors, mlp, model_names, tensors_of, trainable
-from fedsub_app.models.sources import (
-    adopted,
-    bundled,
-    check_network,
-    is_own_code,
-    is_sourced,
-    own_digest,
-    own_file,
-    with_logits,
-)
-from fedsub_app.models.units import (
-    head_names,
-    layer_groups,
-    output_names,
-    part_names,
-    unit_groups,
-    with_head,
-)
+from typing import TYPE_CHECKING
+
+from fedsub_app.common.late import late
+from fedsub_app.models.names import is_sourced, model_names
+
+if TYPE_CHECKING:
+    from fedsub_app.models.groups import UnitGroup
+    from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
+    from fedsub_app.models.network import Network, Output
+    from fedsub_app.models.networks import build_model, load_tensors, mlp, tensors_of, trainable
+    from fedsub_app.models.sources import (
+        adopted,
+        bundled,
+        check_network,
+        is_own_code,
+        own_digest,
+        own_file,
+        with_logits,
+    )
+    from fedsub_app.models.units import (
+        head_names,
+        layer_groups,
+        output_names,
+        part_names,
+        unit_groups,
+        with_head,
+    )
 
 __all__ = [
     "Network",
@@ -51,3 +56,14 @@ __all__ = [
     "with_head",
     "with_logits",
 ]
+__getattr__ = late(
+    __name__,
+    {
+        "groups": "UnitGroup",
+        "narrow": "narrow_shapes narrowed widths_of",
+        "network": "Network Output",
+        "networks": "build_model load_tensors mlp tensors_of trainable",
+        "sources": "adopted bundled check_network is_own_code own_digest own_file with_logits",
+        "units": "head_names layer_groups output_names part_names unit_groups with_head",
+    },
+)

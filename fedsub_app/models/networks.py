@@ -19,7 +19,8 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import brought
-from fedsub_app.models.sources import Shape, adopted, from_source, is_sourced, read_options
+from fedsub_app.models.names import is_sourced, read_options
+from fedsub_app.models.sources import Shape, adopted, from_source
 
 
 def _fully_connected(
@@ -136,70 +137,21 @@ def _resnet18_gn(name: str, in_shape: Shape, num_classes: int) -> nn.Module:
     return adopted(net, in_shape)
 
 
-# name: (one-line description, builder, the builder's settings)
-_NETWORKS: dict[str, tuple[str, Callable[..., nn.Module], dict[str, object]]] = {
-    "fedpews-mlp": (
-        "FedPeWS: MLP with hidden layers 32-64-128-32 (14,884 parameters for 5 inputs, 4 classes)",
-        _mlp,
-        {"hidden": (32, 64, 128, 32)},
-    ),
-    "fedpews-cnn": (
-        "FedPeWS, Table 5: 3 x (conv 3x3, ReLU, pool) with 32-64-128 channels, one linear layer",
-        _conv_net,
-        {"channels": (32, 64, 128), "kernel": 3, "padding": 1},
-    ),
-    "lenet5": (
-        "Sub-FedAvg (Un), CIFAR: conv 6 and 16 of 5x5, linear 120-84 (62,006 parameters for 10 classes)",
-        _conv_net,
-        {"channels": (6, 16), "kernel": 5, "hidden": (120, 84)},
-    ),
-    "lenet5-bn": (
-        "Sub-FedAvg (Hy), CIFAR: lenet5 with BatchNorm between convolution and ReLU",
-        _conv_net,
-        {"channels": (6, 16), "kernel": 5, "hidden": (120, 84), "batch_norm": True},
-    ),
-    "mnist-cnn": (
-        "Sub-FedAvg, MNIST: conv 10 and 20 of 5x5, linear 50 (21,840 parameters for 10 classes)",
-        _conv_net,
-        {"channels": (10, 20), "kernel": 5, "hidden": (50,)},
-    ),
-    "mnist-cnn-bn": (
-        "Sub-FedAvg (Hy), MNIST: mnist-cnn with BatchNorm between convolution and ReLU",
-        _conv_net,
-        {"channels": (10, 20), "kernel": 5, "hidden": (50,), "batch_norm": True},
-    ),
-    "fedpart-cnn": (
-        "FedPart with momentum: conv 6 and 16 of 5x5, linear 180-160-140-120-84 (154,486 parameters)",
-        _conv_net,
-        {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)},
-    ),
-    "resnet18": ("FedSelect, FedFull: torchvision's ResNet-18, random initialisation", _resnet18, {}),
-    "resnet18-imagenet": (
-        "FedSelect, Office-Home: the same with ImageNet weights (downloaded by torchvision) and a new output layer",
-        _resnet18,
-        {"pretrained": True},
-    ),
-    "resnet18-gn": (
-        "resnet18 with GroupNorm of 32 groups: no running statistics, so nothing of a client's data but its weights",
-        _resnet18_gn,
-        {},
-    ),
-    "feature-mlp": (
-        "IST: linear 1000, BatchNorm on batch statistics, ReLU, linear, for extracted features",
-        _mlp,
-        {"hidden": (1000,), "batch_norm": True},
-    ),
-    "feature-mlp2": (
-        "IST, two hidden layers (the authors' code): feature-mlp with a second 1000, BatchNorm, ReLU",
-        _mlp,
-        {"hidden": (1000, 1000), "batch_norm": True},
-    ),
+# name: (builder, the builder's settings)
+_NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, object]]] = {
+    "fedpews-mlp": (_mlp, {"hidden": (32, 64, 128, 32)}),
+    "fedpews-cnn": (_conv_net, {"channels": (32, 64, 128), "kernel": 3, "padding": 1}),
+    "lenet5": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (120, 84)}),
+    "lenet5-bn": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (120, 84), "batch_norm": True}),
+    "mnist-cnn": (_conv_net, {"channels": (10, 20), "kernel": 5, "hidden": (50,)}),
+    "mnist-cnn-bn": (_conv_net, {"channels": (10, 20), "kernel": 5, "hidden": (50,), "batch_norm": True}),
+    "fedpart-cnn": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)}),
+    "resnet18": (_resnet18, {}),
+    "resnet18-imagenet": (_resnet18, {"pretrained": True}),
+    "resnet18-gn": (_resnet18_gn, {}),
+    "feature-mlp": (_mlp, {"hidden": (1000,), "batch_norm": True}),
+    "feature-mlp2": (_mlp, {"hidden": (1000, 1000), "batch_norm": True}),
 }
-
-
-def model_names() -> dict[str, str]:
-    """Return every network's name with a one-line description."""
-    return {name: description for name, (description, _, _) in _NETWORKS.items()}
 
 
 def build_model(
@@ -209,7 +161,7 @@ def build_model(
 
     Parameters
     ----------
-    name : a name of :func:`model_names`, or ``SOURCE:NAME`` (:mod:`fedsub_app.models.sources`).
+    name : a name of :func:`~fedsub_app.models.model_names`, or ``SOURCE:NAME`` (:mod:`fedsub_app.models.sources`).
     in_shape : shape of one input without the batch axis: ``(features,)`` or ``(channels, height, width)``.
     num_classes : number of logits.
     seed : the run's seed. Equal arguments give bit-identical weights; the global generators are left as they were.
@@ -229,10 +181,10 @@ def build_model(
         raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}; {of_others}")
     if options:
         raise UserError(f"model-options = {options!r}: must be '' with model = {name!r}, whose settings are its own")
-    _, builder, settings = _NETWORKS[name]
+    builder, settings = _NETWORKS[name]
     if width:
         if builder is not _mlp:
-            names = ", ".join(other for other, (_, made_by, _) in _NETWORKS.items() if made_by is _mlp)
+            names = ", ".join(other for other, (made_by, _) in _NETWORKS.items() if made_by is _mlp)
             raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {names}")
         settings = settings | {"hidden": [width] * len(settings["hidden"])}  # type: ignore[arg-type]
     if builder not in (_resnet18, _resnet18_gn):  # whose size does not depend on the images'

@@ -4,7 +4,6 @@ A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Ne
 ``package.module:Net``. Its code runs as the user's own: it may do whatever the user may.
 """
 
-import ast
 import copy
 import hashlib
 import inspect
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.code import text_digest
 from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.models.names import is_sourced
 
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
@@ -42,28 +42,6 @@ class About(NamedTuple):
 def about(model: nn.Module) -> About | None:
     """Return the facts of a network that came through :func:`adopted`; ``None`` for one that a method's paper has."""
     return getattr(model, _ABOUT, None)
-
-
-def read_options(text: str) -> dict[str, Any]:
-    """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
-
-    Raises
-    ------
-    ValueError
-        The text is something else; the message says what is allowed.
-    """
-    try:
-        call = ast.parse(f"options({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
-            raise ValueError
-        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
-
-
-def is_sourced(model: str) -> bool:
-    """Say whether ``model`` names a network of a source, not a listed one."""
-    return ":" in model
 
 
 def is_own_code(model: str) -> bool:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 
 WINDOW = 10  # rounds of a mean
 ROUNDS_IN_A_ROW = 5  # at or above the threshold

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 from fedsub_app.methods import reported
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
 from fedsub_app.reports.pictures import (

@@ -282,3 +282,9 @@ def draw_run(folder: Path) -> None:
     groups = grouped([folder])
     if curves(groups):
         draw_curves(groups, folder / "curve.png")
+
+
+if __name__ == "__main__":  # the process that a run leaves behind
+    import sys
+
+    draw_run(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fedsub_app.common.progress import human_seconds
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.data import Dataset
 from fedsub_app.runs.rounds import ACCURACIES

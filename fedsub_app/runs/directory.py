@@ -15,8 +15,6 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 
 import os
 import platform
-import re
-import shlex
 import subprocess
 import time
 import uuid
@@ -31,16 +29,15 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import read_json, sweep, write_atomic, write_json
+from fedsub_app.common.files import sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts, versions
-from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import canonical, resolve
 from fedsub_app.models import own_digest
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
-from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
+from fedsub_app.settings import Settings, digest
 
 try:
     import fcntl
@@ -49,66 +46,8 @@ except ImportError:  # Windows
 
 
 CPU = torch.device("cpu")
-EXTENDED = "num-rounds"  # the key that may be larger when a run is resumed
 OWN_CODE = "own-code"  # key of settings.json: digest of the user's file that ``model`` names
 EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
-
-
-class RunFailed(Exception):
-    """The run could not continue (abandoned rounds, a full disk); ``folder`` may hold a checkpoint to resume from."""
-
-    def __init__(self, message: str, folder: Path) -> None:
-        super().__init__(message)
-        self.folder = folder
-
-
-def resume_command(folder: Path) -> str:
-    """Return the command that resumes the run of a directory."""
-    return f"fedsub run --resume {shlex.quote(str(folder))}"
-
-
-def settings_of(overrides: Mapping[str, Value]) -> Settings:
-    """Resolve a run's settings; with ``resume`` the settings of its directory, which other keys must not contradict.
-
-    ``num-rounds`` may be larger: the run is extended. A key that is gone may be recorded with the value that stayed.
-    """
-    if overrides.get("resume") is not True or not overrides.get("run-dir"):
-        return resolve(overrides)
-    folder = Path(str(overrides["run-dir"]))
-    content = _recorded(folder)
-    recorded = content["settings"]
-    longer = {}
-    for key, value in overrides.items():
-        if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):
-            old = recorded.get(key)
-            if key != EXTENDED or type(value) is not int or not isinstance(old, int) or value < old:
-                more = "; it can only get more" if key == EXTENDED else ""
-                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
-            longer = {key: value}
-    before = {key: value for key, value in recorded.items() if key != "experiment" and GONE_KEYS.get(key) != value}
-    try:
-        resolve(before)
-    except UserError as error:
-        wrote = f"it was written by commit {content.get('commit', 'unknown')}, which can resume it"
-        raise UserError(f"{folder / 'settings.json'}: {error}; {wrote}") from None
-    location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
-    return resolve(before | location | longer).model_copy(update={"experiment": recorded.get("experiment") or None})
-
-
-def _recorded(folder: Path) -> Json:
-    """Return the content of a run's settings.json, as ``open_run`` wrote it."""
-    path = folder / "settings.json"
-    if not path.is_file():
-        raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run")
-    content = read_json(path)
-    recorded, run_id = content.get("settings"), content.get("run-id")
-    if not isinstance(recorded, dict) or not re.fullmatch(r"[0-9a-f]{12}", str(run_id)):
-        raise UserError(f"{path}: not a run's settings (settings, run-id)")
-    if content.get("digest") != digest(recorded):
-        raise UserError(
-            f"{path}: damaged or changed (digest {content.get('digest')}, its settings' is {digest(recorded)})"
-        )
-    return content
 
 
 def _lock(folder: Path) -> TextIO:
@@ -262,7 +201,7 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
     """
     folder = Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings)
     if settings.resume:
-        recorded = _recorded(folder)
+        recorded = read_recorded(folder)
         before, now = recorded.get("device", {}).get("type", device.type), device.type
         if settings.device == "auto" and before != now:
             raise UserError(

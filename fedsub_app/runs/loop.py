@@ -21,7 +21,8 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, load_tensors
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
-from fedsub_app.runs.directory import Run, RunFailed, open_run
+from fedsub_app.runs.directory import Run, open_run
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import ended_by
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsub_app.common.progress import human_seconds
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 from fedsub_app.runs.console import LOST
 from fedsub_app.runs.rounds import ACCURACIES
 

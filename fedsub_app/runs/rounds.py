@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import to_json
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 from fedsub_app.settings import Settings
 
 ROUNDS = "rounds.jsonl"

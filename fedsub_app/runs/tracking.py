@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedsub_app.common.errors import UserError, one_line, printable
-from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json, Value
 
 log = logging.getLogger("fedsub")
 Name = Literal["none", "tensorboard", "mlflow", "wandb"]

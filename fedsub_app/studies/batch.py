@@ -27,7 +27,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
-from fedsub_app.runs.directory import RunFailed, settings_of
+from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.progress import BatchProgress
@@ -135,7 +135,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
                 keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
         if not keys.get("resume") and folder.exists():
             _clear(folder, log)
-        run_local(keys)
+        run_local(keys, wait=True)
         shutil.rmtree(folder / "clients", ignore_errors=True)
     except (UserError, RunFailed) as error:
         return str(error)

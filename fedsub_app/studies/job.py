@@ -8,10 +8,9 @@ from pathlib import Path
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
-from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json, Value
 from fedsub_app.config import resolve
-from fedsub_app.runs.directory import settings_of
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 

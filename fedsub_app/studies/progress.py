@@ -8,7 +8,7 @@ from types import TracebackType
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json
 from fedsub_app.runs.progress import LiveLine, measured
 from fedsub_app.runs.rounds import ACCURACIES
 from fedsub_app.studies.job import Job

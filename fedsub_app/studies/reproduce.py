@@ -15,8 +15,7 @@ from pathlib import Path
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
-from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import markdown
 from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import summary_text

@@ -5,50 +5,96 @@ and pooling are free. The IST paper counts otherwise: :func:`published_flops`.
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from fedsub_app.models import UnitGroup, narrowed, trainable
 from fedsub_app.problem import Problem
 
 
-def _flops_by_module(
-    problem: Problem, model: nn.Module, training: bool, names: Collection[str] | None = None
-) -> dict[str, int]:
-    """Return the FLOPs of one batch of two inputs, by module name; ``""`` is the whole model.
+class _Counter(TorchDispatchMode):
+    """Adds up the FLOPs of the operations that run in it, by torch's formulas and by the innermost layer.
 
-    The "meta" device has shapes without numbers: counting takes no time. A network that makes tensors on another device
-    as it runs is counted on the CPU. Statistics and generators stay as they are.
+    torch's own FlopCounterMode imports torch._dynamo, which takes longer than a short run.
+
+    Attributes
+    ----------
+    layer : the running convolution or linear layer; "" for none, and in the backward pass.
+    flops : name of the layer -> FLOPs.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer = ""
+        self.flops: Counter[str] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        output = func(*args, **(kwargs or {}))
+        if formula := flop_registry.get(func._overloadpacket):
+            self.flops[self.layer] += formula(*args, **(kwargs or {}), out_val=output)
+        return output
+
+    def watch(self, model: nn.Module) -> None:
+        """Tell the layers of a model apart."""
+
+        def enter(name: str, *_: object) -> None:
+            self.layer = name
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                module.register_forward_pre_hook(partial(enter, name))
+                module.register_forward_hook(lambda *_: enter(""))
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Compute attention and recurrent layers by the operations that they consist of: fused ones have no formula."""
+    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        return _counted(problem, copy.deepcopy(model).to("meta"), training, names)
-    except RuntimeError:
-        with torch.random.fork_rng(devices=[]):
-            return _counted(problem, copy.deepcopy(model).cpu(), training, names)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mkldnn.enabled = fused
 
 
-def _counted(problem: Problem, ghost: nn.Module, training: bool, names: Collection[str] | None) -> dict[str, int]:
-    """Count on ``ghost`` itself. The batch has two inputs because BatchNorm on batch statistics refuses one."""
-    device = next(ghost.parameters()).device
-    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        out = ghost.train(training)(torch.zeros(2, *problem.data.in_shape, device=device))
-        trained = [p for name, p in trainable(ghost).items() if names is None or name in names] if training else []
+def _flops_by_layer(
+    problem: Problem, model: nn.Module, training: bool, names: Collection[str] | None = None
+) -> Counter[str]:
+    """Return the FLOPs of one batch of two inputs, by convolution or linear layer; ``""``: of everything else.
+
+    A copy of the model computes on two inputs of zeros: BatchNorm on batch statistics refuses one. The generators stay
+    as they are.
+    """
+    copied, counter = copy.deepcopy(model).cpu(), _Counter()
+    counter.watch(copied)
+    with torch.random.fork_rng(devices=[]), _unfused(), counter, torch.set_grad_enabled(training):
+        out = copied.train(training)(torch.zeros(2, *problem.data.in_shape))
+        trained = [p for name, p in trainable(copied).items() if names is None or name in names] if training else []
         if trained:
             torch.autograd.grad(out.sum(), trained, allow_unused=True)
-    root = type(ghost).__name__
-    return {
-        name.removeprefix(root).removeprefix("."): sum(operations.values())
-        for name, operations in counter.get_flop_counts().items()
-        if name != "Global"
-    }
+    return counter.flops
 
 
 def forward_flops(problem: Problem, model: nn.Module) -> int:
     """Return the FLOPs of one forward pass of one of the problem's inputs through ``model``."""
-    return _flops_by_module(problem, model, training=False)[""] // 2
+    return _flops_by_layer(problem, model, training=False).total() // 2
 
 
 def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | None = None) -> int:
@@ -59,7 +105,7 @@ def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | 
     The backward pass counts the gradients of weights and activations, but not the gradient of the network's input,
     which is not computed: the total is a little below three times the forward pass. The optimizer's step is left out.
     """
-    return _flops_by_module(problem, model, training=True, names=names)[""] // 2
+    return _flops_by_layer(problem, model, training=True, names=names).total() // 2
 
 
 def published_flops(forward: float, contrastive: bool) -> float:
@@ -98,7 +144,7 @@ def subnet_flops(
     """
     if not all(group.chain for group in groups):  # that of a network of this size, whose layers have a unit at least
         widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
-        small = narrowed(copy.deepcopy(model).to("meta"), groups, widths)
+        small = narrowed(copy.deepcopy(model).cpu(), groups, widths)
         return (training_flops if training else forward_flops)(problem, small)
     kept: dict[str, int] = {}  # weight name -> kept_out * kept_in of the units that are in a group …
     size: dict[str, int] = {}  # … and the same with all units on
@@ -109,7 +155,7 @@ def subnet_flops(
             size[name] = size.get(name, 1) * group.size
     # The backward pass is two such products, one for the weights and one for the inputs; the first layer needs the one
     # only. (The counter's own backward numbers by module are wrong where a network branches; its total is right.)
-    flops = _flops_by_module(problem, model, training=False)
+    flops = _flops_by_layer(problem, model, training=False)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     total = 0
     for k, name in enumerate(layers):

@@ -1,0 +1,112 @@
+"""The names of the data sets: known ones, and those of your own files; torch is not imported here."""
+
+import os
+import zipfile
+from itertools import islice
+from pathlib import Path
+
+from fedsub_app.common.errors import UserError
+
+ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
+MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled out: importing it takes a second
+    *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
+    *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
+)
+EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+KNOWN = {  # name → what it is; known.py has their loaders
+    "synthetic": "32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)",
+    "synthetic-3k": "the same with 3,200 training points",
+    "synthetic-cyclic": "as synthetic, other layout: FedAvg close to the paper's round counts",
+    "synthetic-cyclic-3k": "the same with 3,200 training points",
+    "digits": "scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)",
+    "mnist": "MNIST, 28x28 grey, 10 classes",
+    "fashion-mnist": "Fashion-MNIST, 28x28 grey, 10 classes",
+    "emnist": "EMNIST digits, 28x28 grey",
+    **{f"emnist-{split}": f"EMNIST {split}, 28x28 grey" for split in EMNIST},
+    "cifar10": "CIFAR-10, 32x32 RGB, 10 classes",
+    "cifar100": "CIFAR-100, 32x32 RGB, 100 classes",
+    "cifar10-c": "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)",
+    **dict.fromkeys(MEDMNIST, "MedMNIST v2, 28x28"),
+    "cub200": "CUB-200-2011, birds, RGB of many sizes, 200 classes",
+    "flowers102": "Oxford's flowers, RGB of many sizes, 102 classes",
+    "fgvc-aircraft": "FGVC Aircraft, RGB of many sizes, 100 variants",
+    "dtd": "Describable Textures, RGB of many sizes, 47 classes",
+    "stanford-cars": "Stanford Cars, RGB of many sizes, 196 classes",
+}
+ARCHIVES = (".tar.xz", ".tar.gz", ".tgz", ".tar")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
+NPZ_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+def dataset_names(data_dir: str | None = None) -> dict[str, str]:
+    """Return name and one-line description of the data sets known, and of your own files found in ``data_dir``."""
+    aliases = {alias: f"= {meaning}" for alias, meaning in ALIASES.items()}
+    return KNOWN | aliases | {name: f"your own: {path}" for name, path in own_files(data_folder(data_dir)).items()}
+
+
+def own_files(data: Path) -> dict[str, Path]:
+    """Return name and path of the image sets of our own forms in a folder and its direct subfolders."""
+    files: dict[str, Path] = {}
+    for path in sorted([*data.glob("*"), *data.glob("*/*")], key=lambda path: (len(path.parts), path.name)):
+        suffix = next((suffix for suffix in (".npz", *ARCHIVES) if path.name.endswith(suffix)), "")
+        if suffix and not path.is_file():
+            continue
+        is_npz = suffix == ".npz" and set(NPZ_KEYS) <= npz_keys(path)
+        is_folder = not suffix and path.name not in ("train", "test") and folder_form(path) != ""
+        name = path.name.removesuffix(suffix)
+        if (is_npz or is_folder or suffix in ARCHIVES) and name not in KNOWN and name not in ALIASES:
+            files.setdefault(name, path)
+    return files
+
+
+def private_name(path: Path) -> str:
+    """Return the name under which ``sources.load_sources`` reads one of our own forms from the folder that it lies in.
+
+    Raises
+    ------
+    UserError
+        It is not there, of another form, or a known data set has its name.
+    """
+    name = next((name for name, file in own_files(path.parent).items() if file == path), "")
+    if not name:
+        forms = f"an .npz file, an image folder with classes or an archive of one ({', '.join(ARCHIVES)})"
+        raise UserError(f"private-data = {str(path)!r}: not there, or not {forms} under a name of its own")
+    return name
+
+
+def data_folder(setting: str | None) -> Path:
+    """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
+    folder = Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
+    try:
+        if folder.stat() and not folder.is_dir():
+            raise UserError(f"data-dir = {str(folder)!r}: not a folder")
+    except FileNotFoundError:  # it may be made for a download
+        pass
+    except OSError as error:
+        raise UserError(f"data-dir = {str(folder)!r}: {error.strerror}") from None
+    return folder
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """Return ``folder/name`` or else the first ``folder/*/name`` that exists."""
+    return next((path for path in (folder / name, *sorted(folder.glob(f"*/{name}"))) if path.exists()), None)
+
+
+def folder_form(folder: Path) -> str:
+    """Return how images lie in it: ``split`` ({train,test}/<class>/), ``classes``, ``domains`` (of classes), or ""."""
+    if (folder / "train").is_dir():
+        return "split"
+    for form, pattern in (("classes", "*/*"), ("domains", "*/*/*")):
+        files = islice(folder.glob(pattern), 100)
+        if any(file.suffix.lower() in IMAGES and not file.name.startswith(".") for file in files):
+            return form
+    return ""
+
+
+def npz_keys(path: Path) -> set[str]:
+    """Return the keys of an npz file without reading its arrays; none where it is no npz file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {entry.removesuffix(".npy") for entry in archive.namelist()}
+    except (OSError, zipfile.BadZipFile):
+        return set()

@@ -1,0 +1,113 @@
+"""The settings of the data set and of its partition; torch is not imported here."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from fedsub_app.common.section import (
+    NONE_IS_ZERO,
+    ZERO_IS_NONE,
+    ClientsSettings,
+    Count,
+    CountOrNone,
+    CountOrZero,
+    Listed,
+    Names,
+    Positive,
+    SeedSettings,
+    TextOrNone,
+)
+
+Normalise = Literal["standard", "half", "none"]
+Features = Literal["none", "resnet101-densenet121", "resnet101-densenet121-random"]
+ClassLists = Annotated[
+    tuple[Annotated[tuple[CountOrZero, ...], Field(min_length=1)], ...],
+    Listed(
+        "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'",
+        read=lambda text: tuple(map(int, text.split())),
+        write=lambda labels: " ".join(map(str, labels)),
+    ),
+]
+
+
+def _named(text: str) -> str:
+    if not all(0 < len(name) < 200 for name in text.split("+")):
+        raise ValueError("must be the name of a data set, or names joined by +")
+    return text
+
+
+class DataSettings(SeedSettings):
+    """The data set, its size and form."""
+
+    dataset: Annotated[str, AfterValidator(_named)] = "digits"
+    """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
+    domains: Names = ()
+    """Domains to use of a data set that has some: "fog, snow-3"; "": all."""
+    data_dir: TextOrNone = None
+    """Folder of the data; "": $FEDSUB_DATA, else ~/.cache/fedsub/data."""
+    train_per_class: CountOrNone = None
+    """Training images of each class and source, chosen at random; 0: all."""
+    test_per_class: CountOrNone = None
+    """Test images of each class and source, chosen at random; 0: all.
+
+    Where a class has fewer, all test images of that source come from its training images that ``train-per-class`` left
+    over (a note says so).
+    """
+    image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None
+    """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
+    normalise: Normalise = "standard"
+    """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
+
+    Synthetic data and features are never normalised.
+    """
+    features: Features = "none"
+    """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or by random networks.
+
+    Features are extracted once, on a GPU if there is one, and cached in $FEDSUB_CACHE (data/features.py). Images are
+    resized to the networks' size, so ``image-size`` must be 0.
+    """
+    backbone_dir: TextOrNone = None
+    """Folder of these networks' weights, in torchvision's files; "": torch's hub folder, downloaded if missing."""
+
+
+class PartitionSettings(SeedSettings, ClientsSettings):
+    """Partition of the samples over the clients."""
+
+    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "classes"
+    """How the training samples are shared out to the clients.
+
+    ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``: equal
+    shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
+    combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
+    in ``class-lists``.
+    """
+    dirichlet_alpha: Positive = 0.5
+    """Concentration of partition = "dirichlet"; small is uneven."""
+    samples_per_client: CountOrNone = None
+    """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
+
+    Each client draws the fractions of its classes from the Dirichlet distribution, rounded, or all samples alike (IST).
+    """
+    shards_per_client: Count = 2
+    """Shards of each client with partition = "shards"."""
+    classes_per_client: Count = 5
+    """Classes of each client with partition = "classes" or "source-classes"."""
+    repeat_classes: bool = False
+    """Deal classes as FedSelect's code does: a client may be dealt the same one again.
+
+    Such a client has fewer classes and two parts of one of them.
+    """
+    class_lists: ClassLists = ()
+    """The classes of each client with partition = "lists": "0 2, 1 3".
+
+    A class in several lists is split evenly among them, one in no list is not used.
+    """
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of a client's training samples set aside for validation, rounded down."""
+    client_test: Literal["labels", "holdout"] = "labels"
+    """Test samples of a client: all of its labels and sources, or a part of its own samples."""
+    holdout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Fraction of its own samples with client-test = "holdout", rounded down, at least one sample.
+
+    The test part is taken before the validation part.
+    """

@@ -1,0 +1,50 @@
+"""The names of the networks, and the settings that choose one as text; torch is not imported here."""
+
+import ast
+from typing import Any
+
+NETWORKS = {  # name → what it is; networks.py builds them
+    "fedpews-mlp": "FedPeWS: MLP with hidden layers 32-64-128-32 (14,884 parameters for 5 inputs, 4 classes)",
+    "fedpews-cnn": "FedPeWS, Table 5: 3 x (conv 3x3, ReLU, pool) with 32-64-128 channels, one linear layer",
+    "lenet5": "Sub-FedAvg (Un), CIFAR: conv 6 and 16 of 5x5, linear 120-84 (62,006 parameters for 10 classes)",
+    "lenet5-bn": "Sub-FedAvg (Hy), CIFAR: lenet5 with BatchNorm between convolution and ReLU",
+    "mnist-cnn": "Sub-FedAvg, MNIST: conv 10 and 20 of 5x5, linear 50 (21,840 parameters for 10 classes)",
+    "mnist-cnn-bn": "Sub-FedAvg (Hy), MNIST: mnist-cnn with BatchNorm between convolution and ReLU",
+    "fedpart-cnn": "FedPart with momentum: conv 6 and 16 of 5x5, linear 180-160-140-120-84 (154,486 parameters)",
+    "resnet18": "FedSelect, FedFull: torchvision's ResNet-18, random initialisation",
+    "resnet18-imagenet": (
+        "FedSelect, Office-Home: the same with ImageNet weights (downloaded by torchvision) and a new output layer"
+    ),
+    "resnet18-gn": (
+        "resnet18 with GroupNorm of 32 groups: no running statistics, so nothing of a client's data but its weights"
+    ),
+    "feature-mlp": "IST: linear 1000, BatchNorm on batch statistics, ReLU, linear, for extracted features",
+    "feature-mlp2": "IST, two hidden layers (the authors' code): feature-mlp with a second 1000, BatchNorm, ReLU",
+}
+
+
+def model_names() -> dict[str, str]:
+    """Return every network's name with a one-line description."""
+    return dict(NETWORKS)
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
+
+    Raises
+    ------
+    ValueError
+        The text is something else; the message says what is allowed.
+    """
+    try:
+        call = ast.parse(f"options({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
+
+
+def is_sourced(model: str) -> bool:
+    """Say whether ``model`` names a network of a source, not a listed one."""
+    return ":" in model

@@ -1,0 +1,71 @@
+"""The settings of a run, new or recorded in its directory; torch is not imported here."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json
+from fedsub_app.common.section import Json, Value
+from fedsub_app.config import canonical, resolve
+from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
+
+EXTENDED = "num-rounds"  # the key that may be larger when a run is resumed
+
+
+class RunFailed(Exception):
+    """The run could not continue (abandoned rounds, a full disk); ``folder`` may hold a checkpoint to resume from."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes the run of a directory."""
+    return f"fedsub run --resume {shlex.quote(str(folder))}"
+
+
+def settings_of(overrides: Mapping[str, Value]) -> Settings:
+    """Resolve a run's settings; with ``resume`` the settings of its directory, which other keys must not contradict.
+
+    ``num-rounds`` may be larger: the run is extended. A key that is gone may be recorded with the value that stayed.
+    """
+    if overrides.get("resume") is not True or not overrides.get("run-dir"):
+        return resolve(overrides)
+    folder = Path(str(overrides["run-dir"]))
+    content = read_recorded(folder)
+    recorded = content["settings"]
+    longer = {}
+    for key, value in overrides.items():
+        if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):
+            old = recorded.get(key)
+            if key != EXTENDED or type(value) is not int or not isinstance(old, int) or value < old:
+                more = "; it can only get more" if key == EXTENDED else ""
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
+            longer = {key: value}
+    before = {key: value for key, value in recorded.items() if key != "experiment" and GONE_KEYS.get(key) != value}
+    try:
+        resolve(before)
+    except UserError as error:
+        wrote = f"it was written by commit {content.get('commit', 'unknown')}, which can resume it"
+        raise UserError(f"{folder / 'settings.json'}: {error}; {wrote}") from None
+    location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
+    return resolve(before | location | longer).model_copy(update={"experiment": recorded.get("experiment") or None})
+
+
+def read_recorded(folder: Path) -> Json:
+    """Return the content of a run's settings.json, as ``open_run`` wrote it."""
+    path = folder / "settings.json"
+    if not path.is_file():
+        raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run")
+    content = read_json(path)
+    recorded, run_id = content.get("settings"), content.get("run-id")
+    if not isinstance(recorded, dict) or not re.fullmatch(r"[0-9a-f]{12}", str(run_id)):
+        raise UserError(f"{path}: not a run's settings (settings, run-id)")
+    if content.get("digest") != digest(recorded):
+        raise UserError(
+            f"{path}: damaged or changed (digest {content.get('digest')}, its settings' is {digest(recorded)})"
+        )
+    return content

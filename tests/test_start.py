@@ -1,0 +1,60 @@
+"""The start: what names, settings and costs load, and what they do not."""
+
+import subprocess
+import sys
+
+from client_apps.base import Client
+from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.methods import METHODS
+from fedsub_app.models import model_names
+from fedsub_app.models.networks import _NETWORKS
+from fedsub_app.settings import MethodSettings
+from strategies.base import SubnetStrategy
+
+NAMES = """
+from fedsub_app.config import as_toml, describe, parse_pairs, resolve
+from fedsub_app.data import dataset_names
+from fedsub_app.methods import METHODS
+from fedsub_app.models import model_names
+from fedsub_app.engines import log_to_stdout
+from fedsub_app.reports import pictures
+from fedsub_app.runs.recorded import settings_of
+from fedsub_app.studies import tables
+assert all((describe(), as_toml(), dataset_names(), model_names(), [m.description for m in METHODS.values()]))
+resolve({"method": "fedselect"})
+"""
+
+
+def loaded(program: str) -> set[str]:
+    """Return the modules that a program has loaded at its end."""
+    command = [sys.executable, "-c", f"import sys\n{program}\nprint(*sys.modules)"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_names_and_settings_need_neither_torch_nor_flower() -> None:
+    assert not {"torch", "numpy", "flwr", "ray"} & loaded(NAMES)
+
+
+def test_the_places_of_the_methods_are_there() -> None:
+    for about in METHODS.values():
+        assert issubclass(about.settings, MethodSettings)
+        assert issubclass(about.strategy, SubnetStrategy)
+        assert issubclass(about.client, Client)
+
+
+def test_every_network_has_a_description() -> None:
+    assert set(model_names()) == set(_NETWORKS)
+
+
+def test_flops_need_no_compiler() -> None:
+    """torch._dynamo takes longer to import than a short run takes."""
+
+    program = """
+from fedsub_app.config import resolve
+from fedsub_app.problem import Problem
+from fedsub_app.training.costs import forward_flops
+problem = Problem.of(resolve({}))
+assert forward_flops(problem, problem.network())
+"""
+    assert "torch._dynamo" not in loaded(program)
