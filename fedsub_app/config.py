@@ -188,7 +188,7 @@ def _check_known(values: Mapping[str, Value], source: str) -> None:
         if key not in defaults():
             near = difflib.get_close_matches(key, defaults(), n=1)
             hint = f"did you mean {near[0]}?" if near else "`fedsub list settings` shows the allowed keys"
-            raise UserError(f"{key} = {shown(value)}{source}: unknown key; {hint}")
+            raise UserError(f"{printable(key, 80)} = {shown(value)}{source}: unknown key; {hint}")
 
 
 def _check_values(values: Mapping[str, Value]) -> None:

@@ -20,7 +20,7 @@ import torch
 from flwr.app import Context, MessageType, RecordDict
 
 from fedsub_app.common.code import code_digest, text_digest
-from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Value
@@ -192,7 +192,7 @@ def named(text: str, header: Json, context: Context) -> Places:
         The data are not there, or the node's own are not like the server's.
     """
     private = str(context.node_config.get("private-data", ""))
-    if json.loads(text).get("private-examples", 0) or private:
+    if _keys(text).get("private-examples", 0) or private:
         place = _private_place(text, private, header)
     else:
         place = workplace(settings_from(text, str(context.node_config.get("data-dir", ""))))
@@ -232,17 +232,28 @@ def _private_settings(text: str, path: str, image_size: int) -> Settings:
     """Return the settings of a message, with all samples of this node's data set instead of the run's."""
     name = private_name(Path(path))
     private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
-    return resolve(json.loads(text) | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
+    return resolve(_keys(text) | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 
 @lru_cache(maxsize=4)
 def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
-    settings = resolve(json.loads(text) | ({"data-dir": data_dir} if data_dir else {}))
+    settings = resolve(_keys(text) | ({"data-dir": data_dir} if data_dir else {}))
     if is_own_code(settings.model) and not simulated() and not bundled(settings.model).exists():
         # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
         raise UserError(f"model = {settings.model!r}: a node runs code of the run's bundle or of known packages only")
     return settings
+
+
+def _keys(text: str) -> dict[str, Value]:
+    """Return the settings in a message's JSON, by key."""
+    try:
+        keys = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"settings: not valid JSON ({one_line(error)})") from None
+    if not isinstance(keys, dict):
+        raise UserError(f"settings = {shown(keys)}: must be an object")
+    return keys
 
 
 # --- a run's settings and folder ------------------------------------------------------------------------------------
@@ -257,6 +268,7 @@ def _keep_settings(header: Json, folder: Path) -> None:
     if path not in _texts:
         _texts[path] = text
         with suppress(OSError):  # a process without the file asks for the settings
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomic(path, text.encode())
 
 

@@ -364,14 +364,23 @@ def test_after_the_deadline_it_says_who_is_missing(away: set[int], min_nodes: in
             "partition-id, num-partitions = 0, 5000000: must be integers, ",
         ),
         ({"partition-id": 1, "num-partitions": 10**15}, "partition-id, num-partitions = 1, 1000000000000000: must be "),
-        ({"partition-id": 1, "num-partitions": 3}, "num-partitions = 3: the nodes before it say 2"),
+        ({"partition-id": 1, "num-partitions": 2}, "num-partitions = 2: the other nodes say 3"),
+        ({"partition-id": 1, "num-partitions": 100_000}, "num-partitions = 100000: the other nodes say 3"),
     ],
 )
-def test_how_many_nodes_there_are(config: dict[str, Any], said: str) -> None:
-    grid = LocalGrid(app, {}, 2)
-    grid.contexts[3].node_config = config
-    with pytest.raises(UserError, match=f"^node 3: {said}"):
-        federation().meet(grid)
+@pytest.mark.parametrize("odd", [2, 3, 4])
+def test_a_node_that_says_another_number_of_partitions_is_left_out(
+    config: dict[str, Any], said: str, odd: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever of them is asked first, the others begin, if ``min-nodes`` lets them."""
+    grid = LocalGrid(app, {}, 3)
+    grid.contexts[odd].node_config = config
+    fed = federation(min_nodes=2)
+    fed.meet(grid)
+    assert set(fed.nodes) == {2, 3, 4} - {odd}
+    assert caplog.records[-1].getMessage().startswith(f"node {odd} stays out: {said}")
+    with pytest.raises(UserError, match=f"^node-timeout = 0.05: 2 nodes there, missing: .*; node {odd}: {said}"):
+        federation(node_timeout=0.05).meet(grid)
 
 
 def test_many_missing_nodes_are_one_short_line() -> None:
@@ -544,8 +553,11 @@ def test_late_nodes_are_waited_for() -> None:
 def test_two_nodes_of_one_partition() -> None:
     grid = LocalGrid(app, {}, 3)
     grid.contexts[4].node_config["partition-id"] = 1
-    with pytest.raises(UserError, match=r"^node 4: partition-id = 1: two nodes have it \(3, 4\)$"):
-        federation().meet(grid)
+    with pytest.raises(UserError, match=r"partition-id 2 of 3; node 4: partition-id = 1: two nodes have it$"):
+        federation(node_timeout=0.05).meet(grid)
+    begun = federation(min_nodes=2)
+    begun.meet(grid)
+    assert set(begun.nodes) == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -599,8 +611,12 @@ def breaking(message_type: str, node_id: int) -> Callable[[Message, Context], Me
 
 
 def test_a_node_that_fails_the_roll_call() -> None:
-    with pytest.raises(UserError, match=r"^node 3: did not answer the roll call: OSError: disk full$"):
-        federation().meet(LocalGrid(breaking(MessageType.QUERY, 3), {}, 2))  # type: ignore[arg-type]
+    grid = LocalGrid(breaking(MessageType.QUERY, 3), {}, 2)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"of 2; node 3: did not answer the roll call: OSError: disk full$"):
+        federation(node_timeout=0.05).meet(grid)
+    begun = federation(min_nodes=1)
+    begun.meet(grid)
+    assert set(begun.nodes) == {2}
 
 
 # --- what comes back ------------------------------------------------------------------------------------------------

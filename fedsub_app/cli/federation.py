@@ -19,8 +19,12 @@ def register(commands: Any) -> None:
     up.add_argument("--nodes", type=int, metavar="N", help="SuperNodes of this machine (default: 2)")
     up.add_argument("--partitions", type=int, metavar="N", help="SuperNodes in all (default: those of this machine)")
     up.add_argument("--name", help="of the connection to it, for fedsub run --engine (default: federation)")
-    up.add_argument("--host", help="name or address under which other machines reach it (default: none does)")
-    up.add_argument("--port", type=int, help="of the SuperLink (default: a free one)")
+    up.add_argument("--host", help="name or address under which other machines reach its door (default: none does)")
+    up.add_argument("--door", type=int, metavar="PORT", help="of the door for nodes of other machines (default: 8443)")
+    up.add_argument("--port", type=int, help="of the SuperLink, on this machine alone (default: a free one)")
+    up.add_argument(
+        "--listen", metavar="ADDRESS", help="0.0.0.0: no door; whoever reaches --port may start code on nodes"
+    )
     up.add_argument("--data-dir", metavar="DIR", help="the nodes' data (default: as the setting data-dir)")
     up.add_argument("--insecure", action="store_true", default=None, help="neither TLS nor node keys")
     up.set_defaults(command=_up)
@@ -56,6 +60,8 @@ def _up(options: argparse.Namespace) -> int:
         nodes=between("--nodes", options.nodes, MAX_NODES, minimum=0),
         partitions=between("--partitions", options.partitions, MAX_NODES),
         port=between("--port", options.port, 65535),
+        door=between("--door", options.door, 65535),
+        listen=options.listen,
         name=options.name,
         host=options.host,
         insecure=options.insecure,

@@ -33,13 +33,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises
     ------
     UserError
-        It is not valid TOML.
+        It is not valid TOML, or is nested deeply.
     """
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{conf_name(path)}: not valid TOML: nested too deeply") from None
 
 
 def conf_name(path: Path) -> str:

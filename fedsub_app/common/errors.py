@@ -2,12 +2,26 @@
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed."""
+    """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed.
+
+    Names of files, classes and keys in it may be of unknown origin: letters that a terminal would obey are escaped.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(escaped(str(message)))
+
+
+def escaped(text: str) -> str:
+    r"""Return a text with its unprintable letters as Python writes them: ``\x1b`` for an escape."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown(value: object) -> str:
     """Return a value as a message shows it: as Python writes it, cut after 100 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__}, nested too deeply"
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 

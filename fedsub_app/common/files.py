@@ -19,8 +19,27 @@ CHECKSUM = "crc32"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file that a new one's owner alone may read; an ``opener`` of :func:`open`."""
+    return os.open(path, flags, 0o600)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing; in a folder that is its owner's alone, so are they."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o777 & _mode(folder.parent), exist_ok=True)
+
+
+def _mode(folder: Path) -> int:
+    """Return 0o700 for a folder that is its owner's alone, else 0o777: the rest is for the umask to say."""
+    return 0o777 if folder.stat().st_mode & 0o077 else 0o700
+
+
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Write so that ``path`` holds either all of ``content`` or what it held before, also after a power cut.
+
+    In a folder that is its owner's alone (0700), as a run's is, so is the file (0600).
 
     Parameters
     ----------
@@ -31,10 +50,11 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     OSError
         The file cannot be written; no part of it is left.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
+    mode = 0o666 & _mode(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}")  # several machines may write to one cache folder
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:

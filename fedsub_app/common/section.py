@@ -112,11 +112,11 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must 
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Nested TOML tables as one level of dotted keys."""
+    """Nested TOML tables as one level of dotted keys; a table in a method's table stays as it is."""
     flat: dict[str, Value] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and not prefix:
+            flat |= flatten(value, f"{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -39,7 +39,7 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import derive
-from fedsub_app.data.files import cache_folder
+from fedsub_app.data.files import FORMATS, cache_folder
 from fedsub_app.data.settings import Features
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Pictures:
                 pixels = (pixels * 255).round().to(torch.uint8)
             return Image.fromarray(pixels.contiguous().numpy())
         try:
-            with Image.open(self.images[number]) as image:
+            with Image.open(self.images[number], formats=FORMATS) as image:
                 if image.mode[0] in "IF":
                     raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
                 return image.convert("RGB")

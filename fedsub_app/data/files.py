@@ -33,6 +33,7 @@ Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
 Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 
+FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # of IMAGES; Pillow reads others by programs, as EPS by gs
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
 MAX_CLASSES = 10_000
 MAX_UNPACKED = 2**31  # bytes of an idx file or of an image; EMNIST's largest file has 550 MB
@@ -118,6 +119,8 @@ def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
     originals = [found / name if (found / name).exists() else found / f"{name}.gz" for name in names]
     if not all(path.exists() for path in originals):
         return None
+    if odd := [path for path in originals if not path.is_file()]:  # reading from a pipe would wait for ever
+        raise UserError(f"{odd[0]}: not a file")
     root = found.parents[len(Path(raw).parts) - 1]
     if any(path.suffix == ".gz" for path in originals):
         root = cache_folder() / f"idx-{fingerprint(originals)}"
@@ -302,7 +305,7 @@ def _stack(
 
 def _decode(content: bytes, where: str, image_size: int | None) -> NDArray[np.uint8]:
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
             converted = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")

@@ -22,7 +22,7 @@ from fedsub_app.deployment.processes import Process, answers, free_port, running
 STATE = "federation.json"
 START_S = 120.0  # more than the 60 s for which Flower takes a node for online that was killed
 LOOK_S = 0.5
-SUPERLINK, SUPEREXEC = "superlink", "-superexec"  # names of processes, and the end of a name
+SUPERLINK, SUPEREXEC, DOOR = "superlink", "-superexec", "door"  # names of processes, and the end of a name
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Federation:
     partitions : number of SuperNodes in all, on this machine and others.
     host : name or address under which other machines reach the SuperLink; "": only this one does.
     port : port of the SuperLink.
+    door : port of the door, through which nodes of other machines reach the SuperLink; used with ``host``.
+    listen : interface of the SuperLink's own port, which also takes runs and new nodes; not the loopback one: no door.
     insecure : no encryption, and nodes need no key.
     data_dir : the nodes' data, as the setting ``data-dir``.
     node_ports : port of each node for its SuperExec.
@@ -48,6 +50,8 @@ class Federation:
     partitions: int = 2
     host: str = ""
     port: int = 0
+    door: int = 8443
+    listen: str = commands.LOOPBACK
     insecure: bool = False
     data_dir: str = ""
     node_ports: list[int] = field(default_factory=list)
@@ -86,13 +90,15 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
     before = running(known.processes) if known else {}
     given = {key: value for key, value in changes.items() if value is not None}
     federation = _configured(folder, known or Federation(), bool(before), given)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys = None if federation.insecure else folder / "keys"
     if keys:
         for path in make_keys(keys, [federation.host] if federation.host else [], federation.nodes):
             report(f"{path}: made")
     if not (folder / "superlink.db").exists():
         federation.registered = []
+    if has_door(federation):
+        (folder / "door.conf").write_text(commands.door_settings(folder, federation.port, federation.door))
     federation.processes = {
         name: Process(command, federation.processes[name].pid if name in before else 0)
         for name, command in _commands(folder, federation, keys).items()
@@ -124,6 +130,15 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
         raise UserError(f"--partitions {federation.partitions}: at least the {federation.nodes} of --nodes")
     if not federation.nodes and not federation.host:
         raise UserError("--nodes 0: only with --host, under which nodes of other machines reach the SuperLink")
+    if federation.host and federation.insecure and federation.listen == commands.LOOPBACK:
+        raise UserError(
+            "--insecure: not with --host: its door asks for TLS; --listen 0.0.0.0 opens the SuperLink itself"
+        )
+    if has_door(federation) and not commands.nginx():
+        raise UserError(
+            f"--host {federation.host}: needs nginx, the door through which nodes of other machines come in; "
+            "--listen 0.0.0.0 lets everybody who reaches the port start code on all nodes"
+        )
     table = flower.connections().get(federation.name)
     if table is not None and table.get(flower.FOLDER_KEY) != str(folder):
         raise UserError(f"--name {federation.name}: Flower's config.toml has such a connection, to another SuperLink")
@@ -137,13 +152,20 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
     return federation
 
 
+def has_door(federation: Federation) -> bool:
+    """Say whether nodes of other machines come in through a door of this one."""
+    return bool(federation.host) and federation.listen == commands.LOOPBACK
+
+
 def _commands(folder: Path, federation: Federation, keys: Path | None) -> dict[str, list[str]]:
     """Return the commands of the federation's processes, in the order in which they are started."""
-    port, listen = federation.port, "0.0.0.0" if federation.host else commands.LOOPBACK
+    port = federation.port
     all_commands = {
-        SUPERLINK: commands.superlink(port, str(folder / "superlink.db"), keys, listen),
+        SUPERLINK: commands.superlink(port, str(folder / "superlink.db"), keys, federation.listen),
         SUPERLINK + SUPEREXEC: commands.server_superexec(port, keys),
     }
+    if has_door(federation):
+        all_commands[DOOR] = commands.door(folder)
     for number, node_port in enumerate(federation.node_ports):
         name, address = commands.node(number), f"{commands.LOOPBACK}:{port}"
         all_commands[name] = commands.supernode(address, number, federation.partitions, node_port, keys)
@@ -192,7 +214,7 @@ class Starting:
     def start(self, name: str) -> None:
         """Start one process."""
         owner = self.folder / name.removesuffix(SUPEREXEC)
-        owner.mkdir(exist_ok=True)
+        owner.mkdir(mode=0o700, exist_ok=True)
         process = self.federation.processes[name]
         pid = start(process.command, self.log(name), _variables(owner, self.federation.data_dir))
         self.federation.processes[name] = replace(process, pid=pid)

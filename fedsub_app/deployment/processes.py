@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsub_app.common.files import private
 from fedsub_app.deployment.commands import LOOPBACK
 
 PATIENCE_S = {signal.SIGTERM: 20.0, signal.SIGKILL: 10.0}
@@ -34,7 +35,7 @@ class Process:
 def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
     """Start one of Flower's commands of this Python environment, in a process group of its own; returns its id."""
     program = str(Path(sys.executable).parent / command[0])
-    with log.open("ab") as file:
+    with open(log, "ab", opener=private) as file:
         process = subprocess.Popen(
             [program, *command[1:]],
             env=dict(variables),
@@ -42,6 +43,7 @@ def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> in
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=0o077,  # logs, database, clients' states
         )
     return process.pid
 

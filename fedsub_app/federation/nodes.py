@@ -6,10 +6,12 @@ Simulated nodes share data and client state, and take the sampled clients from o
 
 import json
 import logging
+import math
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 import torch
 from flwr.app import Message, Metadata
@@ -28,6 +30,9 @@ from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, unpack_re
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
+SILENT_S = 30.0  # after which the log names the nodes that a phase waits for
+# A real node is waited for this many times the median time that a message took the others, and at least FAIR_S.
+FAIR, FAIR_S = 10, 120.0
 MAX_WAITING = 4  # times message-mb: replies that wait for an earlier client's
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, the tensors that it was asked for
 
@@ -148,7 +153,8 @@ class Federation:
 
         A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. No message is sent from a
         shared queue while many replies wait for an earlier client's. A node that has lost the settings gets its message
-        again with them. Late replies are discarded before a later phase.
+        again with them. Late replies are discarded before a later phase. A real node that takes far longer than the
+        others did is given up in this phase; a log line names the nodes that are silent for ``SILENT_S``.
         """
         flying: dict[str, Metadata] = {}  # without the messages' content, which may be a model each
         try:
@@ -159,8 +165,10 @@ class Federation:
     def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> Iterator[Message]:
         start = time.monotonic()
         again: set[str] = set()
+        waiting = Waiting(self.simulated)
         while self._hand_out(grid, phase, flying):
             ready = []
+            waiting.look(flying)
             for reply in grid.pull_messages(list(flying)):
                 sent = flying.pop(reply.metadata.reply_to_message_id, None)
                 if sent is None:
@@ -178,7 +186,18 @@ class Federation:
             elif elapsed > self.settings.round_timeout:
                 return
             else:
+                self._give_up_silent(phase, flying, waiting)
                 _wait(grid, elapsed)
+
+    def _give_up_silent(self, phase: Phase, flying: dict[str, Metadata], waiting: "Waiting") -> None:
+        """Drop the clients of nodes that take longer than is fair; their replies are late ones then."""
+        for message_id in waiting.unfair():
+            node_id = flying[message_id].dst_node_id
+            reason = f"no reply within {waiting.fair:.0f} s, {FAIR} times as long as the other nodes took"
+            phase.drop(phase.clients_of_message(message_id), reason)
+            phase.give_up(node_id, reason)
+            self.late.add(message_id)
+            del flying[message_id]
 
     def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
         """Send the nodes' next messages; returns whether any message is not answered yet."""
@@ -260,6 +279,45 @@ class Federation:
             message = "ignored %d parts of a reply of node %s: of clients that were not asked of it, or twice"
             log.warning(message, len(parts) - len(by_client), reply.metadata.src_node_id)
         return by_client
+
+
+class Waiting:
+    """How long the messages of a phase wait for their replies.
+
+    Parameters
+    ----------
+    simulated : all nodes are; then all replies are waited for, so that no result depends on a machine's speed.
+    """
+
+    def __init__(self, simulated: bool) -> None:
+        self.simulated = simulated
+        self._sent: dict[str, tuple[int, float]] = {}  # message -> its node, when it was sent
+        self._took: dict[int, list[float]] = {}  # node -> seconds of each message that it has answered
+        self._named: set[int] = set()
+
+    def look(self, flying: Mapping[str, Metadata]) -> None:
+        """Take note of the messages that are under way now, and name the nodes that have been silent for long."""
+        now = time.monotonic()
+        for message_id in self._sent.keys() - flying.keys():
+            node_id, since = self._sent.pop(message_id)
+            self._took.setdefault(node_id, []).append(now - since)
+        for message_id, metadata in flying.items():
+            self._sent.setdefault(message_id, (metadata.dst_node_id, now))
+        silent = {node_id for node_id, since in self._sent.values() if now - since > SILENT_S} - self._named
+        if silent and not self.simulated:
+            log.warning("waiting for node %s: no reply for %.0f s", ", ".join(map(str, sorted(silent))), SILENT_S)
+        self._named |= silent
+
+    @property
+    def fair(self) -> float:
+        """Seconds that a message may take, by what it took the nodes that have answered; inf where none has."""
+        times = [median(each) for each in self._took.values()]
+        return max(FAIR_S, FAIR * median(times)) if times and not self.simulated else math.inf
+
+    def unfair(self) -> list[str]:
+        """Return the messages that have taken longer than is fair, of nodes that have answered none."""
+        late = time.monotonic() - self.fair
+        return [number for number, (node_id, since) in self._sent.items() if since < late and node_id not in self._took]
 
 
 def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata]) -> str:

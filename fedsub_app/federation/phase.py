@@ -157,7 +157,10 @@ class Phase:
 
     def clients_of(self, reply: Message) -> list[int]:
         """Return the clients whose tasks were in the message that a reply answers."""
-        number = reply.metadata.reply_to_message_id
+        return self.clients_of_message(reply.metadata.reply_to_message_id)
+
+    def clients_of_message(self, number: str) -> list[int]:
+        """Return the clients whose tasks were in a message."""
         return next((clients for metadata, clients in self.outbox.sent if metadata.message_id == number), [])
 
     def drop(self, clients: Collection[int], reason: str) -> None:

@@ -6,6 +6,7 @@ The server asks each node once for its ``partition-id``: client ``c`` lives on t
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -61,10 +62,10 @@ class Roll:
         """Call the roll of new nodes and forget the nodes that left.
 
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
-        answered, and rejects a misconfigured node with an error. Later calls do not wait, unless all nodes have left:
-        they read the answers that have come since, however late. A node with an invalid answer then stays out, with a
-        warning. A node that is not in the run is called when Flower lists it, and again after 2, 4, 8 minutes and so on
-        while it stays out: a call that it got just before it was killed is lost, and Flower does not report the loss.
+        answered. Later calls do not wait, unless all nodes have left: they read the answers that have come since,
+        however late. A node with an invalid answer stays out, with a warning. A node that is not in the run is called
+        when Flower lists it, and again after 2, 4, 8 minutes and so on while it stays out: a call that it got just
+        before it was killed is lost, and Flower does not report the loss.
 
         A later node whose partition id is taken waits until Flower no longer lists the node that has it: a SuperNode
         that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
@@ -72,7 +73,7 @@ class Roll:
         Raises
         ------
         UserError
-            At the start: ``node-timeout`` is over (the message names the missing nodes), or a node cannot take part.
+            At the start: ``node-timeout`` is over, or no node can take part; the message names missing and wrong ones.
         """
         deadline = time.monotonic() + self.settings.node_timeout
         wait = not self.nodes  # where all nodes have left, the round is abandoned if none returns in time
@@ -83,6 +84,8 @@ class Roll:
                     del known[node_id]
             self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
             self._take_answers(grid)
+            if not self.met:
+                self._agree()
             for node_id, node in sorted(self.waiting.items()):
                 if not self._twin(node):
                     log.info(
@@ -93,10 +96,13 @@ class Roll:
             if not wait or not missing or (self.met and time.monotonic() > deadline):
                 self.met = True
                 return
+            twins = {n: f"partition-id = {node.partition_id}: two nodes have it" for n, node in self.waiting.items()}
+            wrong = [f"node {node_id}: {reason}" for node_id, reason in sorted((self.complaints | twins).items())]
+            if wrong and not self.nodes and not self.called and present <= self.complaints.keys():
+                raise UserError("; ".join(wrong))
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"node-timeout = {self.settings.node_timeout:g}: {len(self.nodes)} nodes there, missing: {missing}"
-                )
+                there = f"{len(self.nodes)} nodes there, missing: {missing}"
+                raise UserError("; ".join([f"node-timeout = {self.settings.node_timeout:g}: {there}", *wrong]))
             time.sleep(pause(self.settings.node_timeout + time.monotonic() - deadline))
 
     def _missing(self) -> str:
@@ -127,7 +133,7 @@ class Roll:
             self.called |= {number: node_id for number, node_id in asked.items() if number in stored}
 
     def _take_answers(self, grid: Grid) -> None:
-        """Read the answers that have come; before the first round an invalid one is an error."""
+        """Read the answers that have come."""
         replies = list(grid.pull_messages(list(self.called))) if self.called else []
         present = set(grid.get_node_ids()) if replies else set()
         for reply in replies:
@@ -140,11 +146,7 @@ class Roll:
             try:
                 node = self._admitted(node_id, reply)
             except BadReply as error:
-                if not self.met:
-                    raise UserError(f"node {node_id}: {error}") from None
-                if self.complaints.get(node_id) != str(error):
-                    log.warning("node %s stays out: %s", node_id, error)
-                self.complaints[node_id] = str(error)
+                self._leave_out(node_id, str(error))
                 continue
             self.complaints.pop(node_id, None)
             self.ask_again.pop(node_id, None)
@@ -159,8 +161,8 @@ class Roll:
         """Return the node that has answered the roll call; :class:`BadReply` where it cannot take part."""
         node = _read_roll_call(node_id, reply)
         count = next(iter(self.nodes.values()), node).num_partitions
-        if node.num_partitions != count:
-            raise BadReply(f"num-partitions = {node.num_partitions}: the nodes before it say {count}")
+        if self.met and node.num_partitions != count:
+            raise BadReply(f"num-partitions = {node.num_partitions}: the other nodes say {count}")
         if self.settings.private_examples and node.num_partitions != self.settings.num_clients:
             clients = f"num-clients = {self.settings.num_clients}"
             raise BadReply(
@@ -171,10 +173,23 @@ class Roll:
                 "it sees no GPU, the server uses one: its connection needs a share of them, which "
                 "`fedsub setup` writes; or device = cpu"
             )
-        twin = self._twin(node)
-        if twin and not self.met:
-            raise BadReply(f"partition-id = {node.partition_id}: two nodes have it ({twin.node_id}, {node_id})")
         return node
+
+    def _agree(self) -> None:
+        """Before the first round: leave out the nodes that say another number of partitions than most of them do."""
+        answered = self.nodes | self.waiting
+        counts = Counter(node.num_partitions for node in answered.values()).most_common(2)
+        if len(counts) > 1 and counts[0][1] > counts[1][1]:
+            for node_id, node in answered.items():
+                if node.num_partitions != counts[0][0]:
+                    (self.nodes if node_id in self.nodes else self.waiting).pop(node_id)
+                    reason = f"num-partitions = {node.num_partitions}: the other nodes say {counts[0][0]}"
+                    self._leave_out(node_id, reason)
+
+    def _leave_out(self, node_id: int, reason: str) -> None:
+        if self.complaints.get(node_id) != reason:
+            log.warning("node %s stays out: %s", node_id, reason)
+        self.complaints[node_id] = reason
 
 
 def wake(grid: Grid) -> None:

@@ -8,12 +8,13 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
 from fedsub_app.config import base_keys, defaults, parse_pairs
@@ -313,7 +314,7 @@ def run_labels(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -
     if len(set(names)) < len(names):
         whole = [folder.resolve() for folder in folders]
         names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
-    return names
+    return [escaped(name) for name in names]
 
 
 def table_of_rounds(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
@@ -351,11 +352,21 @@ def table_of_clients(runs: Mapping[str, Record]) -> tuple[list[str], list[list[A
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table as CSV."""
+    """Return a table as CSV. A text that a spreadsheet would compute gets a ``'`` before it."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([header, *rows])
+    writer.writerows([_cell(value) for value in row] for row in (header, *rows))
     return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Return the value of a cell; numbers stay, also those that begin with a minus sign."""
+    if not isinstance(value, str) or value[:1] not in tuple("=+-@"):
+        return value if not isinstance(value, str) else escaped(value)
+    with suppress(ValueError):
+        float(value)
+        return value
+    return f"'{escaped(value)}"
 
 
 def export(folders: Sequence[Path], clients: bool = False) -> str:

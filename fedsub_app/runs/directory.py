@@ -29,7 +29,7 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import sweep, write_atomic, write_json
+from fedsub_app.common.files import private, sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts, versions
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
@@ -53,7 +53,7 @@ EARLIER = "earlier-digests"  # key of settings.json: digests of the settings bef
 def _lock(folder: Path) -> TextIO:
     """Lock the directory; returns the open file that holds the lock until it is closed or the process ends."""
     try:
-        file = (folder / ".lock").open("w")
+        file = open(folder / ".lock", "w", opener=private)  # noqa: SIM115  (closed with the run)
     except OSError as error:
         raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
     if fcntl:
@@ -228,7 +228,7 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
     if code := own_digest(settings.model):
         content[OWN_CODE] = code
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk
         raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
     if any(not path.name.startswith(".") for path in folder.iterdir()):
@@ -263,7 +263,7 @@ def _new(root: Path, stamp: str) -> Path:
     path = root / stamp
     for number in range(2, 1000):
         try:
-            path.mkdir(parents=True)
+            path.mkdir(mode=0o700, parents=True)
             return path
         except FileExistsError:  # another folder of this second
             path = root / f"{stamp}-{number}"

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
 from fedsub_app.config import canonical, resolve
@@ -18,7 +18,7 @@ class RunFailed(Exception):
     """The run could not continue (abandoned rounds, a full disk); ``folder`` may hold a checkpoint to resume from."""
 
     def __init__(self, message: str, folder: Path) -> None:
-        super().__init__(message)
+        super().__init__(escaped(message))
         self.folder = folder
 
 

@@ -20,8 +20,6 @@ from federations import NAME, Deployed, back, deployed, ended, pairs, so_far, wa
 from helpers import fedsub, rounds
 from test_private_data import Private, images
 
-from fedsub_app.deployment.flower import PROJECT
-
 SERVER, DOOR = "10.77.0.1", 8443
 TOOLS = ("ip", "nginx", "ssh-keygen")
 KEYS: dict[str, object] = {"num-clients": 2, "num-rounds": 3, "round-timeout": 200, "evaluate": "global"}
@@ -91,18 +89,11 @@ def here(hosts: list[Host]) -> Iterator[Deployed]:
     steps = ["--nodes", "0", "--partitions", "2", "--host", SERVER, "--port", "8000"]
     own = {"FEDSUB_DATA": str(server.folder)}
     with deployed(server.folder, *steps, inside=server.inside, **own) as found:
-        door = server.folder / "door.conf"
-        text = (PROJECT / "docker/nginx.conf").read_text().replace("superlink:8000", "localhost:8000")
-        door.write_text(text.replace("/tmp/", f"{server.folder}/").replace("/keys/", f"{found.folder}/keys/"))
-        _do(*server.inside, "nginx", "-c", door)
-        try:
-            for node in nodes:
-                _do("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-C", "", "-f", node.folder / "node")
-                answer = found.flwr("supernode", "register", str(node.folder / "node.pub"), NAME)
-                assert answer["success"], answer
-            yield found
-        finally:
-            _do(*server.inside, "nginx", "-c", door, "-s", "stop")
+        for node in nodes:
+            _do("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-C", "", "-f", node.folder / "node")
+            answer = found.flwr("supernode", "register", str(node.folder / "node.pub"), NAME)
+            assert answer["success"], answer
+        yield found
 
 
 class Node:
@@ -205,7 +196,6 @@ def test_nodes_are_cut_off_killed_and_come_back(
     assert certificate.read_bytes() != before
     assert here.federation("down").returncode == 0
     here.up()
-    _do(*hosts[0].inside, "nginx", "-c", hosts[0].folder / "door.conf", "-s", "reload")
     finished(here.run(*pairs(keys | {"run-dir": tmp_path / "renewed"})), here, nodes)
     local = fedsub(tmp_path, "run", *pairs(keys | {"run-dir": tmp_path / "local", "data-dir": hosts[0].folder}))
     assert local.code == 0, local.err

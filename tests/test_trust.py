@@ -1,0 +1,228 @@
+"""Strangers read no key and no client's state, start nothing, and write nothing into a terminal or a spreadsheet."""
+
+import os
+import stat
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Message
+from test_federation import answering, ask, federation, nodes, nothing
+
+from fedsub_app.cli.main import main
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
+from fedsub_app.config import resolve
+from fedsub_app.data.files import FORMATS, IMAGES, read_images, unpacked_idx
+from fedsub_app.deployment import commands
+from fedsub_app.deployment import federation as machine
+from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.federation import nodes as federation_nodes
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.node import settings_from
+from fedsub_app.reports.records import csv_text
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+def modes(folder: Path) -> set[int]:
+    """The permissions of a folder and of all that is in it."""
+    return {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*")) if not path.is_symlink()}
+
+
+def test_a_run_is_its_owners_alone(run_local: Callable[..., Any]) -> None:
+    _, folder = run_local(method="fedper", num_rounds=1)
+    assert (folder / "clients").is_dir()
+    assert modes(folder) == {0o700, 0o600}
+
+
+def test_a_file_is_as_private_as_its_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "a/b", b"")
+        (tmp_path / "own").mkdir(mode=0o700)
+        write_atomic(tmp_path / "own/a/b", b"")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path / "a") == {0o755, 0o644}
+    assert modes(tmp_path / "own") == {0o700, 0o600}
+
+
+def test_what_a_federation_writes_is_its_owners_alone(tmp_path: Path) -> None:
+    """Database, logs and states are made by processes that are started under this umask."""
+    said = tmp_path / "superlink.log"
+    command = ["/bin/sh", "-c", f"umask; touch {tmp_path}/superlink.db"]
+    pid = machine.start(command, said, os.environ)
+    os.waitpid(pid, 0)
+    assert said.read_text() == "0077\n"
+    assert modes(tmp_path / "superlink.db") == modes(said) == {0o600}
+
+
+def test_keys_are_ignored_by_git_and_sent_to_no_builder() -> None:
+    if not (PROJECT / ".git").exists():
+        pytest.skip("not a checkout")
+    ignored = ["git", "check-ignore", "docker/keys/ca.key", "docker/keys/node-0"]
+    assert subprocess.run(ignored, cwd=PROJECT, capture_output=True, check=False).stdout.count(b"\n") == 2
+    sent = (PROJECT / ".dockerignore").read_text().splitlines()[1:]
+    copied = [line.split()[1] for line in (PROJECT / "docker/Dockerfile").read_text().splitlines() if "COPY" in line]
+    assert sent == ["*", *(f"!{name}" for name in sorted(copied, reverse=True))]
+
+
+# --- who reaches what -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "answers", lambda _: False)
+    return tmp_path
+
+
+def test_other_machines_reach_the_door_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "nginx", lambda: "/usr/sbin/nginx")
+    given = {"host": "a.example.org", "port": 8000}
+    found = machine._commands(home, machine._configured(home, machine.Federation(), False, given), home / "keys")
+    assert "--host=127.0.0.1" in found["superlink"]
+    assert not any("0.0.0.0" in word for command in found.values() for word in command)
+    assert found["door"] == ["/usr/sbin/nginx", "-c", f"{home}/door.conf", "-g", "daemon off;"]
+    text = commands.door_settings(home, 8000, 9443)
+    assert "listen 9443 ssl;" in text
+    assert "location /v1/fleet/ {\n            proxy_pass https://localhost:8000;" in text
+    assert f"ssl_certificate_key {home}/keys/server.key;" in text
+    assert "/tmp" not in text.replace(str(home), "")
+
+
+def test_the_superlink_listens_to_others_when_it_is_asked_to(home: Path) -> None:
+    given = {"host": "a.example.org", "listen": "0.0.0.0"}
+    found = machine._commands(home, machine._configured(home, machine.Federation(), False, given), home / "keys")
+    assert "--host=0.0.0.0" in found["superlink"]
+    assert "door" not in found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"host": "a"}, "--host a: needs nginx, the door .*; --listen 0.0.0.0 lets everybody"),
+        ({"host": "a", "insecure": True}, "--insecure: not with --host: its door asks for TLS"),
+    ],
+)
+def test_no_door_no_host(given: dict[str, Any], said: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "nginx", lambda: None)
+    with pytest.raises(UserError, match=said):
+        machine._configured(home, machine.Federation(), False, given)
+
+
+# --- files and names of unknown origin --------------------------------------------------------------------------------
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J"
+
+
+def test_a_pipe_in_the_place_of_an_idx_file_is_named(data_dir: Path) -> None:
+    """Reading from it would wait for ever."""
+    folder = data_dir / "raw"
+    folder.mkdir()
+    (folder / "train-labels").write_bytes(b"")
+    os.mkfifo(folder / "train-images")
+    with pytest.raises(UserError, match=r"raw/train-images: not a file$"):
+        unpacked_idx(data_dir, "raw", ["train-images", "train-labels"])
+
+
+def test_an_image_is_opened_by_no_other_program(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow runs Ghostscript on an EPS, whatever its name is."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was run"))
+    for split in ("train", "test"):
+        (data_dir / f"set/{split}/a").mkdir(parents=True)
+        path = data_dir / f"set/{split}/a/1.png"
+        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(UserError, match=r"1\.png is not readable"):
+        read_images(data_dir / "set")
+
+
+def test_the_formats_are_those_of_the_names() -> None:
+    from PIL import Image
+
+    Image.init()
+    assert {Image.EXTENSION[name] for name in IMAGES} == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 5000, "unknown key|not valid TOML"),
+        (f"lr = {'[' * 5000}{']' * 5000}", "not valid TOML: nested too deeply$"),
+        (f"{'.'.join('a' * 5000)} = 1", "unknown key|nested too deeply$"),
+        (r'"\u001b[2J" = 1', r"^\[2J = 1 in .*unknown key"),
+    ],
+    ids=["open", "brackets", "dots", "escapes"],
+)
+def test_a_settings_file_of_a_stranger_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        resolve({"experiment": str(path)})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["[" * 5000 + "]" * 5000, '{"a":' * 5000 + "1" + "}" * 5000, "{", "[]"])
+def test_a_node_refuses_settings_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match=r"^settings"):
+        settings_from(text, "")
+
+
+def test_names_of_unknown_origin_reach_the_terminal_printable(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / f"run{ESCAPES}"
+    folder.mkdir()
+    assert main(["report", str(folder)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    said = str(UserError(f"class {ESCAPES} is in test/ but not in train/\r\n"))
+    assert said == r"class \x1b]0;owned\x07\x1b[2J is in test/ but not in train/\r\n"
+
+
+def test_a_spreadsheet_computes_no_text() -> None:
+    header = ["run", "lr"]
+    rows = [["=cmd|' /C calc'!A0", -0.5], ["@SUM(A1)", "-0.5"], ["+a", "1e-3"], ["plain", ESCAPES]]
+    assert csv_text(header, rows).splitlines() == [
+        "run,lr",
+        "'=cmd|' /C calc'!A0,-0.5",
+        "'@SUM(A1),-0.5",
+        "'+a,1e-3",
+        r"plain,\x1b]0;owned\x07\x1b[2J",
+    ]
+
+
+# --- a node that does not answer --------------------------------------------------------------------------------------
+
+
+def test_a_silent_node_is_named_and_waited_for_no_longer_than_is_fair(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others took 20 s: ten times as long is fair. A simulated node is waited for until ``round-timeout``."""
+    now = [0.0]
+    monkeypatch.setattr(federation_nodes.time, "monotonic", lambda: now[0])
+
+    class Silent(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            there = [number for number in message_ids if self._replies[number].metadata.src_node_id != 3]
+            return super().pull_messages(there if now[0] >= 20 else [])
+
+        def wait(self, seconds: float) -> None:
+            now[0] += 5
+
+    for simulated, ended, reason in ((False, 225, "no reply within 200 s, 10 times as long"), (True, 905, "no reply")):
+        caplog.clear()
+        now[0] = 0.0
+        fed = federation(num_clients=6, placement="pinned", round_timeout=900.0)
+        fed.roll.nodes = nodes(3, simulated)
+        phase = ask(fed, range(6))
+        grid = Silent(answering, {}, 3)  # type: ignore[arg-type]
+        assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == [0, 2, 3, 5]
+        assert now[0] <= ended
+        assert [drop.client for drop in phase.dropped] == [1, 4]
+        assert all(drop.reason.startswith(reason) for drop in phase.dropped)
+        said = [] if simulated else ["waiting for node 3: no reply for 30 s"]
+        assert [record.getMessage() for record in caplog.records] == said
+        assert len(fed.late) == 1
