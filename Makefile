@@ -12,12 +12,11 @@ if not (3, low) <= sys.version_info[:2] <= (3, high):
 endef
 export CHECK
 
-.PHONY: run test quick slow test-method settings results check docs bench setup lock clean
+.PHONY: run test quick slow test-method settings results check docs bench setup setup-run lock clean
 
-# A run on Flower's simulation engine; then it and two other methods on the same clients, side by side.
-run: setup
-	$(BIN)/fedsub run quickstart/digits --engine local-simulation $(ARGS)
-	$(BIN)/fedsub reproduce quickstart-digits
+# Five methods on the same ten clients: a table, a page, what it means. It needs no tests' tools.
+run: setup-run
+	@$(BIN)/fedsub reproduce quickstart-digits $(ARGS)
 
 # Two processes, each with whole files of tests: modules share a SuperLink, runs, folders. In the order of their names: by
 # default the files with the fewest tests, which are those that start a SuperLink, come last, one after the other.
@@ -60,14 +59,20 @@ bench: setup
 	$(BIN)/python -m bench $(ARGS)
 
 setup: .venv/installed
-	@$(BIN)/fedsub setup >/dev/null
+	@$(BIN)/fedsub setup --quiet
 
-# constraints.txt: the versions that were tested. It installs nothing by itself, so that what it names of another
-# platform does no harm.
+setup-run: .venv/installed-run
+	@$(BIN)/fedsub setup --quiet
+
+# install.py says how much it installs: torch for CPUs where there is no NVIDIA driver. TORCH=cuda or TORCH=cpu decide.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c "$$CHECK"
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(PYTHON) install.py dev
+	@touch $@ .venv/installed-run
+
+.venv/installed-run: pyproject.toml constraints.txt
+	@$(PYTHON) -c "$$CHECK"
+	@$(PYTHON) install.py
 	@touch $@
 
 # The newest versions that pyproject.toml allows; to be committed once `make check` has passed with them.
@@ -76,7 +81,7 @@ lock:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[dev]"
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
-	@touch .venv/installed
+	@touch .venv/installed .venv/installed-run
 
 clean:
 	rm -rf .venv

@@ -5,11 +5,8 @@ presets, then single keys.
 Keys are kebab-case in TOML and on the command line, snake_case in Python; a method's own keys are ``method.key``.
 """
 
-import difflib
 import json
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -18,9 +15,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedsub_app.common.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
-from fedsub_app.common.errors import UserError, printable, shown
+from fedsub_app.common.conf_files import conf_name, experiment_file, is_file, read_toml
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
+from fedsub_app.common.spelling import check_experiment, check_keys, check_method
 from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import Settings
 
@@ -130,21 +128,6 @@ def canonical(key: str, value: Value) -> Value:
     return value
 
 
-def parse_pairs(pairs: list[str]) -> dict[str, Value]:
-    """Turn ``["lr=0.1", "method=fedavg"]`` into values: TOML where it parses, else the text itself."""
-    values: dict[str, Value] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign or not key.strip():
-            raise UserError(f"{pair!r}: expected key=value")
-        try:
-            parsed = tomllib.loads(f"value = {text}")
-        except (ValueError, RecursionError):  # not TOML, a number of 5,000 digits, 5,000 brackets
-            parsed = {}
-        values[key.strip()] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
-    return values
-
-
 def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
     """Return an experiment's keys on top of those of the experiment that it ``extends``.
 
@@ -154,10 +137,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = experiment_file(name)
-    if not os.path.isfile(path):  # Path.is_file raises OSError where a name is longer than a file's can be
-        near = difflib.get_close_matches(name, experiments(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{source} = {shown(name)}: no {printable(conf_name(path))}{hint}")
+    check_experiment(name, source)
     keys = flatten(read_toml(path))
     base = keys.pop("extends", None)
     _check_known(keys, f" in {conf_name(path)}")
@@ -184,11 +164,7 @@ def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _check_known(values: Mapping[str, Value], source: str) -> None:
-    for key, value in values.items():
-        if key not in defaults():
-            near = difflib.get_close_matches(key, defaults(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "`fedsub list settings` shows the allowed keys"
-            raise UserError(f"{printable(key, 80)} = {shown(value)}{source}: unknown key; {hint}")
+    check_keys(values, defaults(), source)
 
 
 def _check_values(values: Mapping[str, Value]) -> None:
@@ -219,8 +195,7 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
     UserError
         The experiment is unknown, or the method is.
     """
-    if method not in METHODS:
-        raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
+    check_method(method, METHODS)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
     kept = {key: value for key, value in keys.items() if "." not in key or key.startswith(f"{method}.")}
@@ -256,8 +231,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     _check_values(given)
     values = defaults() | given
     method = values["method"]
-    if method not in METHODS:
-        raise UserError(f"method = {shown(method)}: allowed are {', '.join(METHODS)}")
+    check_method(method, METHODS)
     # An experiment may set keys of several methods, of which one is run; a key given by hand is meant to do something.
     for key, value in overrides.items():
         if "." in key and not key.startswith(f"{method}."):

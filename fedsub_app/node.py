@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from flwr.app import Context, MessageType, RecordDict
 
-from fedsub_app.common.code import code_digest, text_digest
+from fedsub_app.common.code import code_digest, text_digest, versions
 from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
@@ -66,7 +66,7 @@ def roll_call(header: Json, config: Config) -> Json:
         return answer | {"error": f"partition-id = {partition}: must be 0 to num-partitions - 1"}
     if "settings" in header:
         _keep_settings(header, state_folder(header, config))
-    return answer | {"partition-id": partition, "num-partitions": count, "gpu": sees_gpu()}
+    return answer | {"partition-id": partition, "num-partitions": count, "gpu": sees_gpu(), "versions": versions()}
 
 
 def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context, source: Source) -> RecordDict:

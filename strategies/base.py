@@ -43,5 +43,8 @@ class SubnetStrategy(Hooks, Strategy):
         return rounds.read_evaluations(self, replies)
 
     def summary(self) -> None:
-        """Log the strategy's settings, one line."""
-        log.info("%s %s", self.settings.method, self.options.model_dump(by_alias=True))
+        """Log the method's own settings that differ from its defaults, one line; without any, nothing."""
+        usual = type(self.options)().toml()
+        chosen = [f"{key} = {value!r}" for key, value in self.options.toml().items() if value != usual[key]]
+        if chosen:
+            log.info("%s: %s", self.settings.method, ", ".join(chosen))

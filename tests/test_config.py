@@ -18,6 +18,7 @@ from fedsub_app.common import conf_files
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.config import (
     applicable_keys,
     as_toml,
@@ -25,7 +26,6 @@ from fedsub_app.config import (
     defaults,
     describe,
     flatten,
-    parse_pairs,
     resolve,
 )
 from fedsub_app.deployment.flower import PROJECT

@@ -87,7 +87,11 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
         "RAY_worker_niceness": "0",
     }
-    subprocess.run([sys.executable, "-m", "fedsub_app.cli", "setup"], env=variables, check=True, timeout=PATIENCE)
+    # The connection alone: the defaults of this environment are those of the checkout that it was set up from.
+    setup = (
+        f"from fedsub_app.deployment import flower; flower.sysconfig.get_path = lambda _: {str(home)!r}; flower.setup()"
+    )
+    subprocess.run([sys.executable, "-c", setup], env=variables, check=True, timeout=PATIENCE)
     with (home / "config.toml").open("a") as config:  # as its user may write one; Flower warns of its options
         config.write(ONE_WORKER)
     try:

@@ -897,3 +897,11 @@ def test_simulated_nodes_stand_in_for_each_other(run_local: RunLocal) -> None:
     _, folder = run_local(grid=Restarting, num_clients=3, placement="auto")
     assert rounds(folder) == rounds(whole)
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_nodes_other_versions_are_named() -> None:
+    here = fedsub_app.federation.roll.versions()
+    differing = fedsub_app.federation.roll.differing_versions
+    assert differing(here) == differing(None) == differing("none") == differing({}) == ""
+    torch_there = here | {"torch": "1.0\n" + "x" * 100}
+    assert differing(torch_there) == f"torch 1.0 {'x' * 15}… (the server {here['torch']})"

@@ -1,5 +1,7 @@
 """The connections that `fedsub setup` writes, and what a simulation is told of this machine."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from flwr.cli.flower_config import parse_superlink_connection
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import flatten
 from fedsub_app.deployment import flower
 
@@ -160,3 +163,57 @@ def test_a_connection_of_nested_tables_is_replaced_as_a_whole(machine: Any) -> N
     flower.connect("mine", ["insecure = true"])
     flower.connect("mine", [])
     assert config.read_text().rstrip() == before.rstrip()
+
+
+def test_an_environment_belongs_to_one_checkout(machine: Any, tmp_path: Path) -> None:
+    """Setup says into which it writes; the defaults of another checkout, if that is still there, stay."""
+    machine(2)
+    first, *lines = flower.setup()
+    assert first == f"environment {sys.prefix}, checkout {flower.PROJECT}"
+    hook = tmp_path / "fedsub_environment.pth"
+    assert any(line.startswith(f"{hook}: has defaults of {flower.HTTP_PORT}") for line in lines)
+    other = tmp_path / "other"
+    hook.write_text(hook.read_text().replace(str(flower.PROJECT), str(other)))
+    assert any("replaces its earlier defaults" in line for line in flower.setup())  # a checkout that was deleted
+    other.mkdir()
+    (other / "pyproject.toml").touch()
+    hook.write_text(before := hook.read_text().replace(str(flower.PROJECT), str(other)))
+    with pytest.raises(UserError, match=f"the environment of the checkout {other}; delete {hook}"):
+        flower.setup()
+    assert hook.read_text() == before
+
+
+def test_each_environment_and_user_has_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = set()
+    for prefix, user in (("/a", "ann"), ("/b", "ann"), ("/a", "bob")):
+        monkeypatch.setattr(sys, "prefix", prefix)
+        monkeypatch.setattr(flower.getpass, "getuser", lambda user=user: user)
+        variables = flower.environment()
+        http, control = int(variables[flower.HTTP_PORT]), int(variables[flower.CONTROL_PORT])
+        assert 20_000 <= http < control < 32_768
+        ports |= {http, control}
+    assert len(ports) == 6
+
+
+@pytest.mark.parametrize(
+    ("user", "program", "refused"), [("", "", False), ("bob", "", True), ("", "/other/.venv/bin", True)]
+)
+def test_a_superlink_of_others_is_refused(
+    user: str, program: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by ``fedsub stop``, which leaves it running."""
+    monkeypatch.setenv(flower.HTTP_PORT, "20100")
+    folder = program or f"{sys.prefix}/bin"
+    link = f"{folder}/python {folder}/flower-superlink --insecure --simulation --port 20100 --database x"
+    found = f"   12 someone /usr/bin/other\n  345 {user or flower.getpass.getuser()} {link}\n"
+    listed = subprocess.CompletedProcess([], 0, found, "")
+    monkeypatch.setattr(flower.subprocess, "run", lambda *_, **__: listed)
+    stopped: list[Any] = []
+    monkeypatch.setattr(flower.processes, "stop", lambda named: stopped.append(named["superlink"]))
+    if refused:
+        with pytest.raises(UserError, match=f"the SuperLink on port 20100 is of user .*; set {flower.HTTP_PORT} and "):
+            flower.stop()
+        assert not stopped
+    else:
+        assert flower.stop() == "stopped the SuperLink, process 345, and what it had started"
+        assert stopped == [flower.processes.Process([link], 345)]

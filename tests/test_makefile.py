@@ -4,7 +4,9 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -30,3 +32,51 @@ def test_another_python_is_told_which_are_wanted(tmp_path: Path) -> None:
     assert first == f"Python {have}: fedsub runs on 3.98 to 3.99; name one: make PYTHON=python3.99"
     assert len(rest) == 1  # make's own
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """install.py, on a Linux machine without uv and without configured indices."""
+    spec = spec_from_file_location("install", PROJECT / "install.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.delenv("TORCH", raising=False)
+    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(module, "answer", lambda _: "")
+    return module
+
+
+def test_torch_is_for_cpus_where_there_is_no_driver(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver, named, build in ((False, "", "cpu"), (True, "", "cuda"), (False, "cuda", "cuda"), (True, "cpu", "cpu")):
+        monkeypatch.setattr(install, "has_driver", lambda driver=driver: driver)
+        monkeypatch.setenv("TORCH", named)
+        assert install.build_of_torch() == build
+    monkeypatch.setenv("TORCH", "rocm")
+    with pytest.raises(SystemExit, match="TORCH=rocm: must be cpu or cuda"):
+        install.build_of_torch()
+
+
+def test_the_cpu_build_is_that_of_the_tested_version(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = re.search(r"(?m)^torch==(\S+)", (PROJECT / "constraints.txt").read_text())
+    assert tested
+    for offered, expected in ((f"torch ({tested[1]}+cpu)", True), (f"{tested[1]}, 2.0.0+cpu", False), ("", False)):
+        monkeypatch.setattr(install, "answer", lambda _, offered=offered: offered)
+        assert install.has_cpu_build() is expected
+
+
+def test_uv_comes_first_unless_pip_is_configured(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pip after it, should it fail; the index of CPU builds comes on top of pip's own."""
+    (pip,) = install.commands(".[dev]", "cpu")
+    assert pip[1:4] == ["-m", "pip", "--disable-pip-version-check"]
+    assert pip[-4:] == ["-e", ".[dev]", "--extra-index-url", install.CPU_INDEX]
+    assert install.CPU_INDEX not in install.commands(".", "cuda")[0]
+    monkeypatch.setattr(install.shutil, "which", lambda _: "/bin/uv")
+    uv, pip = install.commands(".", "cpu")
+    assert uv[:3] == ["/bin/uv", "pip", "install"]
+    assert "--torch-backend=cpu" in uv
+    monkeypatch.setattr(install, "answer", lambda _: "global.index-url='https://pip.example.org/simple'")
+    assert install.commands(".", "cpu") == [pip]

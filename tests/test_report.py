@@ -21,12 +21,13 @@ from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import applicable_keys, parse_pairs, resolve
+from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.reports.compare import comparisons
+from fedsub_app.reports.compare import comparisons, verdicts
 from fedsub_app.reports.html import write_html
-from fedsub_app.reports.pictures import DASHES, colour, dashes, spread_out
+from fedsub_app.reports.pictures import DASHES, _against_bytes, colour, dashes, draw_against_bytes, spread_out
 from fedsub_app.reports.records import Group, Record, curve, grouped, read_run
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import settings_of
@@ -293,3 +294,46 @@ def test_in_a_browser(runs: dict[str, Path], tmp_path: Path, width: int) -> None
         browser.close()
     assert said == []
     assert fetched == [page_file.as_uri()]
+
+
+def group(label: str, lines: list[tuple[float, float, float, float]], section: str = "") -> Group:
+    """A group of one run: global and personal accuracy, MB and GFLOPs after each round."""
+    named = ("global-accuracy", "personal-accuracy", "MB by formula", "GFLOPs")
+    rounds = [
+        {"round": k + 1, "seconds in rounds": 1.0} | dict(zip(named, line, strict=True)) for k, line in enumerate(lines)
+    ]
+    return Group(label, (Record(Path(label), {"settings": {"method": "fedavg"}}, rounds),), section)
+
+
+def test_what_a_comparison_means() -> None:
+    """Of the runs within 90 % of the best, the one with the fewest bytes: by hand."""
+    groups = [
+        group("Local", [(8.0, 98.0, 0.0, 2.5)]),
+        group("FedAvg", [(50.0, 60.0, 60.0, 1.0), (96.0, 83.0, 120.0, 2.5)]),
+        group("IST", [(90.0, 76.0, 12.0, 0.25)]),
+        group("Weak", [(86.0, 70.0, 1.0, 0.1)]),
+    ]
+    assert verdicts(groups) == [
+        "IST reaches 94 % of FedAvg's global accuracy with 10 % of its bytes and 10 % of its FLOPs.",
+        "Local has the best personal accuracy, 98.00 %, without sending a byte.",
+    ]
+    assert verdicts(groups[1:2]) == []
+    assert verdicts([groups[1], group("IST", [(90.0, 76.0, 12.0, 0.25)], "other data")]) == []
+    assert verdicts(groups[2:]) == [
+        "Weak reaches 96 % of IST's global accuracy with 8 % of its bytes and 40 % of its FLOPs.",
+        "Weak reaches 92 % of IST's personal accuracy with 8 % of its bytes and 40 % of its FLOPs.",
+    ]
+
+
+def test_a_method_that_sends_nothing_is_a_line_of_the_picture(tmp_path: Path) -> None:
+    """On a logarithmic axis 0 bytes have no place; a single group has no picture."""
+    groups = [
+        group("Local", [(8.0, 98.0, 0.0, 2.5)]),
+        group("FedAvg", [(50.0, 60.0, 60.0, 1.0), (96.0, 83.0, 120.0, 2.5)]),
+    ]
+    panels = _against_bytes(groups).axes  # type: ignore[union-attr]
+    assert [panel.get_ylabel() for panel in panels] == ["global accuracy (%)", "personal accuracy (%)"]
+    lines = {line.get_gid(): line.get_xydata().tolist() for line in panels[0].lines if len(line.get_xdata()) > 1}  # type: ignore[union-attr,arg-type]
+    assert lines == {"run0": [[60.0, 8.0], [120.0, 8.0]], "run1": [[60.0, 50.0], [120.0, 96.0]]}
+    assert draw_against_bytes(groups[:1], tmp_path / "x.png") is None
+    assert draw_against_bytes(groups, tmp_path / "x.png") == tmp_path / "x.png"

@@ -377,7 +377,7 @@ def test_list_shows_every_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == config.as_toml()
     assert cli.main(["list", "settings"]) == 0
     text = capsys.readouterr().out
-    for words in ('"sgd"', "sgd | adam", "number > 0", "Learning rate of the first round."):
+    for words in ('"sgd"', r"sgd \| adam", "number > 0", "Learning rate of the first round."):
         assert words in text
 
 

@@ -14,6 +14,7 @@ from fedsub_app import config
 from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_json
 from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.studies import batch, sweep
 from fedsub_app.studies.search_space import Range, Space, read_space
 from fedsub_app.studies.trials import Search, Sweep, Trial
@@ -237,7 +238,7 @@ def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path) -
     assert "The search" in (out / "report.html").read_text()
     # What the killed trial came to is what it comes to in one go.
     keys = json.loads(planned["trial-001.json"])["keys"]
-    alone = Search("quickstart/digits", config.parse_pairs([*KEYS, "local-epochs=2"]), {}, "random", 1)
+    alone = Search("quickstart/digits", parse_pairs([*KEYS, "local-epochs=2"]), {}, "random", 1)
     folder = tmp_path / "alone"
     overrides = alone.overrides(keys) | {"run-dir": str(folder)}
     assert batch.run_job(overrides, folder) == ""

@@ -46,5 +46,5 @@ def test_no_federation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_programs_lie_in_scripts() -> None:
     command = ["make", "--dry-run", "run", "OS=Windows_NT"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert ".venv/Scripts/fedsub run " in done.stdout
+    assert ".venv/Scripts/fedsub reproduce " in done.stdout
     assert ".venv/bin" not in done.stdout

@@ -1,42 +1,36 @@
 """``fedsub analyse``: pictures of a run's sub-networks, activations and clients."""
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from typer import Argument, Option
 
 from fedsub_app.common.errors import UserError, between
 
 
-def register(commands: Any) -> None:
-    """Add the command to those of argparse."""
-    analyse = commands.add_parser(
-        "analyse", help="draw a run's masks, the activations of its units and its clients' accuracies"
-    )
-    analyse.add_argument("folder", type=Path, metavar="DIR")
-    analyse.add_argument("--samples", type=int, default=256, metavar="N", help="training samples of each client")
-    analyse.add_argument(
-        "--approximation",
-        type=int,
-        metavar="ROUNDS",
-        help="instead: so many rounds from each checkpoint, federated and central; the cosine of both directions",
-    )
-    analyse.add_argument("--starts", type=Path, metavar="DIR", help="with it: start from the checkpoints of this run")
-    analyse.set_defaults(command=_analyse)
-
-
-def _analyse(options: argparse.Namespace) -> int:
-    rounds = between("--approximation", options.approximation, 1_000_000)
-    samples = between("--samples", options.samples, 1_000_000)
-    if options.starts and not rounds:
-        raise UserError(f"--starts {options.starts}: only with --approximation ROUNDS")
+def analyse(
+    folder: Annotated[Path, Argument(metavar="DIR", help="directory of a run")],
+    samples: Annotated[int, Option(metavar="N", help="training samples of each client")] = 256,
+    approximation: Annotated[
+        int | None,
+        Option(metavar="ROUNDS", help="instead: cosine of federated and central training over so many rounds"),
+    ] = None,
+    starts: Annotated[
+        Path | None, Option(metavar="DIR", help="with --approximation: start from this run's checkpoints")
+    ] = None,
+) -> None:
+    """Draw a run's masks, the activations of its units and its clients' accuracies."""
+    rounds = between("--approximation", approximation, 1_000_000)
+    samples = between("--samples", samples, 1_000_000) or 1
+    if starts and not rounds:
+        raise UserError(f"--starts {starts}: only with --approximation ROUNDS")
     if rounds:
-        from fedsub_app.analysis.approximation import approximation
+        from fedsub_app.analysis.approximation import approximation as compare
 
-        paths = approximation(options.folder, rounds, options.starts)
+        paths = compare(folder, rounds, starts)
     else:
-        from fedsub_app.analysis.activations import analyse
+        from fedsub_app.analysis.activations import analyse as draw
 
-        paths = analyse(options.folder, samples or 1)
+        paths = draw(folder, samples)
     for path in paths:
         print(path)
-    return 0

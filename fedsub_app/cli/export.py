@@ -1,26 +1,22 @@
 """``fedsub export``: the numbers of runs as CSV."""
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from typer import Argument, Option
 
 
-def register(commands: Any) -> None:
-    """Add the command to those of argparse."""
-    export = commands.add_parser("export", help="print the rounds of runs, or their clients' numbers, as CSV")
-    export.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="directories of runs")
-    export.add_argument("--clients", action="store_true", help="a row a client and evaluation instead of one a round")
-    export.add_argument("--out", type=Path, metavar="FILE", help="write it there")
-    export.set_defaults(command=_export)
+def export(
+    folders: Annotated[list[Path], Argument(metavar="DIR...", help="directories of runs")],
+    clients: Annotated[bool, Option("--clients", help="a row a client and evaluation instead of one a round")] = False,
+    out: Annotated[Path | None, Option(metavar="FILE", help="write it there")] = None,
+) -> None:
+    """Print the rounds of runs, or their clients' numbers, as CSV."""
+    from fedsub_app.reports.records import export as table
 
-
-def _export(options: argparse.Namespace) -> int:
-    from fedsub_app.reports.records import export
-
-    text = export(options.folders, options.clients)
-    if options.out:
-        options.out.write_text(text)
-        print(options.out)
+    text = table(folders, clients)
+    if out:
+        out.write_text(text)
+        print(out)
     else:
         print(text, end="")
-    return 0

@@ -1,61 +1,72 @@
 """``fedsub list``: names that settings can have, and the settings themselves."""
 
-import argparse
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from typer import Argument, Option
+
+from fedsub_app.cli.names import known
 from fedsub_app.common.conf_files import experiments, tables
 from fedsub_app.common.errors import UserError
-
-KINDS = ("methods", "datasets", "models", "experiments", "tables", "settings")
-
-
-def register(commands: Any) -> None:
-    """Add the command to those of argparse."""
-    names = commands.add_parser("list", help="methods, datasets, models, experiments, tables, settings")
-    names.add_argument("what", nargs="?", choices=KINDS, help="default: all but the settings")
-    names.add_argument("--toml", action="store_true", help="settings: as pyproject.toml has to name them to Flower")
-    names.set_defaults(command=_list)
+from fedsub_app.common.text import markdown, show
 
 
-def _list(options: argparse.Namespace) -> int:
-    if options.toml:
-        if options.what != "settings":
+class Kind(StrEnum):
+    """What can be listed."""
+
+    METHODS = "methods"
+    DATASETS = "datasets"
+    MODELS = "models"
+    EXPERIMENTS = "experiments"
+    TABLES = "tables"
+    SETTINGS = "settings"
+
+
+def list_names(
+    what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None,
+    toml: Annotated[bool, Option("--toml", help="settings: as pyproject.toml has to name them to Flower")] = False,
+) -> None:
+    """List methods, datasets, models, experiments, tables or settings."""
+    if toml:
+        if what is not Kind.SETTINGS:
             raise UserError("--toml: only of the settings, `fedsub list settings --toml`")
         from fedsub_app.config import as_toml
 
         print(as_toml(), end="")
-        return 0
-    for what in [options.what] if options.what else KINDS[:-1]:
-        entries = _entries(what)
-        print(f"{what}:")
-        width = max(map(len, entries), default=0)
-        for name, about in entries.items():
-            print(f"  {name:<{width}}  {about}".rstrip().replace("\n", "\n" + " " * (width + 4)))
-    return 0
+        return
+    if what is Kind.DATASETS:
+        from fedsub_app.data import dataset_names  # with the user's own files; torch takes its time
+
+        known()["datasets"] |= dataset_names()
+    texts = []
+    for kind in [what] if what else list(Kind)[:-1]:
+        header = ("key", "default", "allowed", "meaning") if kind is Kind.SETTINGS else (kind[:-1], "about")
+        rows = [[name, *columns] for name, columns in _entries(kind).items()]
+        texts.append(f"## {kind.capitalize()}\n\n{markdown(header, rows)}")
+    show("\n\n".join(texts))
 
 
-def _entries(kind: str) -> dict[str, str]:
-    """Return the names of a kind, each with its description."""
+def _entries(kind: Kind) -> dict[str, list[str]]:
+    """Return the names of a kind, each with its cells."""
     match kind:
-        case "methods":
-            from fedsub_app.methods import METHODS
+        case Kind.METHODS:
+            return {name: [method["paper"]] for name, method in known()["methods"].items()}
+        case Kind.MODELS:
+            return {name: [about] for name, about in known()["models"].items()}
+        case Kind.SETTINGS:
+            return {key: cells_of(text) for key, text in known()["settings"].items()}
+        case Kind.DATASETS:
+            return {name: [about] for name, about in known()["datasets"].items()}
+    files = experiments() if kind is Kind.EXPERIMENTS else tables()
+    return {name: [_first_comment(path)] for name, path in files.items()}
 
-            return {name: method.description for name, method in METHODS.items()}
-        case "datasets":
-            from fedsub_app.data import dataset_names
 
-            return dataset_names()
-        case "models":
-            from fedsub_app.models import model_names
-
-            return model_names()
-        case "settings":
-            from fedsub_app.config import describe
-
-            return describe()
-    files = experiments() if kind == "experiments" else tables()
-    return {name: _first_comment(path) for name, path in files.items()}
+def cells_of(text: str) -> list[str]:
+    """Return default, allowed values and meaning of a setting from its text, for a Markdown table."""
+    first, _, rest = text.partition("\n")
+    default, _, allowed = first.partition(" ")
+    return [cell.strip().replace("\n", " ").replace("|", "\\|") for cell in (default, allowed, rest)]
 
 
 def _first_comment(path: Path) -> str:

@@ -1,18 +1,24 @@
-"""The ``fedsub`` command: its parser, a module a command, and what becomes of errors."""
+"""The ``fedsub`` command: its groups of commands, a module a command, and what becomes of errors."""
 
-import argparse
 import logging
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated
+
+import click
+import typer
+from typer.main import get_command
 
 from fedsub_app.cli import (
     analyse,
     completion,
+    copying,
     export,
     federation,
+    helping,
     listing,
     new_method,
     report,
@@ -24,16 +30,60 @@ from fedsub_app.cli import (
 from fedsub_app.common.errors import UserError
 
 EXIT_BAD_INPUT = 2
+GROUPS: dict[str, dict[str, Callable[..., object]]] = {
+    "Run": {"run": run.run, "reproduce": reproduce.reproduce, "sweep": sweep.sweep},
+    "Look at runs": {"report": report.report, "analyse": analyse.analyse, "export": export.export},
+    "Learn": {"list": listing.list_names, "help": helping.explain, "cp": copying.copy},
+    "This machine": {"setup": setup.setup, "env": setup.env, "stop": setup.stop, "completion": completion.completion},
+    "Extend": {"new-method": new_method.write_method},
+}
+app = typer.Typer(
+    help="Run, compare and deploy subnetwork federated learning.",
+    epilog="`fedsub run` without a name is the quickstart. `fedsub COMMAND --help` shows a command's options.",
+    add_completion=False,
+    suggest_commands=False,  # click suggests them
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for group, commands in GROUPS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=group)(command)
+app.add_typer(federation.app, name="federation", rich_help_panel="Deploy")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        packages = [f"{name} {version(name)}" for name in ("fedsub", "flwr", "ray", "torch")]
+        print(", ".join([*packages, f"Python {platform.python_version()}"]))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="fedsub's and its packages'")
+    ] = False,
+) -> None: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C."""
-    options = build_parser().parse_args(arguments)
+    command = get_command(app)
+    if completion.VARIABLE in os.environ:
+        return int(completion.answer(command))
+    words = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("fedsub").setLevel(logging.INFO)
     try:
-        return int(options.command(options) or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        with command.make_context("fedsub", report.with_default_page(words) or ["--help"]) as context:
+            return int(command.invoke(context) or 0)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.ctx.get_help() if error.ctx else "")
+        return EXIT_BAD_INPUT
+    except (UserError, click.ClickException) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"error: {message}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `fedsub export … | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python's exit says it again
@@ -44,26 +94,3 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print(": ".join(["stopped", *map(str, stop.args)]), file=sys.stderr)
         return 130
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; the namespace's ``command`` runs the chosen command."""
-    parser = argparse.ArgumentParser(
-        prog="fedsub", description="Run, compare and deploy subnetwork federated learning."
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="versions of fedsub and of what it runs on")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    for module in (run, reproduce, sweep, report, export, analyse, listing, setup, federation, new_method):
-        module.register(commands)
-    completion.register(commands, parser)
-    return parser
-
-
-class _Version(argparse.Action):
-    """Print versions and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        packages = [f"{name} {version(name)}" for name in ("fedsub", "flwr", "ray", "torch")]
-        print(", ".join([*packages, f"Python {platform.python_version()}"]))
-        parser.exit()

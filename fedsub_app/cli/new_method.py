@@ -4,12 +4,13 @@ The files are a complete method with one setting, which passes its test: FedAvg 
 change.
 """
 
-import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from typer import Argument
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
@@ -105,19 +106,13 @@ def test_the_experiment_is_of_this_method() -> None:
 '''
 
 
-def register(commands: Any) -> None:
-    """Add the command to those of argparse."""
-    command = commands.add_parser("new-method", help="write the files of a method of your own, to be filled in")
-    command.add_argument("name", metavar="NAME", help="FedFoo: its classes; in lower case its `method`")
-    command.set_defaults(command=_new_method)
-
-
-def _new_method(options: argparse.Namespace) -> None:
+def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in lower case its `method`")]) -> None:
+    """Write the files of a method of your own, to be filled in."""
     from fedsub_app.deployment.flower import PROJECT
 
-    for path in new_method(options.name, PROJECT):
+    for path in new_method(name, PROJECT):
         print(path)
-    print("left to you: the method, its paper in the heads, rows in README.md, docs/bad-input.md and CHANGELOG.md")
+    print("left to you: the method, its paper in the heads, rows in docs/bad-input.md and CHANGELOG.md")
 
 
 def new_method(spelled: str, project: Path) -> list[Path]:

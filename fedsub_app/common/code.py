@@ -1,7 +1,9 @@
-"""Which code this process runs, and which text it was given."""
+"""The code and the packages that this process runs, and a text's digest."""
 
 import hashlib
+import platform
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -16,6 +18,12 @@ def code_digest() -> str:
     for path in files:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions on which numbers and messages depend: Python, flwr, torch."""
+    return {"Python": platform.python_version(), **{name: version(name) for name in ("flwr", "torch")}}
 
 
 def text_digest(text: str) -> str:

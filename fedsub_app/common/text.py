@@ -1,6 +1,8 @@
 """Numbers and tables as text."""
 
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def human_bytes(count: float) -> str:
@@ -10,6 +12,22 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def link(path: Path) -> str:
+    """Return a path as it is printed: on a terminal a URL, which most terminals open by a click."""
+    return path.resolve().as_uri() if sys.stdout.isatty() else str(path)
+
+
+def show(text: str) -> None:
+    """Print Markdown: in a pipe as it is, on a terminal as rich renders it."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console  # on demand: most commands print plain lines
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ torch on every run unless one variable is set before its SuperLink starts; :func
 shell may override) into the Python environment that it runs in, so that a hand-typed ``flwr run`` has it too.
 """
 
+import getpass
 import json
 import math
 import os
@@ -14,15 +15,17 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
+from fedsub_app.deployment import processes
 
 if TYPE_CHECKING:  # pydantic and torch take their time; `wake` is called before them
     from fedsub_app.common.section import Value
@@ -40,9 +43,17 @@ CONFIG = "config.toml"
 PROJECT = Path(__file__).resolve().parents[2]
 
 
+# Ports of the SuperLink that Flower starts: without them all users and environments of a machine would share one.
+HTTP_PORT, CONTROL_PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT"
+
+
 def environment() -> dict[str, str]:
     """Variables that must be there before Flower's SuperLink starts, with our defaults."""
+    owner = f"{sys.prefix}|{getpass.getuser()}"
+    port = 20_000 + 2 * (zlib.crc32(owner.encode()) % 6000)  # below those that systems give to connections
     return {
+        HTTP_PORT: str(port),
+        CONTROL_PORT: str(port + 1),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else: `uv sync` with torch, minutes a run
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -56,15 +67,28 @@ def _home() -> Path:
 
 
 def setup(cluster: int | None = None) -> list[str]:
-    """Register the connection ``local-simulation`` and the environment's defaults; says what it did.
+    """Register the connection ``local-simulation`` and the environment's defaults; returns what it did, a line each.
 
     Parameters
     ----------
     cluster : nodes of the connection ``ray-cluster`` to a running Ray cluster; ``None`` registers no such connection.
+
+    Raises
+    ------
+    UserError
+        The environment has the defaults of another checkout.
     """
     from fedsub_app.common.section import flatten
 
-    lines = []
+    # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
+    hook = Path(sysconfig.get_path("purelib")) / "fedsub_environment.pth"
+    written = hook.read_text() if hook.exists() else ""
+    other = re.search(r"'FEDSUB_RUNS', '(.+)/runs'\)", written)
+    if other and Path(other[1]) != PROJECT and (Path(other[1]) / "pyproject.toml").exists():
+        raise UserError(
+            f"{sys.prefix}: the environment of the checkout {other[1]}; delete {hook} to set it up for {PROJECT}"
+        )
+    lines = [f"environment {sys.prefix}, checkout {PROJECT}"]
     known = connections()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
         table = flatten(known.get(name, {}))
@@ -73,14 +97,13 @@ def setup(cluster: int | None = None) -> list[str]:
         if connection != table and _ours(table):
             config = connect(name, [f"{key} = {_toml(value)}" for key, value in connection.items()])
             lines.append(f"{config}: connection {name} {'brought up to date' if table else 'added'}")
-    # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
-    hook = Path(sysconfig.get_path("purelib")) / "fedsub_environment.pth"
     line = f"import os; {defaults}\n"
-    if not hook.exists() or hook.read_text() != line:
+    if written != line:
         hook.write_text(line)
-        lines.append(f"{hook}: defaults of {', '.join(environment())}")
-    return lines or ["nothing to do"]
+        what = "replaces its earlier defaults with those" if written else "has defaults"
+        lines.append(f"{hook}: {what} of {', '.join(environment())}")
+    return lines if len(lines) > 1 else ["nothing to do"]
 
 
 def connections() -> dict[str, Any]:
@@ -169,6 +192,46 @@ def full_environment() -> dict[str, str]:
     return environment() | os.environ | {"PATH": path}
 
 
+def superlink() -> tuple[int, str, str] | None:
+    """Return process id, user and command of the SuperLink on this environment's ports; ``None`` where none runs."""
+    port = os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]
+    columns = ["ps", "-axww", "-o", "pid=,user=,args="]
+    listed = subprocess.run(columns, capture_output=True, text=True, check=True).stdout
+    for line in listed.splitlines():
+        pid, user, command = line.split(None, 2)
+        if "flower-superlink" in command and "--simulation" in command and f"--port {port} " in command:
+            return int(pid), user, command
+    return None
+
+
+def check_superlink() -> None:
+    """Raise :class:`UserError` where the SuperLink on this environment's ports is of another environment or user."""
+    if found := superlink():
+        pid, user, command = found
+        if user != getpass.getuser() or str(Path(sys.prefix) / "bin") not in command:
+            raise UserError(
+                f"the SuperLink on port {os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]} is of user {user}: "
+                f"{printable(command, 80)}; set {HTTP_PORT} and {CONTROL_PORT} to free ports, or stop process {pid}"
+            )
+
+
+def stop() -> str:
+    """Stop the SuperLink that Flower keeps running for this environment's simulations; returns what was done.
+
+    Raises
+    ------
+    UserError
+        It is of another environment or user.
+    """
+    check_superlink()
+    found = superlink()
+    if found is None:
+        return "no SuperLink of this environment runs"
+    pid, _, command = found
+    processes.stop({"superlink": processes.Process([command], pid)})
+    return f"stopped the SuperLink, process {pid}, and what it had started"
+
+
 def wake(connection: str) -> "subprocess.Popen[bytes]":
     """Let Flower start its local SuperLink, where the connection has one, while this process goes on importing."""
     quiet = subprocess.DEVNULL
@@ -183,6 +246,8 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
     from fedsub_app.runs.recorded import settings_of
 
     settings = settings_of(overrides)  # fail early
+    if connections().get(connection, {}).get("address") == LOCAL:
+        check_superlink()
     overrides = without_file(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from fedsub_app.common.code import code_digest
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.code import code_digest, versions
+from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.protocol import BadReply
 from fedsub_app.federation.settings import FederationSettings
@@ -213,7 +213,18 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
         raise BadReply(
             f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MAX_NODES}"
         )
+    if differing := differing_versions(answer.get("versions")):
+        log.warning("node %s has %s: its numbers may differ in the last digits", node_id, differing)
     return Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
+
+
+def differing_versions(theirs: object) -> str:
+    """Return in words the versions of a node that are not the server's; "" where all are the same or it names none."""
+    named = theirs if isinstance(theirs, dict) else {}
+    others = {
+        name: printable(str(named[name]), 20) for name, here in versions().items() if named.get(name, here) != here
+    }
+    return ", ".join(f"{name} {other} (the server {versions()[name]})" for name, other in others.items())
 
 
 def brief(reason: str | None) -> str:

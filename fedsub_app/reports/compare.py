@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
-from fedsub_app.reports.records import COSTS, Group, read_run, run_labels, summary_table
+from fedsub_app.reports.records import COSTS, Group, kinds, read_run, run_labels, short, summary_table
 from fedsub_app.runs.rounds import ACCURACIES
 
 
@@ -51,25 +52,30 @@ def compare(folders: Sequence[Path]) -> str:
 
 
 def compare_costs(folders: Sequence[Path]) -> str:
-    """Return a Markdown table: what 90 % of the best run's accuracy has cost each run; "" where they share none.
-
-    The accuracy is the first of those that all runs have measured.
-    """
+    """Return what 90 % of the best run's accuracy has cost each run: a Markdown table for each accuracy of all runs."""
     records = [read_run(folder) for folder in folders]
     names = run_labels(folders, [record.settings for record in records])
     runs = {name: record.lines for name, record in zip(names, records, strict=True)}
-    key = next((key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())), None)
-    if key is None:
-        return ""
-    threshold, costs = costs_to_accuracy(runs, key)
-    table = markdown(("run", *COLUMNS), [[name, *cells([cost])] for name, cost in costs.items()])
-    return f"Cost of {threshold:.2f} % {key.removesuffix('-accuracy')} accuracy. {ABOUT}\n\n{table}"
+    texts: list[str] = []
+    for key in ACCURACIES:
+        if all(averages(lines, key) for lines in runs.values()):
+            threshold, costs = costs_to_accuracy(runs, key)
+            table = markdown(("run", *COLUMNS), [[name, *cells([cost])] for name, cost in costs.items()])
+            texts.append(f"Cost of {threshold:.2f} % {short(key)} accuracy.{'' if texts else ' ' + ABOUT}\n\n{table}")
+    return "\n\n".join(texts)
 
 
 def summary_text(groups: Sequence[Group]) -> str:
-    """Return the results and costs of some groups as an aligned table; columns that are 0 for all are left out."""
+    """Return the results and costs of some groups as an aligned table.
+
+    Columns that are 0 for all are left out, and of several rows the seeds, rounds and status that all share.
+    """
     header, rows = summary_table(groups)
-    used = [column for column in range(len(header)) if any(cells[column].text != "0" for _, cells in rows)]
+    used = []
+    for column, name in enumerate(header):
+        texts = {cells[column].text for _, cells in rows}
+        shared = len(rows) > 1 and len(texts) == 1 and (name in ("seeds", "rounds") or texts == {"completed"})
+        used += [column] if texts != {"0"} and not shared else []
     lines = [["", *(header[column] for column in used)]]
     lines += [[label, *(cells[column].text for column in used)] for label, cells in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -77,3 +83,30 @@ def summary_text(groups: Sequence[Group]) -> str:
         "  ".join([first.ljust(widths[0]), *(word.rjust(wide) for word, wide in zip(rest, widths[1:], strict=True))])
         for first, *rest in lines
     )
+
+
+NEAR = 0.9  # of the best accuracy: a run that reaches it is worth its savings
+
+
+def verdicts(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence for each accuracy: which group is within 90 % of the best one at the fewest bytes.
+
+    Groups of several sections (data sets) are not compared: no sentence.
+    """
+    if len(groups) < 2 or len({group.section for group in groups}) > 1:
+        return []
+    sentences = []
+    for key in kinds(record for group in groups for record in group.records):
+        scores = {group.label: fmean(group.last(key)) for group in groups if group.last(key)}
+        spent = {group.label: [fmean(group.cost(cost)) for cost in COSTS] for group in groups if group.label in scores}
+        best = max(scores, key=scores.__getitem__)
+        near = [label for label, score in scores.items() if score >= NEAR * scores[best]]
+        cheap = min(near, key=lambda label: spent[label])
+        if cheap == best or not spent[best][0]:
+            cost = "without sending a byte" if not spent[best][0] else f"with {spent[best][0]:.3g} MB"
+            sentences.append(f"{best} has the best {short(key)} accuracy, {scores[best]:.2f} %, {cost}.")
+            continue
+        accuracy = f"{100 * scores[cheap] / scores[best]:.0f} % of {best}'s {short(key)} accuracy"
+        sent, flops, *_ = (100 * mine / theirs for mine, theirs in zip(spent[cheap], spent[best], strict=True))
+        sentences.append(f"{cheap} reaches {accuracy} with {sent:.0f} % of its bytes and {flops:.0f} % of its FLOPs.")
+    return sentences

@@ -120,18 +120,18 @@ def _spent(lines: Sequence[Json], last_round: int) -> Reached:
 COLUMNS = ("best (%)", "rounds", "GB", "GFLOPs, paper's count", "GFLOPs")
 ABOUT = (
     "Best: the highest mean accuracy of ten rounds. Threshold: 90 % of the highest of all methods. Rounds, GB (4 bytes "
-    "a number, down and up) and GFLOPs until the mean has been at or above it for five rounds in a row; FAIL: never. "
+    "a number, down and up) and GFLOPs until the mean has been at or above it for five rounds in a row. "
     "The paper's count: one MAC is one FLOP, no backward pass, MOON twice; the other: 2 x MAC, with the backward pass."
 )
 
 
 def cells(costs: Sequence[Cost]) -> list[str]:
     """Return the text of ``COLUMNS`` for the runs of a row, one a seed."""
-    reached = [cost.reached for cost in costs]
+    reached, never = [cost.reached for cost in costs], "not reached"
     columns = [[f"{cost.best:.2f}" for cost in costs]]
-    columns.append([str(end.round) if end else "FAIL" for end in reached])
+    columns.append([str(end.round) if end else never for end in reached])
     for part in Reached._fields[1:]:
-        columns.append([_rounded(getattr(end, part)) if end else "FAIL" for end in reached])
+        columns.append([_rounded(getattr(end, part)) if end else never for end in reached])
     return [", ".join(column) for column in columns]
 
 

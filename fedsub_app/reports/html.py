@@ -14,6 +14,7 @@ from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells,
 from fedsub_app.reports.pictures import (
     AXES,
     MAX_LABELS,
+    against_bytes_svg,
     colour,
     dashes,
     short_names,
@@ -77,7 +78,7 @@ def write_html(
     ----------
     title, note : heading and first paragraph.
     command : the command that writes the same report.
-    drawings : further pictures, heading -> SVG, before the learning curves.
+    drawings : further pictures, heading -> SVG, at the top of the page.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def write_html(
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
-    content["drawings"] = dict(drawings or {})
+    content["drawings"] = against_bytes_svg(groups) | dict(drawings or {})
     runs = {f"{group.label}, seed {record.settings['seed']}": record for group in groups for record in group.records}
     if len(runs) < sum(len(group.records) for group in groups):  # the same run twice, or sections with equal labels
         runs = {os.path.relpath(record.folder, target.parent): record for group in groups for record in group.records}
@@ -160,19 +161,17 @@ def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
 
 def _costs(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Return what 90 % of the best run's accuracy has cost, in each section by itself."""
-    rows, thresholds = [], []
+    rows = []
     for section in dict.fromkeys(group.section for group in groups):
         mine = [group for group in groups if group.section == section]
         runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
-        key = next((key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())), None)
-        if key is None:
-            continue
-        threshold, costs = costs_to_accuracy(runs, key)
-        thresholds.append(f"{threshold:.2f} % {short(key)} accuracy" + f" ({section})" * bool(section))
-        for k, group in enumerate(mine):
-            label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
-            rows.append((label, cells([costs[f"{k} {i}"] for i in range(len(group.records))])))
-    return {"header": COLUMNS, "rows": rows, "thresholds": thresholds, "about": ABOUT} if len(rows) > 1 else None
+        for key in (key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())):
+            threshold, costs = costs_to_accuracy(runs, key)
+            for k, group in enumerate(mine):
+                label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
+                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))])
+                rows.append((label, [f"{threshold:.2f}", short(key), *texts]))
+    return {"header": ("threshold (%)", "accuracy", *COLUMNS), "rows": rows, "about": ABOUT} if len(rows) > 1 else None
 
 
 def _clients(groups: Sequence[Group]) -> list[str]:

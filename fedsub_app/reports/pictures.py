@@ -98,9 +98,11 @@ def short_names(lines: Sequence[Curve]) -> list[str]:
     return [str(line.number + 1) if long else line.label for line in lines]
 
 
-def draw_lines(axes: "Axes", lines: Sequence[Curve], axis: str, limits: tuple[float, float]) -> None:
-    """Draw curves against ``axis`` with their bands, each with its label at its end."""
+def draw_lines(axes: "Axes", lines: Sequence[Curve], axis: str, limits: tuple[float, float], log: bool = False) -> None:
+    """Draw curves against ``axis`` with their bands, each with its label at its end; ``log``: on a logarithmic axis."""
     axes.set_ylim(*limits)
+    if log:
+        axes.set_xscale("log")
     for line in lines:
         x, marker = line.x[axis], "o" if len(line.mean) == 1 else ""
         pattern = [float(word) for word in dashes(line.number).split()]
@@ -127,7 +129,8 @@ def draw_lines(axes: "Axes", lines: Sequence[Curve], axis: str, limits: tuple[fl
     axes.set_xlabel(axis)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.locator_params(axis="x", nbins=6, integer=axis == "round")
+    if not log:
+        axes.locator_params(axis="x", nbins=6, integer=axis == "round")
 
 
 def limits_of(lines: Sequence[Curve]) -> tuple[float, float]:
@@ -167,6 +170,51 @@ def draw_curves(groups: Sequence[Group], target: Path) -> Path:
         except ValueError as error:  # a suffix that matplotlib does not know; its message lists those that it does
             raise UserError(f"{target}: {error}") from None
     return target
+
+
+def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
+    """Return accuracy against bytes on a logarithmic axis, a panel an accuracy; ``None`` with fewer than two groups.
+
+    A group that sends nothing is a line at its last accuracy.
+    """
+    axis = next(iter(COSTS))
+    rows = {title: lines for title, lines in curves(groups).items() if any(line.x[axis][-1] > 0 for line in lines)}
+    if len(groups) < 2 or not rows:
+        return None
+    drawing = figure(1 + 4.4 * len(rows), 3.2)
+    for panel, (title, lines) in zip(drawing.subplots(1, len(rows), squeeze=False)[0], rows.items(), strict=True):
+        sent = [amount for line in lines for amount in line.x[axis] if amount > 0]
+        shown = []
+        for line in lines:
+            first = next((k for k, amount in enumerate(line.x[axis]) if amount > 0), None)
+            if first is None:
+                x, part = [min(sent), max(sent)], slice(-1, None)
+                mean, low, high = (2 * list(values[part]) for values in (line.mean, line.low, line.high))
+            else:
+                x, mean, low, high = (values[first:] for values in (line.x[axis], line.mean, line.low, line.high))
+                panel.plot(x[-1], mean[-1], "o", color=colour(line.number), gid=f"run{line.number}")
+            shown.append(Curve(line.label, line.number, {axis: x}, mean, low, high))
+        draw_lines(panel, shown, axis, limits_of(shown), log=True)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.set(xlabel="MB sent, both ways, by the papers' formula", ylabel=f"{title} (%)")
+    return drawing
+
+
+def draw_against_bytes(groups: Sequence[Group], target: Path) -> Path | None:
+    """Draw accuracy against bytes, what a sub-network saves; returns the picture, ``None`` where there is none."""
+    with _as_text():
+        if drawing := _against_bytes(groups):
+            drawing.savefig(target, dpi=160)
+            return target
+    return None
+
+
+def against_bytes_svg(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the same picture for an HTML page, under its heading; empty where there is none."""
+    with _as_text():
+        title = "Accuracy against bytes"
+        drawing = _against_bytes(groups)
+        return {title: svg(drawing, title)} if drawing else {}
 
 
 def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "accuracy (%)") -> str:

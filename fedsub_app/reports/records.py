@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
-from fedsub_app.config import base_keys, defaults, parse_pairs
+from fedsub_app.common.spelling import parse_pairs
+from fedsub_app.config import base_keys, defaults
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.rounds import ACCURACIES, read_rounds
 from fedsub_app.settings import LOCATION_KEYS

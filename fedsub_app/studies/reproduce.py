@@ -16,15 +16,16 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Json, Value
-from fedsub_app.common.text import markdown
+from fedsub_app.common.text import link, markdown
 from fedsub_app.config import applicable_keys
-from fedsub_app.reports.compare import summary_text
+from fedsub_app.reports.compare import summary_text, verdicts
 from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
 from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
 from fedsub_app.reports.html import write_html
-from fedsub_app.reports.records import Group, as_argument, read_run
+from fedsub_app.reports.pictures import draw_against_bytes
+from fedsub_app.reports.records import Group, as_argument, read_run, short
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.runs.rounds import ACCURACIES, read_rounds
 from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
 from fedsub_app.studies.evidence import check, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
@@ -117,8 +118,12 @@ def reproduce(
     write_evidence(out / f"{name}.json", content)
     if groups := _groups(rows, jobs):
         page, *_ = write_html(groups, out / "report.html", table.title, facts["command"], table.about)
-        print("\n".join(["", summary_text(groups), *_differences(content), "", str(page)]))
-    print(f"{out / name}.md")
+        print("", summary_text(groups), *_differences(content), "", *verdicts(groups), "", sep="\n")
+        picture = draw_against_bytes(groups, out / f"{name}.png")
+        print(*map(link, filter(None, (page, picture))), sep="\n")
+    print(link(out / f"{name}.md"))
+    for command in _next(rows):
+        print(f"next: {command}")
     for failed, reason in failures:
         print(f"failed: {' '.join(failed.name.split())}: {reason}", file=sys.stderr)
     return 1 if failures or (against and not _agrees(kept, content)) else 0
@@ -158,6 +163,16 @@ def _agrees(kept: Json, new: Json) -> bool:
     return bool(lines) and not counts["different"]
 
 
+def _next(rows: Sequence[Row]) -> list[str]:
+    """Return commands to go on with: one run of the last row with a line a round, and what its method is."""
+    if len(rows) < 2:
+        return []
+    keys = dict(rows[-1].overrides)
+    method, experiment = keys.get("method"), shlex.quote(str(keys.pop("experiment", "")))
+    words = [shlex.quote(f"{key}={as_argument(key, value)}") for key, value in keys.items()]
+    return [" ".join(["fedsub run", experiment, *words]), *([f"fedsub help {method}"] if method else [])]
+
+
 def _groups(rows: Sequence[Row], jobs: Sequence[RowJob]) -> list[Group]:
     """Return the runs of each row that have begun."""
     begun = {
@@ -177,6 +192,7 @@ def _notes(job: RowJob) -> str:
     return f" ({', '.join(notes)})" if notes else ""
 
 
+ON_TEST_DATA = [key for key in ACCURACIES if "validation" not in key]
 HEADER = (
     "setting",
     "method",
@@ -185,6 +201,7 @@ HEADER = (
     "final accuracy (%)",
     "paper",
     "difference (95 %)",
+    *(f"final {short(key)} (%)" for key in ON_TEST_DATA),
     "on validation data (%)",
     "epsilon",
     "MB down",
@@ -203,16 +220,19 @@ def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
     summaries = [job.summary() for job in mine]
     good = [summary for summary in summaries if summary]
     if not good:
-        unknown = [""] * (3 + len(COSTS))
+        unknown = [""] * (len(ON_TEST_DATA) + 3 + len(COSTS))
         return [row.setting, row.label, "failed", row.paper.rounds, "failed", row.paper.final, *unknown]
     key = f"final-{mine[0].settings.evaluations[0]}"
     final, validation = (_over_seeds(good, f"{key}{kind}-accuracy", spread) for kind in ("", "-validation"))
+    first = f"{key}-accuracy"
+    others = ["" if f"final-{of}" == first else _over_seeds(good, f"final-{of}", spread) for of in ON_TEST_DATA]
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
     epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
-    measured = [", ".join(reached), row.paper.rounds, final, row.paper.final, apart, validation, epsilon]
-    return [row.setting, row.label, *measured, *costs]
+    reached_in = ", ".join(reached)
+    before = [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, apart]
+    return [*before, *others, validation, epsilon, *costs]
 
 
 def _over_seeds(summaries: Sequence[Json], key: str, spread: str) -> str:

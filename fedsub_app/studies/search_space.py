@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.config import defaults, is_list, parse_pairs
+from fedsub_app.common.spelling import parse_pairs
+from fedsub_app.config import defaults, is_list
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

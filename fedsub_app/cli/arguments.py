@@ -1,0 +1,84 @@
+"""What several commands take: an experiment and ``key=value`` behind it, ``-s``, and the words that complete them."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from fedsub_app.cli.names import known
+from fedsub_app.common.conf_files import experiments, tables
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.spelling import check_experiment, check_keys, parse_pairs
+
+if TYPE_CHECKING:
+    from fedsub_app.common.section import Value
+
+
+def _key_words(incomplete: str) -> list[str]:
+    if incomplete.startswith("method="):
+        return [f"method={name}" for name in known()["methods"]]
+    return [f"{key}=" for key in known()["settings"]]
+
+
+def _starting(words: Iterable[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_keys(incomplete: str) -> list[str]:
+    """Return the keys, or the methods behind ``method=``, that begin so."""
+    return _starting(_key_words(incomplete), incomplete)
+
+
+def complete_experiments(incomplete: str) -> list[str]:
+    """Return the experiments and keys that begin so."""
+    return _starting([*experiments(), *_key_words(incomplete)], incomplete)
+
+
+def complete_tables(incomplete: str) -> list[str]:
+    """Return the tables that begin so."""
+    return _starting(tables(), incomplete)
+
+
+Words = Annotated[
+    list[str] | None,
+    Argument(
+        metavar="[EXPERIMENT] [KEY=VALUE]...",
+        help="conf/<experiment>.toml or the path of a TOML file, and settings on top of it",
+        autocompletion=complete_experiments,
+        show_default=False,
+    ),
+]
+Pairs = Annotated[
+    list[str] | None,
+    Option("-s", "--set", metavar="KEY=VALUE", help="a setting, as KEY=VALUE alone", autocompletion=complete_keys),
+]
+Workers = Annotated[int | None, Option(metavar="N", help="runs at a time (default: the GPUs, else the cores)")]
+
+
+def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tuple[str, list[str]]:
+    """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last.
+
+    Raises
+    ------
+    UserError
+        There are two such words.
+    """
+    names = [word for word in words or () if "=" not in word or word.endswith(".toml")]
+    if len(names) > 1:
+        raise UserError(f"{names[1]!r}: expected key=value behind {names[0]}")
+    return (names or [""])[0], [*(word for word in words or () if word not in names), *(pairs or ())]
+
+
+def checked(pairs: Iterable[str], experiment: str = "") -> "dict[str, Value]":
+    """Return settings of ``key=value`` words, after the checks of names that need no torch.
+
+    Raises
+    ------
+    UserError
+        A word is no pair; a key or the experiment is unknown.
+    """
+    values = parse_pairs(pairs)
+    check_keys(values, known()["settings"])
+    if experiment:
+        check_experiment(experiment)
+    return values

@@ -1,0 +1,114 @@
+"""The command's words: overrides without ``-s``, suggestions, help, copies; what answers without torch."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedsub_app.cli import main as cli
+from fedsub_app.cli import names
+from fedsub_app.cli.helping import about_method
+from fedsub_app.cli.report import with_default_page
+from fedsub_app.cli.run import overrides_of
+from fedsub_app.common.conf_files import experiments
+from fedsub_app.common.errors import UserError
+from fedsub_app.config import resolve
+from fedsub_app.methods import METHODS
+
+FAST = {
+    "--help": 0,
+    "list": 0,
+    "help fedselect": 0,
+    "run quickstart/digits num-round=3": 2,
+    "run method=fedavgg": 2,
+    "run quickstart/digit": 2,
+    "rnu": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_CACHE", str(tmp_path / "cache"))
+
+
+def test_settings_stand_alone_or_behind_s() -> None:
+    assert overrides_of(["quickstart/digits", "lr=0.1"], ["method=ist"]) == {
+        "experiment": "quickstart/digits",
+        "lr": 0.1,
+        "method": "ist",
+    }
+    assert overrides_of(None) == overrides_of([]) == {"experiment": "quickstart/digits"}
+    assert overrides_of(["lr=0.1"]) == {"lr": 0.1}
+    with pytest.raises(UserError, match="'b': expected key=value behind a"):
+        overrides_of(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rn"], "No such command 'rn'. Did you mean 'run'?"),
+        (["run", "--worker", "2"], "No such option '--worker'. Did you mean '--workers'?"),
+        (["help", "fedpa"], "help fedpa: no such method or command; did you mean fedpac?"),
+        (["cp", "quickstart/digit", "my.toml"], "cp quickstart/digit: did you mean quickstart/digits?"),
+        (["run", "--workers", "two"], "Invalid value for '--workers': 'two' is not a valid int"),
+    ],
+)
+def test_a_wrong_word_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+
+
+def test_what_answers_without_torch(tmp_path: Path) -> None:
+    """Also the first time: the texts of methods and settings are then in the cache."""
+    names.known.cache_clear()
+    names.known()
+    program = (
+        "import sys; from fedsub_app.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    for words, code in FAST.items():
+        command = [sys.executable, "-c", f"{program}; sys.exit(code)", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, (words, done.stderr)
+
+
+def test_the_cache_is_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    old = tmp_path / "cache/names-0.json"
+    old.write_text("{}")
+    names.known.cache_clear()
+    assert names.known()["methods"].keys() == METHODS.keys()
+    assert not old.exists()
+    (new,) = (tmp_path / "cache").iterdir()
+    new.write_text("{damaged")
+    names.known.cache_clear()
+    assert names.known()["methods"].keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_help_page(name: str) -> None:
+    page = about_method(name)
+    assert page.startswith(f"# {name}\n\n{METHODS[name].description}.")
+    assert all(f"| {name}.{field.alias} |" in page for field in METHODS[name].settings.model_fields.values())
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_a_copy_is_the_experiment(name: str, tmp_path: Path) -> None:
+    """Also of one that extends its neighbour."""
+    assert cli.main(["cp", name, str(tmp_path / "my.toml")]) == 0
+    copied, original = (resolve({"experiment": at}).digest() for at in (str(tmp_path / "my.toml"), name))
+    assert copied == original
+    tomllib.loads((tmp_path / "my.toml").read_text())
+    assert cli.main(["cp", name, str(tmp_path / "my.toml")]) == 2
+
+
+def test_the_value_of_html_may_be_left_out() -> None:
+    for words, read in {
+        "report A --html": "report A --html=",
+        "report --html --out x A": "report --html= --out x A",
+        "report A --html x.html": "report A --html x.html",
+        "list": "list",
+    }.items():
+        assert with_default_page(words.split()) == read.split()
