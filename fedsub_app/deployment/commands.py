@@ -8,8 +8,6 @@ SuperNode listens to nobody else.
 import shutil
 from pathlib import Path
 
-from fedsub_app.deployment.flower import PROJECT
-
 LOOPBACK = "127.0.0.1"
 NO_INSTALLATION = "--disable-runtime-dependency-installation"  # else: `uv sync` with torch, minutes a run
 
@@ -50,7 +48,7 @@ def door(folder: Path) -> list[str]:
 
 def door_settings(folder: Path, port: int, door_port: int) -> str:
     """Return docker/nginx.conf for a federation's folder, whose SuperLink has ``port`` on this machine."""
-    text = (PROJECT / "docker" / "nginx.conf").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docker" / "nginx.conf").read_text()
     text = text.replace("/tmp/", f"{folder}/").replace("/keys/", f"{folder}/keys/")
     return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", f"listen {door_port}")
 
