@@ -4,13 +4,10 @@ Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Person
 https://arxiv.org/abs/2012.04221. A client's personal model starts at the common v^0, whenever it first takes part.
 """
 
-from fedsub_app.common.tensors import Tensors
 from strategies.base import SubnetStrategy
 
 
 class Ditto(SubnetStrategy):
     """FedAvg; a client's own model never leaves it."""
 
-    def personal_download(self, client: int) -> Tensors:
-        """Send nothing."""
-        return {}
+    keeps_models = True

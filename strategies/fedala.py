@@ -30,12 +30,9 @@ class FedALA(SubnetStrategy):
     """FedAvg; the client's own last layers and its W never leave it."""
 
     options: FedALASettings
+    epoch_keys = ("learn_passes",)
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
         if self.options.layers > (count := len(layer_groups(model))):
             raise UserError(f"fedala.layers = {self.options.layers}: at most {count}, the layers of the network")
-
-    def passes(self, client: int) -> float:
-        """Add the passes that learn the merge."""
-        return super().passes(client) + self.options.learn_passes

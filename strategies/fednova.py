@@ -67,6 +67,7 @@ class FedNova(SubnetStrategy):
     """FedAvg with normalised changes."""
 
     options: FedNovaSettings
+    refused = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -95,10 +96,6 @@ class FedNova(SubnetStrategy):
         """Add the parameters, weighed by p_i / a_i."""
         weight = self.weight(update) / self.distance_of_steps(update)
         return Contribution(chosen(update.tensors, self.parameters), None, weight)
-
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: the server's step follows from the steps of all clients."""
-        return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Make a step towards the mean that compensates for the sum of its weights.

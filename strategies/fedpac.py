@@ -41,6 +41,8 @@ class FedPAC(SubnetStrategy):
     """
 
     options: FedPACSettings
+    epoch_keys = ("head_epochs",)
+    refused = dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
     remembers = ("heads", "centroids", "known")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -73,18 +75,10 @@ class FedPAC(SubnetStrategy):
             raise BadReply(f"tensor {COUNTS!r}: counts of {total:g} samples, num-examples = {update.num_examples}")
         return super().contribution(update)
 
-    def passes(self, client: int) -> float:
-        """Add the head's epochs."""
-        return super().passes(client) + self.options.head_epochs
-
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Add the norms of the features' statistics."""
         statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
         return {**super().norms(update, contribution), **statistics}
-
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: heads and centroids are combined by the clients' statistics."""
-        return dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Keep the head as well, for every client's own combination."""

@@ -61,6 +61,8 @@ class FedSelect(SubnetStrategy):
     """
 
     options: FedSelectSettings
+    keeps_models = True
+    refused = WITHOUT_MASKS
     remembers = ("masks", "held")
     reports: ClassVar = {
         "personal-fraction": Reported(
@@ -106,10 +108,6 @@ class FedSelect(SubnetStrategy):
         whole = {name: update.tensors[name] for name in self.global_names if name not in cut}
         return Contribution(whole | scatter(update.tensors, cut), cut, self.weight(update))
 
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
-        return WITHOUT_MASKS
-
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Record that the clients hold the positions that they trained as personal; then their masks grow."""
         masks, held = list(self.masks), list(self.held)
@@ -124,10 +122,6 @@ class FedSelect(SubnetStrategy):
         """Make all positions of the client global again."""
         super().forget(client)
         self.masks[client] = self.held[client] = self.empty
-
-    def personal_download(self, client: int) -> Tensors:
-        """Send nothing: a client is evaluated on its model after its last training."""
-        return {}
 
     def position_masks(self) -> list[Tensors] | None:
         """Return every client's mask."""

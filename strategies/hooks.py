@@ -82,6 +82,9 @@ class Hooks:
         the checkpoint, and :meth:`merge` alone gives them new values.
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
+    keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
+    epoch_keys : names of the options that count epochs beside ``local-epochs``.
+    refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     settings, options : the run's settings and the method's own.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
@@ -94,6 +97,9 @@ class Hooks:
     remembers: tuple[str, ...] = ()
     holds_all = False
     measurement: "Hooks | None" = None
+    keeps_models = False
+    epoch_keys: tuple[str, ...] = ()
+    refused: ClassVar[Mapping[str, str]] = {}
     reports: ClassVar[Mapping[str, Reported]] = {}
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -137,8 +143,8 @@ class Hooks:
         return Merged(mean.result(self.settings.server_lr))
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the tensors that ``client`` needs to evaluate its own model: the global model."""
-        return self.current
+        """Return the tensors to evaluate the model of ``client``: the global model, or none (``keeps_models``)."""
+        return {} if self.keeps_models else self.current
 
     # --- further hooks -----------------------------------------------------------------------------------------------
 
@@ -154,10 +160,11 @@ class Hooks:
     def passes(self, client: int) -> float:
         """Return an upper bound on a client's passes over its samples in a round, beside ``local-epochs``.
 
-        A client that reports more FLOPs than these passes can cost is dropped. A method whose own keys count epochs
-        adds them to this one pass, which covers work that no key counts, such as features or scores.
+        A client that reports more FLOPs than these passes can cost is dropped. Beside the epochs of :attr:`epoch_keys`
+        this is one pass, which covers work that no key counts, such as features or scores.
         """
-        return 1
+        epochs: list[int] = [getattr(self.options, key) for key in self.epoch_keys]
+        return 1 + sum(epochs)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Return the norms of an update that are compared with the round's other updates: a name -> Euclidean norm.
@@ -182,7 +189,8 @@ class Hooks:
         Defences bound contributions only. A method names them if its server uses more of an update than its
         contribution, or if its clients contribute to different positions.
         """
-        return dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.holds_all else {}
+        weighs = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.holds_all else {}
+        return {**weighs, **self.refused}
 
     def stage(self, server_round: int) -> str:
         """Return the name of the part of the method that a round, from 1 on, belongs to: "warm-up"; "" for none."""

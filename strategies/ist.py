@@ -28,8 +28,8 @@ Deviations from the papers or the authors' code (IST_FL):
 - ``objective = "moon"`` is refused: a client has other units in every round, so that its last model is no z_p.
 """
 
-from collections.abc import Mapping
 from functools import lru_cache
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -50,6 +50,10 @@ class IST(Sliced):
     """Deals the hidden units to a round's clients, anew in every round."""
 
     options: ISTSettings
+    refused: ClassVar = {
+        **dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained"),
+        "oversample": "the units of a client that is not waited for would not be trained",
+    }
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -78,8 +82,3 @@ class IST(Sliced):
     def personal_download(self, client: int) -> Tensors:
         """Return the global model: a client has other units in every round."""
         return self.current
-
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: one client of a round trains a unit."""
-        alone = dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
-        return alone | {"oversample": "the units of a client that is not waited for would not be trained"}

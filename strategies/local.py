@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
@@ -11,18 +10,13 @@ from strategies.defences import DEFENCES
 class Local(SubnetStrategy):
     """The baseline of every federated method: each client trains alone, from the common start."""
 
+    keeps_models = True
+    refused = dict.fromkeys(DEFENCES, "nothing is merged")
+
     def task(self, client: int) -> Task:
         """Send nothing: a client rebuilds the initial model from the seed and keeps its own afterwards."""
         return Task(client)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect no tensors, so that the global model stays the initial one."""
-        return {}
-
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: nothing is merged."""
-        return dict.fromkeys(DEFENCES, "nothing is merged")
-
-    def personal_download(self, client: int) -> Tensors:
-        """Send nothing."""
         return {}

@@ -13,13 +13,10 @@ Deviations: the mean is over the clients of the last round, at first it is the c
 client trains; biases are regularised as well.
 """
 
-from fedsub_app.common.tensors import Tensors
 from strategies.base import SubnetStrategy
 
 
 class MTL(SubnetStrategy):
     """The global model is the mean of the personal models, which the clients keep."""
 
-    def personal_download(self, client: int) -> Tensors:
-        """Send nothing."""
-        return {}
+    keeps_models = True

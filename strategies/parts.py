@@ -25,7 +25,7 @@ from fedsub_app.federation.protocol import Spec, Task
 from fedsub_app.models import part_names
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
-from strategies.settings import FedBABUSettings, FedRepSettings, LGFedAvgSettings, PartSettings, TuningSettings
+from strategies.settings import LGFedAvgSettings, PartSettings
 
 
 class SharedPart(SubnetStrategy):
@@ -59,31 +59,19 @@ class SharedPart(SubnetStrategy):
 class Tuned(SubnetStrategy):
     """FedAvg whose clients fine-tune a copy of the model for their evaluation."""
 
-    options: TuningSettings
-
-    def passes(self, client: int) -> float:
-        """Add the epochs of fine-tuning."""
-        return super().passes(client) + self.options.tune_epochs
+    epoch_keys = ("tune_epochs",)
 
 
 class FedRep(SharedPart):
     """Shares the body; a client trains its head first, then the body."""
 
-    options: FedRepSettings
-
-    def passes(self, client: int) -> float:
-        """Add the epochs of both parts."""
-        return super().passes(client) + self.options.personal_epochs + self.options.shared_epochs
+    epoch_keys = ("personal_epochs", "shared_epochs")
 
 
 class FedBABU(SharedPart):
     """Shares the body; the head stays at its start, and a client fine-tunes a copy of the model for its evaluation."""
 
-    options: FedBABUSettings
-
-    def passes(self, client: int) -> float:
-        """Add the epochs of fine-tuning."""
-        return super().passes(client) + self.options.tune_epochs
+    epoch_keys = ("tune_epochs",)
 
 
 class LGFedAvg(SharedPart):

@@ -16,7 +16,6 @@ Deviations from the paper, the authors' code (https://github.com/CharlieDinh/pFe
 With ``lambda = 1``, ``w-lr = 1`` and ``steps = 1`` theta and w are FedAvg's model, bit for bit.
 """
 
-from fedsub_app.common.tensors import Tensors
 from strategies.base import SubnetStrategy
 from strategies.settings import PFedMeSettings
 
@@ -25,11 +24,8 @@ class PFedMe(SubnetStrategy):
     """FedAvg of the local models; theta never leaves a client."""
 
     options: PFedMeSettings
+    keeps_models = True
 
     def max_samples(self, client: int) -> int:
         """Count each sample once for each step of theta."""
         return super().max_samples(client) * self.options.steps
-
-    def personal_download(self, client: int) -> Tensors:
-        """Send nothing."""
-        return {}

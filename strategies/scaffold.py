@@ -42,6 +42,7 @@ class Scaffold(SubnetStrategy):
     """
 
     remembers = ("variate",)
+    refused = dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -65,10 +66,6 @@ class Scaffold(SubnetStrategy):
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Add the norm of the change of c_i."""
         return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
-
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: the clients' changes of their variates move c."""
-        return dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Merge the model, and set c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""

@@ -66,6 +66,8 @@ class SubFedAvg(SubnetStrategy):
     """
 
     options: SubFedAvgSettings
+    keeps_models = True
+    refused = WITHOUT_MASKS
     remembers = ("masks", "fractions")
     reports: ClassVar = {
         "pruned-fraction": Reported(
@@ -128,10 +130,6 @@ class SubFedAvg(SubnetStrategy):
         whole = {name: update.tensors[name] for name in self.current if name not in positions}
         return Contribution(whole | scatter(update.tensors, positions), positions, self.weight(update))
 
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
-        return WITHOUT_MASKS
-
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Average each position over the clients that keep it; the clients' masks shrink."""
         masks, fractions = list(self.masks), self.fractions.clone()
@@ -147,10 +145,6 @@ class SubFedAvg(SubnetStrategy):
         """Give the client the whole network again."""
         super().forget(client)
         self.masks[client], self.fractions[client] = self.plan.everything(), 0.0
-
-    def personal_download(self, client: int) -> Tensors:
-        """Send nothing: a client is evaluated on its model after its last training."""
-        return {}
 
     def unit_masks(self) -> torch.Tensor | None:
         """Return every client's channels; None where only single weights are pruned."""
