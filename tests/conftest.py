@@ -10,6 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+import torch
 from helpers import Brightness
 from hypothesis import settings
 
@@ -31,6 +32,7 @@ settings.load_profile("same")
 
 def pytest_configure(config: pytest.Config) -> None:
     """The suite runs on the CPU: no process of it sees a GPU, and device = "auto" is "cpu"; but with ``-m gpu``."""
+    torch.set_num_threads(1)  # as in every run; several tests at a time would wait for each other's threads
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
