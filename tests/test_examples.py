@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from federations import NAME, deployed
 from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.serverapp.strategy import FedAvg, Strategy
 from helpers import PATIENCE
@@ -94,7 +95,14 @@ def test_flwr_run(folder: Path, flower: dict[str, str]) -> None:  # noqa: F811
     assert ("eval_acc" if folder is PLAIN else "personal-accuracy") in said
 
 
-def flwr_run(folder: Path, python: Path, variables: dict[str, str]) -> str:
+@pytest.mark.slow
+def test_on_supernodes(tmp_path: Path) -> None:
+    """On a federation of two real nodes."""
+    with deployed(tmp_path, "--nodes", "2", PYTHONPATH=str(PROJECT)) as here:
+        assert "personal-accuracy" in flwr_run(OURS, Path(sys.executable), here.variables, NAME)
+
+
+def flwr_run(folder: Path, python: Path, variables: dict[str, str], connection: str = "local-simulation") -> str:
     """Run an app of one round, which completes by what `flwr list` tells; returns its log."""
     flwr = str(python.parent / "flwr")
     variables = variables | {"PATH": f"{python.parent}{os.pathsep}{variables['PATH']}"}
@@ -105,10 +113,10 @@ def flwr_run(folder: Path, python: Path, variables: dict[str, str]) -> str:
         assert "{" in done.stdout, done.stderr
         return json.loads(done.stdout[done.stdout.index("{") :])
 
-    number = told("run", str(folder), "local-simulation", "-c", "num-server-rounds=1")["run-id"]
-    log = [flwr, "log", str(number), "local-simulation", "--stream"]  # until the run has ended
+    number = told("run", str(folder), connection, "-c", "num-server-rounds=1")["run-id"]
+    log = [flwr, "log", str(number), connection, "--stream"]  # until the run has ended
     said = subprocess.run(log, env=variables, timeout=PATIENCE, capture_output=True, text=True, cwd=folder)
-    (listed,) = told("list", "local-simulation", "--run-id", str(number))["runs"]
+    (listed,) = told("list", connection, "--run-id", str(number))["runs"]
     assert listed["status"] == "finished:completed", listed
     return said.stdout + said.stderr
 
