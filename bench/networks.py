@@ -32,8 +32,8 @@ from fedsub_app.config import applicable_keys
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
-from fedsub_app.runs.directory import RunFailed, settings_of
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import RunFailed, settings_of
 
 OUT = PROJECT / "bench/results/networks.json"
 IN_SHAPE, CLASSES, ROUNDS = (1, 32, 32), 10, 2
