@@ -25,6 +25,7 @@ CONVOLUTIONS: dict[str, Value] = {"image_size": 16, "train_per_class": 10, "test
         {"method": "scaffold", "model": "feature-mlp"},
         {"method": "fedprox", "model": "lenet5-bn"},
         {"method": "fedavg", "model": "lenet5", "optimizer": "adam", "lr": 0.002},
+        {"method": "fedavg", "model": "bench.networks:vit"},
     ],
 )
 def test_compiled_steps_agree_with_eager_ones(

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import federations
@@ -76,11 +76,11 @@ def pairs(**more: str | Path) -> list[str]:
     return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
 
 
-@pytest.fixture(scope="module")
-def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+@contextlib.contextmanager
+def own_flower(home: Path, python: str, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """The environment of a Flower of its own: home, port, connections; what it started is stopped."""
-    home = tmp_path_factory.mktemp("flwr")
-    variables = os.environ | {
+    variables = {
+        **base,
         **environment(),
         "FLWR_HOME": str(home),
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
@@ -91,13 +91,20 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     setup = (
         f"from fedsub_app.deployment import flower; flower.sysconfig.get_path = lambda _: {str(home)!r}; flower.setup()"
     )
-    subprocess.run([sys.executable, "-c", setup], env=variables, check=True, timeout=PATIENCE)
+    subprocess.run([python, "-c", setup], env=variables, check=True, timeout=PATIENCE, cwd=home)
     with (home / "config.toml").open("a") as config:  # as its user may write one; Flower warns of its options
         config.write(ONE_WORKER)
     try:
         yield variables
     finally:
         stop(home)
+
+
+@pytest.fixture(scope="module")
+def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """That of this checkout."""
+    with own_flower(tmp_path_factory.mktemp("flwr"), sys.executable, os.environ) as variables:
+        yield variables
 
 
 def stop(home: Path) -> None:

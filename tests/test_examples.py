@@ -3,19 +3,22 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
+from federations import NAME, deployed
 from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.serverapp.strategy import FedAvg, Strategy
 from helpers import PATIENCE
-from test_engines import flower  # noqa: F401  (a fixture)
+from test_engines import flower, own_flower  # noqa: F401  (a fixture)
 
 import fedsub
 from fedsub_app.deployment.flower import PROJECT
@@ -87,22 +90,35 @@ def test_it_runs_each_method(method: str, app: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [PLAIN, OURS])
 def test_flwr_run(folder: Path, flower: dict[str, str]) -> None:  # noqa: F811
-    """On Flower's simulation; the status is that which `flwr list` tells."""
-    programs = Path(sys.executable).parent
-    path = f"{programs}{os.pathsep}{flower['PATH']}"
-    variables, flwr = flower | {"PYTHONPATH": str(PROJECT), "PATH": path}, str(programs / "flwr")
+    """On Flower's simulation."""
+    said = flwr_run(folder, Path(sys.executable), flower | {"PYTHONPATH": str(PROJECT)})
+    assert ("eval_acc" if folder is PLAIN else "personal-accuracy") in said
+
+
+@pytest.mark.slow
+def test_on_supernodes(tmp_path: Path) -> None:
+    """On a federation of two real nodes."""
+    with deployed(tmp_path, "--nodes", "2", PYTHONPATH=str(PROJECT)) as here:
+        assert "personal-accuracy" in flwr_run(OURS, Path(sys.executable), here.variables, NAME)
+
+
+def flwr_run(folder: Path, python: Path, variables: dict[str, str], connection: str = "local-simulation") -> str:
+    """Run an app of one round, which completes by what `flwr list` tells; returns its log."""
+    flwr = str(python.parent / "flwr")
+    variables = variables | {"PATH": f"{python.parent}{os.pathsep}{variables['PATH']}"}
 
     def told(*arguments: str) -> Any:
         command = [flwr, *arguments, "--format", "json"]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
+        assert "{" in done.stdout, done.stderr
         return json.loads(done.stdout[done.stdout.index("{") :])
 
-    number = told("run", str(folder), "local-simulation", "-c", "num-server-rounds=1")["run-id"]
-    log = [flwr, "log", str(number), "local-simulation", "--stream"]  # until the run has ended
-    said = subprocess.run(log, env=variables, timeout=PATIENCE, capture_output=True, text=True)
-    assert ("eval_acc" if folder is PLAIN else "personal-accuracy") in said.stdout + said.stderr
-    (listed,) = told("list", "local-simulation", "--run-id", str(number))["runs"]
+    number = told("run", str(folder), connection, "-c", "num-server-rounds=1")["run-id"]
+    log = [flwr, "log", str(number), connection, "--stream"]  # until the run has ended
+    said = subprocess.run(log, env=variables, timeout=PATIENCE, capture_output=True, text=True, cwd=folder)
+    (listed,) = told("list", connection, "--run-id", str(number))["runs"]
     assert listed["status"] == "finished:completed", listed
+    return said.stdout + said.stderr
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +128,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(folder), str(PROJECT)]
     subprocess.run(build, check=True, timeout=PATIENCE)
     (wheel,) = folder.glob("*.whl")
-    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    files = zipfile.ZipFile(wheel).namelist()
+    assert {"fedsub/py.typed", "fedsub_app/py.typed", "fedsub_app/conf/quickstart/digits.toml"} <= set(files)
+    names = {name.partition("/")[0] for name in files}
     assert names == {"fedsub", "fedsub_app", wheel.name.rpartition("-py3")[0] + ".dist-info"}
     venv.create(folder / "venv", with_pip=False)
     (site,) = (folder / "venv/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(next(path for path in sys.path if path.endswith("site-packages")))
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     python = folder / "venv/bin/python"
+    for entry in (e for name in ("flwr", "ray") for e in distribution(name).entry_points):
+        script = python.parent / entry.name
+        script.write_text(
+            f"#!{python}\nimport sys\nfrom {entry.module} import {entry.attr}\nsys.exit({entry.attr}())\n"
+        )
+        script.chmod(0o755)
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet", str(wheel)]
     subprocess.run(install, check=True, timeout=PATIENCE)
     return python
@@ -142,6 +166,9 @@ print(fedsub.FedSelect(alpha=0.3).keys["fedselect.alpha"], fedsub.SubnetStrategy
 
     assert called("-c", code) == "0.3 fedsub_app.strategies.base\n"
     called("-m", "fedsub_app.cli", "run", "quickstart/digits", "-s", "num-rounds=1", "--workers", "1")
+    command = [str(installed), "-m", "fedsub_app.cli", "run", "--engine", "local-simulation"]
+    refused = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=PATIENCE)
+    assert refused.stderr.startswith("error: --engine local-simulation: needs a checkout of fedsub")
     example = f"""
 import sys; sys.path.insert(0, {str(OURS)!r})
 from flwr.app import Context, RecordDict
@@ -150,3 +177,14 @@ from quickstart import client_app, server_app
 server_app.app(LocalGrid(client_app.app, {{}}, 2), Context(1, 1, {{}}, RecordDict(), {CONFIG | {"method": "FedPart"}}))
 """
     called("-c", example)
+
+
+@pytest.mark.slow
+def test_flwr_run_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """The example, where neither it nor fedsub is of this checkout."""
+    app = Path(shutil.copytree(OURS, tmp_path / "quickstart"))
+    (tmp_path / "flwr").mkdir()
+    base = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    with own_flower(tmp_path / "flwr", str(installed), base) as variables:
+        del variables["FEDSUB_RUNS"]
+        assert "personal-accuracy" in flwr_run(app, installed, variables)

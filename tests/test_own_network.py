@@ -44,6 +44,7 @@ from fedsub_app.models.groups import Place
 from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
 from fedsub_app.runs.directory import open_run
+from fedsub_app.runs.loop import prepare
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, split
@@ -431,6 +432,12 @@ def test_the_head_that_a_key_names(file: Path) -> None:
     assert network(torch.zeros(2, 1, 8, 8)).features.shape == (2, 64)  # what enters it
     with pytest.raises(UserError, match="head = 'last': 'last' is no layer; allowed are head, body or some of first"):
         Problem.of(resolve(keys | {"head": "last"})).network()
+
+
+def test_a_loss_that_is_not_finite_at_the_start(file: Path, tmp_path: Path) -> None:
+    file.write_text(NETWORK.replace("torch.relu(self.first(x.flatten(1)))", "self.first(x.flatten(1)).log()"))
+    with pytest.raises(UserError, match=r"^model = '.*:Net': the loss of the first training samples is nan before"):
+        prepare(resolve({"model": f"{file}:Net"}))
 
 
 NORMED = """

@@ -108,8 +108,10 @@ def test_the_experiment_is_of_this_method() -> None:
 
 def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in lower case its `method`")]) -> None:
     """Write the files of a method of your own, to be filled in."""
-    from fedsub_app.deployment.flower import PROJECT
+    from fedsub_app.deployment.flower import PROJECT, is_checkout
 
+    if not is_checkout():
+        raise UserError("new-method: writes into a checkout of fedsub; an installed package takes fedsub.register")
     for path in new_method(name, PROJECT):
         print(path)
     print("left to you: the method, its paper in the heads, rows in docs/bad-input.md and CHANGELOG.md")

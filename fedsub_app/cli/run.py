@@ -45,6 +45,9 @@ def run(
 
     if workers is not None and engine != "local":  # before a SuperLink is started
         raise UserError(f"--workers {workers}: of the local engine; --engine {engine} has its own nodes")
+    if engine != "local" and not flower.is_checkout():
+        other = "an installed package has the local engine, and fedsub.client_app for a Flower app of your own"
+        raise UserError(f"--engine {engine}: needs a checkout of fedsub, which Flower bundles; {other}")
     overrides = overrides_of(words, pairs, resume)
     waking = flower.wake(engine) if engine != "local" and not dry_run else None
     if dry_run:

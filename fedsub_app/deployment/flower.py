@@ -58,8 +58,13 @@ def environment() -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_DEDUP_LOGS": "0",
-        "FEDSUB_RUNS": str(PROJECT / "runs"),
+        **({"FEDSUB_RUNS": str(PROJECT / "runs")} if is_checkout() else {}),
     }
+
+
+def is_checkout() -> bool:
+    """Say whether this package lies in a checkout, of which Flower can make a bundle; else it was installed."""
+    return (PROJECT / "pyproject.toml").exists()
 
 
 def _home() -> Path:
@@ -292,12 +297,10 @@ def bundle(model: str) -> Iterator[Path]:
     Raises
     ------
     UserError
-        The file that ``model`` names cannot be read, or there is no checkout.
+        The file that ``model`` names cannot be read.
     """
     from fedsub_app.models import bundled, own_file
 
-    if not (PROJECT / "pyproject.toml").exists():
-        raise UserError("--engine: Flower bundles a checkout of fedsub; a package has the local engine and client_app")
     if not (own := own_file(model)):
         yield PROJECT
         return

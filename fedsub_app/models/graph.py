@@ -44,7 +44,9 @@ def traced_groups(model: nn.Module, in_shape: Sequence[int]) -> tuple[UnitGroup,
     reasons: dict[str, str] = {}
     try:
         ghost = _randomised(model, x)
-        offered = _offered(ghost, x, reasons)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch-pruning's, of what it does not follow: numbers decide
+            offered = _offered(ghost, x, reasons)
     except Exception as error:  # torch-pruning takes many networks, not all
         raise TypeError(f"no units are known for a {type(model).__name__}: {one_line(error)[:200]}") from error
     groups = _passing(ghost, x, offered, reasons)
@@ -78,8 +80,7 @@ def _offered(model: nn.Module, x: Tensor, reasons: dict[str, str]) -> list[UnitG
 
     names = {module: name for name, module in model.named_modules()}
     turns = {module: turn for turn, (_, module) in enumerate(executed(model))}
-    with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
+    with torch.enable_grad():
         graph = torch_pruning.DependencyGraph().build_dependency(model, x, verbose=False)
     last = next(iter(graph.module2node))  # it is built from the output
     tensors, kinds = tensors_of(model), graph.ops.OPTYPE

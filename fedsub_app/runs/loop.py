@@ -1,6 +1,7 @@
 """The loop over rounds, the same for every engine: settings → data, model, strategy, rounds, run directory."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network, load_tensors
+from fedsub_app.models import Network, is_sourced, load_tensors
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.directory import Run, open_run
@@ -75,6 +76,7 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     UserError
         Bad input; nothing is written.
     """
+    of_user = problem is not None or is_sourced(settings.model)
     problem = problem or Problem.of(settings)
     if settings.augment != "none" and len(problem.data.in_shape) != 3:
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
@@ -82,9 +84,20 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     strategy = METHODS[settings.method].strategy(settings, problem.network())
     check_defences(strategy)
     check_tracker(settings.track)
+    if of_user:
+        _check_loss(settings, problem)
     if settings.stack_clients:
         _check_stacked(settings, strategy.model)
     return problem, partition, strategy
+
+
+def _check_loss(settings: Settings, problem: Problem) -> None:
+    """Raise :class:`UserError` where the loss of a user's network is not finite before any training."""
+    x, y = problem.data.train_x[:QUICK_SAMPLES], problem.data.train_y[:QUICK_SAMPLES]
+    with torch.no_grad():
+        loss = float(problem.task.loss(problem.network().eval()(x), y))
+    if not math.isfinite(loss):
+        raise UserError(f"model = {settings.model!r}: the loss of the first training samples is {loss} before round 1")
 
 
 def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:

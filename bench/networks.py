@@ -1,0 +1,227 @@
+"""``python -m bench.networks``: which methods train which networks; a table for docs/own-network.md.
+
+Two rounds of two clients with 20 of scikit-learn's digits each, as 32 x 32 images, for each network and method. A
+method *runs* where no client was dropped, no round abandoned, and the training loss is finite and lower in the second
+round than in the first, with 2 local epochs or, if not, with 12. What has run by ``--out`` is not run again.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision import models
+
+from bench.flower_box import PROJECT
+from bench.measures import commit
+from fedsub_app.client_app import app
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
+from fedsub_app.common.text import markdown
+from fedsub_app.config import applicable_keys
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.methods import METHODS
+from fedsub_app.models import build_model, unit_groups
+from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.recorded import RunFailed, settings_of
+
+OUT = PROJECT / "bench/results/networks.json"
+IN_SHAPE, CLASSES, ROUNDS = (1, 32, 32), 10, 2
+EPOCHS = (2, 12)  # local ones; the second where the loss does not fall with the first
+Shape = tuple[int, ...]
+BASE: dict[str, Value] = {
+    "dataset": "digits", "image-size": 32, "train-per-class": 4, "test-per-class": 4, "partition": "iid",
+    "num-clients": 2, "num-rounds": ROUNDS, "batch-size": 10, "lr": 0.05, "eval-every": ROUNDS,
+    "checkpoint-every": ROUNDS,
+}  # fmt: skip
+# Keys with which two rounds are enough to see that a method trains: FedPart's cycle and FedPeWS's warm-up end, and
+# adaptive servers make steps that show.
+OF_METHOD: dict[str, dict[str, Value]] = {
+    "fedadam": {"fedadam.lr": 0.1},
+    "fedyogi": {"fedyogi.lr": 0.1},
+    "fedadagrad": {"fedadagrad.lr": 0.1},
+    "fedpac": {"fedpac.lambda": 0.1},
+    "fedpart": {"optimizer": "adam", "lr": 0.001, "fedpart.full-rounds": 1, "fedpart.rounds-per-group": 1},
+    "fedpews": {"fedpews.warmup-rounds": 1},
+    "heterofl": {"heterofl.widths": "1, 0.5"},
+    "fedrolex": {"fedrolex.widths": "1, 0.5"},
+    "subfedavg": {"validation-fraction": 0.2, "subfedavg.accuracy": 0.0},
+}
+
+
+# --- networks that no package offers in small -------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """A hidden layer and an output layer, in a class of a user's own."""
+
+    def __init__(self, in_shape: Shape, num_classes: int, width: int = 64) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(math.prod(in_shape), width)
+        self.output = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.output(torch.relu(self.hidden(x.flatten(1))))
+        return logits
+
+
+def vgg(in_shape: Shape, num_classes: int) -> Any:
+    """Return vgg11_bn's features with one Linear, as VGGs for small images have it."""
+    features = models.vgg.make_layers([64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"], batch_norm=True)
+    features[0] = nn.Conv2d(in_shape[0], 64, 3, padding=1)
+    return nn.Sequential(features, nn.Flatten(), nn.Linear(512, num_classes))
+
+
+def convnext(in_shape: Shape, num_classes: int) -> Any:
+    """Return a ConvNeXt of three stages."""
+    stages = [models.convnext.CNBlockConfig(*sizes) for sizes in ((16, 32, 1), (32, 64, 1), (64, None, 1))]
+    network = models.ConvNeXt(stages, num_classes=num_classes)
+    network.features[0][0] = nn.Conv2d(in_shape[0], 16, 4, 4)
+    return network
+
+
+def swin(in_shape: Shape, num_classes: int) -> Any:
+    """Return a Swin Transformer of two stages."""
+    sizes: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 24, "window_size": [4, 4]}
+    network = models.SwinTransformer(depths=[2, 2], num_heads=[2, 4], num_classes=num_classes, **sizes)
+    network.features[0][0] = nn.Conv2d(in_shape[0], 24, 4, 4)
+    return network
+
+
+def vit(in_shape: Shape, num_classes: int) -> Any:
+    """Return a ViT of two layers, patches of 8 x 8."""
+    network = models.VisionTransformer(in_shape[1], 8, 2, 2, 32, 64, num_classes=num_classes)
+    network.heads[0] = nn.Linear(32, num_classes)  # theirs is of zeros, with which FedBABU's body gets no gradient
+    network.conv_proj = nn.Conv2d(in_shape[0], 32, 8, 8)
+    return network
+
+
+class Bert(nn.Module):
+    """A BERT of two layers that reads an image's rows as the embeddings of a text."""
+
+    def __init__(self, in_shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        transformers = import_module("transformers")
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        config = transformers.BertConfig(**sizes, vocab_size=1, num_labels=num_classes, attn_implementation="eager")
+        self.rows = nn.Linear(in_shape[2], 32)
+        self.bert = transformers.BertForSequenceClassification(config)
+
+    def forward(self, x: Tensor) -> Any:
+        """Return an output with logits."""
+        return self.bert(inputs_embeds=self.rows(x.mean(1)))
+
+
+NETWORKS: dict[str, str] = {  # name in the table -> model
+    "lenet5": "lenet5",
+    "fedpews-cnn": "fedpews-cnn",
+    "feature-mlp": "feature-mlp",
+    "two-layer `nn.Module`": "bench.networks:TwoLayers",
+    "resnet18": "torchvision:resnet18",
+    "resnet18 with GroupNorm": "resnet18-gn",
+    "resnet50": "torchvision:resnet50",
+    "vgg11_bn, one Linear": "bench.networks:vgg",
+    "mobilenet_v3_small": "torchvision:mobilenet_v3_small",
+    "efficientnet_b0": "torchvision:efficientnet_b0",
+    "densenet121": "torchvision:densenet121",
+    "squeezenet1_1": "torchvision:squeezenet1_1",
+    "ConvNeXt, small": "bench.networks:convnext",
+    "ViT, small": "bench.networks:vit",
+    "Swin, small": "bench.networks:swin",
+    "timm's resnet10t": "timm:resnet10t",
+    "transformers' BERT, small": "bench.networks:Bert",
+}
+PACKAGES = {"timm's resnet10t": "timm", "transformers' BERT, small": "transformers"}
+
+
+def outcome(model: str, method: str) -> str:
+    """Return "" where the method trains the network, else the reason why not, one line."""
+    reason = ""
+    for epochs in EPOCHS:
+        keys = applicable_keys(BASE | {"model": model, "method": method} | OF_METHOD.get(method, {}))
+        try:
+            losses = train_losses(keys | {"local-epochs": epochs})
+        except (UserError, RunFailed) as error:
+            return str(error)
+        if all(map(math.isfinite, losses)) and losses[-1] < losses[0]:
+            return ""
+        reason = f"the loss does not fall: {', '.join(f'{loss:.3f}' for loss in losses)}"
+    return reason
+
+
+def train_losses(keys: dict[str, Value]) -> list[float]:
+    """Return the training loss of each round; :class:`UserError` where a client was dropped or a round abandoned."""
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        overrides = keys | {"run-dir": f"{folder}/run"}
+        run_experiment(LocalGrid(app, overrides), settings_of(overrides))
+        text = (Path(folder) / "run/rounds.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()][1:]
+    for line in lines:
+        if lost := line.get("abandoned") or line["dropped"]:
+            raise UserError(str(lost))
+    return [line["train-loss"] for line in lines]
+
+
+def structure(model: str) -> Json:
+    """Return a network's parameters and units."""
+    network = build_model(model, IN_SHAPE, CLASSES, 0)
+    try:
+        groups = unit_groups(network)
+    except TypeError:
+        groups = ()
+    units = {"groups": len(groups), "units": sum(group.size for group in groups)}
+    return {"parameters": sum(p.numel() for p in network.parameters()), **units}
+
+
+def table(results: Json) -> str:
+    """Return the results as Markdown: a row a network, and the reasons of those that do not run."""
+    count = len(METHODS)
+    rows, reasons = [], []
+    for name, found in results.items():
+        failed = {method: reason for method, reason in found["methods"].items() if reason}
+        ran = f"{len(found['methods']) - len(failed)} of {count}"
+        units = f"{found['units']:,} in {found['groups']}" if found["units"] else "none"
+        rows.append([name, f"{found['parameters']:,}", units, ran, ", ".join(failed) or "–"])
+        reasons += [[name, method, reason] for method, reason in failed.items()]
+    text = markdown(("network", "parameters", "units, in groups", "methods that run", "not"), rows)
+    return text + ("\n\n" + markdown(("network", "method", "why not"), reasons) if reasons else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the networks in turn and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.networks", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
+    options = parser.parse_args(arguments)
+    results = json.loads(options.out.read_text())["networks"] if options.out.exists() else {}
+    for name in options.only:
+        if (package := PACKAGES.get(name)) and not find_spec(package):
+            print(f"{name}: needs the package {package}", file=sys.stderr)
+            continue
+        start, found = time.perf_counter(), structure(NETWORKS[name])
+        found["methods"] = results.get(name, {}).get("methods", {})
+        for method in [method for method in options.methods if found["methods"].get(method) != ""]:
+            found["methods"][method] = outcome(NETWORKS[name], method)
+            results[name] = found
+            ordered = {name: results[name] for name in NETWORKS if name in results}
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps({"commit": commit(), "networks": ordered}, indent=1) + "\n")
+        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
