@@ -42,7 +42,7 @@ class FedAdagradSettings(MethodSettings):
 
     lr: Positive = 0.01
     """eta, the server's learning rate."""
-    beta1: Decay = 0.9
+    beta1: Decay = 0.0
     """Decay of the first moment m; 0: none."""
     tau: Positive = 0.01
     """Added to the root of v: the larger, the less adaptive."""
@@ -53,6 +53,8 @@ class FedAdagradSettings(MethodSettings):
 class FedAdamSettings(FedAdagradSettings):
     """Keys of FedAdam and FedYogi."""
 
+    beta1: Decay = 0.9
+    """Decay of the first moment m; 0: none."""
     beta2: Decay = 0.99
     """Decay of the second moment v."""
 

@@ -69,7 +69,9 @@ class SubFedAvgSettings(MethodSettings):
     share_of: Literal["remaining", "layer"] = "remaining"
     """Weights of which share is a fraction: the ones that the layer has left, or all that it had."""
     distance: NonNegative = 0.0001
-    """The weights' masks after the first and last epoch must differ in a larger fraction; published hybrid: 0.0005."""
+    """The weights' masks after the first and last epoch must differ in a larger fraction."""
+    hybrid_distance: NonNegative = 0.0005
+    """The same of the linear layers with pruning = "hybrid"."""
     channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
     """r_s, fraction of a layer's channels that one event prunes (and one more)."""
     channel_scope: Literal["layer", "model"] = "layer"
