@@ -88,7 +88,8 @@ class SubFedAvgClient(Client):
         pruned = plan.pruned(masks)
         early, late = (prune_weights(model, old, options.share) for model in (first, last))
         self.metrics["mask-distance"] = mask_distance(early, late)
-        if self.metrics["mask-distance"] <= options.distance or pruned >= options.target:
+        least = options.hybrid_distance if options.pruning == "hybrid" else options.distance
+        if self.metrics["mask-distance"] <= least or pruned >= options.target:
             return {}
         return prune_weights(last, old, last_share(pruned, options.target, options.share, options.pruning == "hybrid"))
 

@@ -190,6 +190,11 @@ class TrainingSettings(Section):
     """Training images: unchanged, or random crops with padding 4 and horizontal flips."""
     objective: Literal["none", "prox", "moon"] = "none"
     """Term added to any method's local loss: FedProx's or MOON's."""
+    prox: Literal["squared", "authors"] = "squared"
+    """Term of objective = "prox": FedProx's, or FedPart's published one.
+
+    The latter is a norm that is not squared, of a client's first mini-batch alone, where its gradient is 0.
+    """
     prox_mu: NonNegative = 0.01
     """Weight of objective = "prox"."""
     moon_mu: NonNegative = 1.0
@@ -224,6 +229,9 @@ class TrainingSettings(Section):
         return self
 
 
+BY_EXAMPLES = ("fedavg", "fedprox", "moon")  # McMahan et al. 2017, Li et al. 2020 and Li, He, Song 2021 weigh so
+
+
 class DefenceSettings(FederationSettings):
     """Bounds on one client's influence, and differential privacy (docs/security.md)."""
 
@@ -254,7 +262,7 @@ class DefenceSettings(FederationSettings):
 
     @model_validator(mode="after")
     def _defences_agree(self) -> "DefenceSettings":
-        if self.weighting != "uniform" and (self.mean != "average" or self.dp_noise_multiplier):
+        if self.weighting == "examples" and (self.mean != "average" or self.dp_noise_multiplier):
             beside = f"mean = {self.mean!r}" if self.mean != "average" else "dp-noise-multiplier above 0"
             raise ValueError(f"weighting = {self.weighting!r}: must be 'uniform' with {beside}")
         if self.least_replies > self.sample_size:
@@ -324,6 +332,12 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     def _part(self, section: type[Part]) -> Part:
         return section(**{name: getattr(self, name) for name in section.model_fields})
+
+    @property
+    def by_examples(self) -> bool:
+        """Whether a client's weight in a mean is its number of training samples (``weighting``)."""
+        plain = self.mean == "average" and not self.dp_noise_multiplier
+        return self.weighting == "examples" or (self.weighting == "auto" and plain and self.method in BY_EXAMPLES)
 
     def flat(self) -> dict[str, Value]:
         """Return all keys and values in TOML spelling, the chosen method's own as ``method.key``."""

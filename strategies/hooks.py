@@ -235,7 +235,7 @@ class Hooks:
 
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""
-        return float(update.num_examples) if self.settings.weighting == "examples" else 1.0
+        return float(update.num_examples) if self.settings.by_examples else 1.0
 
     def distance(self, update: Update, contribution: Contribution) -> float:
         """Return the Euclidean distance of a contribution from the model, at the positions that it holds."""

@@ -49,7 +49,7 @@ class Scaffold(SubnetStrategy):
         for key, value, allowed in (
             ("optimizer", settings.optimizer, "sgd"),
             ("momentum", settings.momentum, 0),
-            ("weighting", settings.weighting, "uniform"),
+            ("weighting", "examples" if settings.by_examples else "uniform", "uniform"),
         ):
             if value != allowed:
                 raise UserError(f"{key} = {value!r}: must be {allowed!r} with method = 'scaffold'")

@@ -40,7 +40,7 @@ class FedAdagradSettings(MethodSettings):
 
     lr: Positive = 0.01
     """eta, the server's learning rate."""
-    beta1: Decay = 0.9
+    beta1: Decay = 0.0
     """Decay of the first moment m; 0: none."""
     tau: Positive = 0.01
     """Constant that is added to the root of v; a larger one adapts less."""
@@ -49,6 +49,8 @@ class FedAdagradSettings(MethodSettings):
 class FedAdamSettings(FedAdagradSettings):
     """Keys of FedAdam and FedYogi."""
 
+    beta1: Decay = 0.9
+    """Decay of the first moment m; 0: none."""
     beta2: Decay = 0.99
     """Decay of the second moment v."""
 
@@ -145,7 +147,9 @@ class SubFedAvgSettings(MethodSettings):
     share: Fraction = 0.1
     """r_us, fraction of a layer's remaining weights that one event prunes."""
     distance: NonNegative = 0.0001
-    """Weights are pruned if their masks after the first and last epoch differ by more; published hybrid: 0.0005."""
+    """Weights are pruned if their masks after the first and last epoch differ by more than this."""
+    hybrid_distance: NonNegative = 0.0005
+    """distance of the linear layers with pruning = "hybrid"."""
     channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
     """r_s, fraction of a layer's channels that one event prunes (and one more)."""
     channel_floor: Fraction = 0.5

@@ -75,6 +75,7 @@ def _is_of_tests(function: FunctionType) -> bool:
 
 # Small enough that a run takes a second: digits, a small network, three rounds.
 SMALL: dict[str, Value] = {
+    "weighting": "uniform",  # of fedavg, with which many methods are compared, as of these methods
     "model": "feature-mlp",
     "method": "fedavg",
     "num-rounds": 3,

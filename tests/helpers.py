@@ -84,6 +84,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
         "validation_fraction": 0.2,
         "subfedavg__accuracy": 10.0,
         "subfedavg__distance": 0.0,
+        "subfedavg__hybrid_distance": 0.0,
     },
     "mtl": {"mtl__lambda": 0.1},
     "fedavg-ft": {},

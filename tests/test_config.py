@@ -218,7 +218,7 @@ def test_pairs() -> None:
     [
         ({"num-round": 3}, "num-round = 3: unknown key; did you mean num-rounds?"),
         ({"fedpews.lamda": 3}, "fedpews.lamda = 3: unknown key; did you mean fedpews.lambda?"),
-        ({"method": "fedavgg"}, f"method = 'fedavgg': allowed are {', '.join(METHODS)}"),
+        ({"method": "fedavgg"}, f"method = 'fedavgg': allowed are {', '.join(METHODS)}; did you mean fedavg?"),
         (
             {"experiment": "fedpews/digit"},
             "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?",

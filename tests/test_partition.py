@@ -202,6 +202,18 @@ def test_a_label_without_test_images_is_named(tmp_path: Path) -> None:
         make(data, partition="lists", num_clients=2, class_lists="0, 1")
 
 
+def test_a_label_that_falls_into_validation_stays_in_the_test_set(tmp_path: Path) -> None:
+    """Of four samples one, which is for validation in some of the seeds, is the only one of its label."""
+    pixels = np.zeros((4, 4, 4), np.uint8)
+    np.savez(
+        tmp_path / "own", train_images=pixels, train_labels=[0, 0, 0, 1], test_images=pixels, test_labels=[0, 0, 1, 1]
+    )
+    data = DataSettings(dataset="own", data_dir=str(tmp_path))
+    made = [make(data, num_clients=1, validation_fraction=0.25, seed=seed) for seed in range(8)]
+    assert [3] in [each.validation[0].tolist() for each in made]
+    assert all(each.test[0].tolist() == [0, 1, 2, 3] for each in made)
+
+
 def test_label_tests_are_all_test_samples_of_the_clients_labels() -> None:
     made = make(partition="shards", num_clients=10)
     test_y = load_dataset(DIGITS).test_y

@@ -167,13 +167,13 @@ def test_steps_that_are_none_are_refused(steps: float) -> None:
 
 
 def slow(method: str, start: list[float], means: list[list[float]]) -> list[float]:
-    """Algorithm 2 of Reddi et al., number by number, with b1 0.9, b2 0.99, tau 0.01, eta 0.1."""
-    result = []
+    """Algorithm 2 of Reddi et al., number by number, with b1 0.9 (FedAdagrad 0), b2 0.99, tau 0.01, eta 0.1."""
+    result, b1 = [], 0.0 if method == "fedadagrad" else 0.9
     for k, value in enumerate(start):
         x, m, v = value, 0.0, 0.0
         for mean in means:
             d = mean[k] - x
-            m = 0.9 * m + 0.1 * d
+            m = b1 * m + (1 - b1) * d
             if method == "fedadagrad":
                 v = v + d**2
             elif method == "fedyogi":

@@ -50,6 +50,24 @@ def test_mean_of_three_numbers(weighting: str, server_lr: float, expected: list[
     torch.testing.assert_close(strategy.current["w"], torch.tensor(expected))
 
 
+@pytest.mark.parametrize(
+    ("keys", "weight"),
+    [
+        ({"method": "fedavg"}, 30.0),
+        ({"method": "fedprox"}, 30.0),
+        ({"method": "moon"}, 30.0),
+        ({"method": "fedavg", "weighting": "uniform"}, 1.0),
+        ({"method": "fedavg", "mean": "median"}, 1.0),  # a client's number of samples is its own word
+        ({"method": "fedavg", "clip-norm": 1.0, "dp-noise-multiplier": 1.0}, 1.0),  # and private
+        ({"method": "fedselect"}, 1.0),
+        ({"method": "fednova", "weighting": "examples"}, 30.0),
+    ],
+)
+def test_a_clients_weight_by_default(keys: dict[str, Any], weight: float) -> None:
+    strategy = SubnetStrategy(resolve(keys), build_model("fedpews-mlp", (5,), 4, 0))
+    assert strategy.weight(Update(1, {}, {}, 30)) == weight
+
+
 @pytest.mark.parametrize(("method", "objective"), [("fedprox", "prox"), ("moon", "moon"), ("fedavg", "none")])
 def test_a_run_records_its_objective(method: str, objective: str, run_local: Run) -> None:
     _, folder = run_local(method=method, num_rounds=1)
@@ -60,7 +78,9 @@ def test_fedprox_without_its_term_is_fedavg_bit_for_bit(run_local: Run) -> None:
     _, fedavg = run_local("fedavg")
     _, fedprox = run_local("fedprox", method="fedprox", prox_mu=0.0)
     _, pulled = run_local("pulled", method="fedprox", prox_mu=1.0)
+    _, authors = run_local("authors", method="fedprox", prox_mu=1.0, prox="authors")
     assert same_model(fedavg, fedprox)
+    assert same_model(fedavg, authors)  # the published term of FedPart has no gradient where it acts
     assert not same_model(fedavg, pulled)
 
 

@@ -71,6 +71,7 @@ KEYS: dict[str, Value] = {
     "subfedavg.pruning": "hybrid",
     "subfedavg.share": 0.3,
     "subfedavg.distance": 0.0,
+    "subfedavg.hybrid-distance": 0.0,
     "subfedavg.channel-distance": 0.0,
     "subfedavg.accuracy": 0.0,
 }
@@ -361,7 +362,10 @@ def algorithm_2(keys: dict[str, Value]) -> Written:
                 last = last - 0.05 if last > 0.16 else last
                 m_le = without_the_lowest(now, old_fc, 100 * max(0, last))
             passed = m[k]
-            for holds, mask in ((p < o.target and delta_us > o.distance, m_le), (delta_s > o.channel_distance, m_2)):
+            for holds, mask in (
+                (p < o.target and delta_us > o.hybrid_distance, m_le),
+                (delta_s > o.channel_distance, m_2),
+            ):
                 new = positions_of(passed | mask, theta_g)
                 pruned = {n: t * new[n] for n, t in now.items()}
                 if holds and accuracy_of(net, pruned, x_val, y_val) > o.accuracy:  # lines 15, 18 and 19
@@ -419,8 +423,8 @@ def test_it_follows_algorithm_1(changes: dict[str, Value], fractions: list[float
         # of 25 samples 9 and then 5, 12 and 13, 13 and 6 are right
         ({"subfedavg.accuracy": 42.0}, "none both fc"),
         # 0.045, 0.043 and 0.052 of the fc masks differ, 6 of 30 channels
-        ({"subfedavg.distance": 0.048, "subfedavg.channel-distance": 0.1}, "channels channels both"),
-        ({"subfedavg.distance": 0.048, "subfedavg.channel-distance": 0.25}, "none none fc"),
+        ({"subfedavg.hybrid-distance": 0.048, "subfedavg.channel-distance": 0.1}, "channels channels both"),
+        ({"subfedavg.hybrid-distance": 0.048, "subfedavg.channel-distance": 0.25}, "none none fc"),
     ],
     ids=["as published", "accuracies that fail", "distances of fc", "of channels too"],
 )
@@ -730,7 +734,7 @@ def test_running_statistics_stay_with_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "shut", [{"subfedavg.accuracy": 100.0}, {"subfedavg.distance": 1.0, "subfedavg.channel-distance": 1.0}]
+    "shut", [{"subfedavg.accuracy": 100.0}, {"subfedavg.hybrid-distance": 1.0, "subfedavg.channel-distance": 1.0}]
 )
 def test_a_shut_gate_prunes_nothing(shut: dict[str, Value], run_local: Run) -> None:
     _, folder = run_with(run_local, num_rounds=1, **shut)
@@ -739,7 +743,7 @@ def test_a_shut_gate_prunes_nothing(shut: dict[str, Value], run_local: Run) -> N
 
 def test_weights_and_channels_are_gated_each_by_itself(run_local: Run) -> None:
     fractions = []
-    for shut in ("subfedavg.distance", "subfedavg.channel-distance", ""):
+    for shut in ("subfedavg.hybrid-distance", "subfedavg.channel-distance", ""):
         _, folder = run_with(run_local, shut or "open", num_rounds=1, **({shut: 1.0} if shut else {}))
         fractions.append(read_rounds(folder)[-1]["pruned-fraction"])
     assert min(fractions) > 0

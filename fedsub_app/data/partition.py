@@ -73,7 +73,8 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
                 f"{settings.partition!r} of {len(dataset.train_y)} samples; lower {keys}"
             )
     if settings.client_test == "labels":
-        test = _test_by_label(dataset, train)
+        # Labels of all its samples: one that falls wholly into validation stays in the test set.
+        test = _test_by_label(dataset, [torch.cat(parts) for parts in zip(train, validation, strict=True)])
     return Partition(
         tuple(train), tuple(validation), tuple(test), "train" if settings.client_test == "holdout" else "test"
     )

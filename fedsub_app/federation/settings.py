@@ -37,8 +37,12 @@ class FederationSettings(SeedSettings, ClientsSettings):
     compared with the model's norm itself. The same bound holds for other tensors that a method's server remembers, such
     as moments and variates.
     """
-    weighting: Literal["uniform", "examples"] = "uniform"
-    """A client's weight in a mean: the same for all clients, or its number of training samples."""
+    weighting: Literal["auto", "uniform", "examples"] = "auto"
+    """A client's weight in a mean: the same for all clients, or its number of training samples.
+
+    ``auto``: by samples for fedavg, fedprox and moon, as in their papers, but with a robust mean or noise; the same for
+    all other methods.
+    """
     placement: Literal["auto", "balanced", "pinned"] = "auto"
     """Clients are spread evenly over the nodes, or client c is on the node c mod num-partitions.
 

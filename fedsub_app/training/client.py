@@ -138,7 +138,8 @@ class ClientTools:
         """Return the objective of the settings, around the model that was loaded last."""
         settings = self.settings
         if settings.objective == "prox":
-            return Prox(self.network.like(self._loaded), settings.prox_mu)
+            # The published term of FedPart acts where the model is its anchor, with a gradient of 0.
+            return Prox(self.network.like(self._loaded), settings.prox_mu * (settings.prox == "squared"))
         if settings.objective == "moon":
             previous = self.previous or self._loaded
             like = self.network.like
