@@ -18,6 +18,7 @@ from client_apps.base import Client
 from client_apps.ditto import DittoClient
 from client_apps.fedala import FedALAClient
 from client_apps.fedbn import FedBNClient
+from client_apps.feddst import FedDSTClient
 from client_apps.fednova import FedNovaClient
 from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
@@ -30,6 +31,7 @@ from client_apps.parts import FedBABUClient, FedRepClient, PartClient, TunedClie
 from client_apps.perfedavg import PerFedAvgClient
 from client_apps.pfedme import PFedMeClient
 from client_apps.scaffold import ScaffoldClient
+from client_apps.ssfl import SSFLClient
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
@@ -40,6 +42,7 @@ from strategies.base import SubnetStrategy
 from strategies.ditto import Ditto, DittoSettings
 from strategies.fedala import FedALA, FedALASettings
 from strategies.fedbn import FedBN
+from strategies.feddst import FedDST, FedDSTSettings
 from strategies.fednova import FedNova, FedNovaSettings
 from strategies.fedopt import FedAdagrad, FedAdagradSettings, FedAdam, FedAdamSettings, FedYogi
 from strategies.fedpac import FedPAC, FedPACSettings
@@ -65,6 +68,8 @@ from strategies.parts import (
 from strategies.perfedavg import PerFedAvg, PerFedAvgSettings
 from strategies.pfedme import PFedMe, PFedMeSettings
 from strategies.scaffold import Scaffold
+from strategies.sparse import SparseSettings
+from strategies.ssfl import SSFL
 from strategies.subfedavg import SubFedAvg, SubFedAvgSettings
 
 
@@ -107,6 +112,8 @@ METHODS = {
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
+    "ssfl": Method("Ohib et al. 2024", SparseSettings, SSFL, SSFLClient),
+    "feddst": Method("Bibikar et al. 2022", FedDSTSettings, FedDST, FedDSTClient),
     "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),
     "local": Method("no federation: the floor", MethodSettings, Local, LocalClient),
     "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, IST, Client),

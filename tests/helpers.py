@@ -88,6 +88,8 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "mtl": {"mtl__lambda": 0.1},
     "fedavg-ft": {},
     "ditto": {},
+    "ssfl": {},
+    "feddst": {"feddst__every": 2},
     "fedbn": {},
     "apfl": {"apfl__adapt": "step"},
     "fedala": {"fedala__learn_passes": 3},
