@@ -23,6 +23,7 @@ from client_apps.fednova import FedNovaClient
 from client_apps.fedpac import FedPACClient
 from client_apps.fedpart import FedPartClient
 from client_apps.fedpews import FedPeWSClient
+from client_apps.fedpm import FedPMClient
 from client_apps.fedselect import FedSelectClient
 from client_apps.heterofl import HeteroFLClient
 from client_apps.local import LocalClient
@@ -48,6 +49,7 @@ from strategies.fedopt import FedAdagrad, FedAdagradSettings, FedAdam, FedAdamSe
 from strategies.fedpac import FedPAC, FedPACSettings
 from strategies.fedpart import FedPart, FedPartSettings
 from strategies.fedpews import FedPeWS, FedPeWSSettings
+from strategies.fedpm import FedPM, FedPMSettings
 from strategies.fedselect import FedSelect, FedSelectSettings
 from strategies.heterofl import FedRolex, HeteroFL, HeteroFLSettings
 from strategies.ist import IST, ISTSettings
@@ -112,6 +114,7 @@ METHODS = {
     "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, FedPAC, FedPACClient),
     "fedselect": Method("FedSelect, Tamirisa et al. 2024", FedSelectSettings, FedSelect, FedSelectClient),
     "subfedavg": Method("Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, SubFedAvg, SubFedAvgClient),
+    "fedpm": Method("Isik et al. 2023", FedPMSettings, FedPM, FedPMClient),
     "ssfl": Method("Ohib et al. 2024", SparseSettings, SSFL, SSFLClient),
     "feddst": Method("Bibikar et al. 2022", FedDSTSettings, FedDST, FedDSTClient),
     "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, MTL, MTLClient),

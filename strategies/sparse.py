@@ -50,9 +50,7 @@ class Sparse(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        names = prunable(model, "unstructured").weights
-        if not names:
-            raise UserError(f"model = {settings.model!r}: has no convolution or linear layer for {settings.method}")
+        names = weight_names(settings, model)
         self.shapes = {name: self.current[name].shape for name in names} if self.options.density < 1 else {}
         self.masks: Tensors = self.first_masks()
         self.made = torch.tensor(0)
@@ -123,3 +121,10 @@ class Sparse(SubnetStrategy):
     def position_masks(self) -> list[Tensors] | None:
         """Return the masks, the same for all clients."""
         return [self.masks] * self.settings.num_clients if self.masks else None
+
+
+def weight_names(settings: Settings, model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of all convolutions and linear layers; :class:`UserError` without any."""
+    if names := prunable(model, "unstructured").weights:
+        return names
+    raise UserError(f"model = {settings.model!r}: has no convolution or linear layer for {settings.method}")

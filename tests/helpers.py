@@ -88,6 +88,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "mtl": {"mtl__lambda": 0.1},
     "fedavg-ft": {},
     "ditto": {},
+    "fedpm": {"fedpm__reset_every": 2},
     "ssfl": {},
     "feddst": {"feddst__every": 2},
     "fedbn": {},

@@ -292,7 +292,7 @@ def test_a_long_update_weighs_less(run_local: Run) -> None:
 EVERY = set(DEFENCES)
 MASKED = {"krum", "dp-noise-multiplier"}
 REFUSES = dict.fromkeys(
-    ("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart", "ssfl"), EVERY
+    ("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart", "ssfl", "fedpm"), EVERY
 ) | dict.fromkeys(("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex", "feddst"), MASKED)
 ON = {
     "clip-norm": {"clip_norm": 0.5},
