@@ -26,10 +26,12 @@ from strategies.settings import (
     FedAdamSettings,
     FedALASettings,
     FedBABUSettings,
+    FedDSTSettings,
     FedNovaSettings,
     FedPACSettings,
     FedPartSettings,
     FedPeWSSettings,
+    FedPMSettings,
     FedRepSettings,
     FedSelectSettings,
     HeteroFLSettings,
@@ -39,6 +41,7 @@ from strategies.settings import (
     PartSettings,
     PerFedAvgSettings,
     PFedMeSettings,
+    SparseSettings,
     SubFedAvgSettings,
     TuningSettings,
 )
@@ -126,6 +129,9 @@ METHODS = {
     "subfedavg": Method(
         "Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
     ),
+    "fedpm": Method("Isik et al. 2023", FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
+    "ssfl": Method("Ohib et al. 2024", SparseSettings, "ssfl:SSFL", "ssfl:SSFLClient"),
+    "feddst": Method("Bibikar et al. 2022", FedDSTSettings, "feddst:FedDST", "feddst:FedDSTClient"),
     "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, "mtl:MTL", "mtl:MTLClient"),
     "local": Method("no federation: the floor", MethodSettings, "local:Local", "local:LocalClient"),
     "ist": Method(

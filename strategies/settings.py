@@ -1,5 +1,6 @@
 """The keys of the methods, a class a method; torch is not imported here: names and keys are there at once."""
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -301,3 +302,36 @@ class PFedMeSettings(MethodSettings):
     """K, gradient steps of theta on each mini-batch."""
     w_lr: NonNegative = 0.005
     """eta: after each mini-batch w moves by eta times lambda of its distance towards theta."""
+
+
+class SparseSettings(MethodSettings):
+    """Keys of all sparse methods."""
+
+    density: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Fraction of the weights of convolutions and linear layers that the network keeps; 1: all, FedAvg."""
+
+
+class FedPMSettings(MethodSettings):
+    """Keys of FedPM."""
+
+    objectives: ClassVar = ("none",)
+
+    reset_every: Count = 1
+    """Rounds after which the counts of the masks' ones and zeros begin anew."""
+
+
+class FedDSTSettings(SparseSettings):
+    """Keys of FedDST."""
+
+    layers: Literal["erk", "uniform"] = "erk"
+    """Densities of the layers: Erdős–Rényi kernel, or the same for all."""
+    every: Count = 10
+    """Rounds from one adjustment of the masks to the next."""
+    share: Fraction = 0.5
+    """Fraction of a layer's kept weights that an adjustment exchanges at the start."""
+    until: CountOrZero = 200
+    """Round from which on the masks stay; 0: from the start."""
+
+    def share_at(self, server_round: int) -> float:
+        """Return the share of a round."""
+        return self.share / 2 * (1 + math.cos(math.pi * server_round / self.until))

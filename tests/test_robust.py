@@ -286,9 +286,9 @@ def test_a_long_update_weighs_less(run_local: Run) -> None:
 
 EVERY = set(DEFENCES)
 MASKED = {"krum", "dp-noise-multiplier"}
-REFUSES = dict.fromkeys(("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart"), EVERY) | dict.fromkeys(
-    ("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex"), MASKED
-)
+REFUSES = dict.fromkeys(
+    ("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart", "ssfl", "fedpm"), EVERY
+) | dict.fromkeys(("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex", "feddst"), MASKED)
 ON = {
     "clip-norm": {"clip_norm": 0.5},
     "median": {"mean": "median"},

@@ -1,0 +1,76 @@
+"""Masks on single weights: how many each layer keeps, which ones, and their exchange in dynamic sparse training."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedsub_app.common.tensors import Tensors
+
+LayerRule = Literal["erk", "uniform"]
+
+
+def kept_counts(shapes: Mapping[str, torch.Size], density: float, rule: LayerRule) -> dict[str, int]:
+    """Return the number of weights that each layer keeps, at least 1, so that all keep about ``density`` together.
+
+    ``"uniform"``: the same share of every layer. ``"erk"``, the Erdős–Rényi kernel (Evci et al.: Rigging the Lottery,
+    ICML 2020, Section 3): a layer's density is proportional to the sum of its sizes over their product; layers that
+    this would fill beyond their size are dense, and the others share the rest.
+
+    Parameters
+    ----------
+    shapes : tensor name -> shape of its weights.
+    density : fraction in (0, 1] of all these weights.
+    """
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    if rule == "uniform":
+        return {name: max(1, round(density * size)) for name, size in sizes.items()}
+    sparse, left = dict(shapes), density * sum(sizes.values())
+    while sparse:
+        factor = left / sum(sum(shape) for shape in sparse.values())
+        densest = max(sparse, key=lambda name: sum(shapes[name]) / sizes[name])
+        if factor * sum(shapes[densest]) < sizes[densest]:
+            return {n: max(1, round(factor * sum(shapes[n]))) if n in sparse else size for n, size in sizes.items()}
+        left -= sizes[densest]
+        del sparse[densest]
+    return sizes
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return where the ``count`` largest values are, bool of their shape; the first ones of equal values."""
+    mask = torch.zeros(values.shape, dtype=torch.bool)
+    mask.view(-1)[values.flatten().argsort(descending=True, stable=True)[:count]] = True
+    return mask
+
+
+def largest_of_layers(values: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensors:
+    """Return :func:`largest` of each tensor named in ``counts``."""
+    return {name: largest(values[name], count) for name, count in counts.items()}
+
+
+def exchanged(
+    weights: Mapping[str, Tensor], slopes: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float
+) -> tuple[Tensors, Tensors]:
+    """Exchange a share of each layer's weights: prune the smallest, grow where gradients are largest (RigL).
+
+    Parameters
+    ----------
+    weights, slopes : tensor name -> float: the weights, and the loss's gradient at all positions.
+    masks : tensor name -> bool of the same shape, 1: kept.
+    share : fraction of the kept weights of a layer that is exchanged, rounded down, but no more than it has pruned
+        ones: a dense layer stays as it is.
+
+    Returns
+    -------
+    The new masks, which keep as many weights as the old ones, and the positions that survived the pruning. A pruned
+    position may grow again at once.
+    """
+    new, survived = {}, {}
+    for name, mask in masks.items():
+        count = int(mask.sum())
+        grown = min(int(share * count), mask.numel() - count)
+        survived[name] = largest(weights[name].abs().masked_fill(~mask, -1), count - grown)
+        new[name] = survived[name] | largest(slopes[name].abs().masked_fill(survived[name], -1), grown)
+    return new, survived

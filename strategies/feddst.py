@@ -1,0 +1,51 @@
+"""FedDST, server side: dynamic sparse training.
+
+Bibikar, Vikalo, Wang, Chen: Federated Dynamic Sparse Training: Computing Less, Communicating Less, Yet Learning Better,
+AAAI 2022, https://arxiv.org/abs/2112.09824. The network is sparse from the start, at random positions. In every
+``every``-th round each client prunes, after its training, a share of each layer's weights, the smallest ones, and grows
+as many where the loss's gradient is largest; the share follows a cosine to 0 in round ``until``. A client sends the
+values that it keeps, and in these rounds its mask. The server takes the mean at each position over the clients that
+keep it, and keeps the largest means of each layer (strategies/sparse.py).
+
+Deviations from the paper, the authors' code (https://github.com/bibikar/feddst), and points that they leave open:
+- the densities of the layers are those of the Erdős–Rényi kernel as published by its authors (RigL); FedDST's code has
+  another formula, and begins with the largest initial weights in the place of random ones.
+- clients adjust after their last epoch (the code's default; the paper has epochs after the adjustment as well).
+- weights grow at pruned positions (paper); the code may choose a position that is kept, and sets it to 0. The gradient
+  is that of one mini-batch drawn for it; the code takes the last one of the training.
+- a layer exchanges no more weights than it has pruned ones, so that a dense layer keeps its weights (ours).
+- the share is ``share / 2 (1 + cos(pi t / until))`` (paper); the code multiplies it by ``share`` once more.
+- BatchNorm and biases are dense (code). The code's final sparsity, minimum of votes and fp16 are left out.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.subnets.sparsity import kept_counts, largest_of_layers
+from strategies.settings import FedDSTSettings
+from strategies.sparse import Sparse
+
+
+class FedDST(Sparse):
+    """Merges the clients' masks by the magnitude of the merged weights."""
+
+    options: FedDSTSettings
+
+    def first_masks(self) -> Tensors:
+        """Return random masks."""
+        draws = generator(self.settings.seed, "masks")
+        numbers = {name: torch.rand(shape, generator=draws) for name, shape in self.shapes.items()}
+        return largest_of_layers(numbers, kept_counts(self.shapes, self.options.density, self.options.layers))
+
+    def adjusts(self, server_round: int) -> bool:
+        """Say whether the clients of a round answer with masks of their own."""
+        return bool(self.shapes) and server_round % self.options.every == 0 and server_round < self.options.until
+
+    def adjusted(self, model: Tensors, masks: Sequence[Tensors]) -> Tensors:
+        """Return where the merged weights are largest, of those that some client keeps."""
+        kept = {name: torch.stack([each[name] for each in masks]).any(0) for name in masks[0]}
+        sizes = {name: model[name].abs().masked_fill(~some, -1) for name, some in kept.items()}
+        return self.masks | largest_of_layers(sizes, {name: int(self.masks[name].sum()) for name in sizes})

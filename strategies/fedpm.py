@@ -1,0 +1,108 @@
+"""FedPM, server side: a random network stays as it is, and the clients learn which of its weights count.
+
+Isik, Pase, Gunduz, Weissman, Zorzi: Sparse Random Networks for Communication-Efficient Federated Learning, ICLR 2023,
+https://arxiv.org/abs/2209.15328, Algorithms 1 and 2. Every weight is plus or minus a constant of its layer, for ever.
+The server sends the probability theta of each weight's mask. A client trains scores, theta = sigmoid(score): each step
+draws a mask and passes the loss's gradient straight through the drawing. It answers with one mask that it draws, a bit
+a weight. The server counts ones and zeros of the masks in a Beta distribution for each weight, and theta is its mode
+``(alpha - 1) / (alpha + beta - 2)``; every ``reset-every`` rounds the counts begin anew at alpha = beta = 1.
+
+Deviations from the paper, the authors' code (https://github.com/BerivanIsik/sparse-random-networks), and open points:
+- the constant is the standard deviation of Kaiming's normal initialisation, ``sqrt(2 / inputs)`` (paper; the code has
+  ``e / sqrt(inputs)``), the sign that of the initial weight. Biases have masks and constants of their layer (code).
+- scores start at 0, theta at 1/2; the code draws normal scores.
+- theta is kept within 0.01 and 0.99, so that scores are finite (code: the bits count as 0.01 and 0.99).
+- the global model that is tested has one mask drawn from theta.
+- layers other than convolutions and linear ones (BatchNorm) are trained and averaged as in FedAvg; the paper has none.
+- ``reset-every = 1`` is the code's reset in every round; the paper resets less often with partial participation.
+- the optimizer of the settings moves the scores. ``objective`` is refused. All masks count alike.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.init import _calculate_fan_in_and_fan_out as fans
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors, prefixed
+from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.settings import Settings
+from fedsub_app.subnets.averaging import MaskedMean
+from fedsub_app.subnets.pruning import prunable
+from strategies.base import SubnetStrategy
+from strategies.defences import DEFENCES
+from strategies.hooks import Merged
+from strategies.settings import FedPMSettings
+from strategies.sparse import MASK, weight_names
+
+THETA = "theta/"
+LIMIT = 0.01  # theta's distance from 0 and 1
+
+
+class FedPM(SubnetStrategy):
+    """Sends probabilities, counts masks.
+
+    Attributes
+    ----------
+    theta : probability of each weight's mask, tensor name -> float of its shape.
+    ones, zeros : alpha - 1 and beta - 1, in the same form.
+    """
+
+    options: FedPMSettings
+    remembers = ("theta", "ones", "zeros")
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        if settings.weighting != "uniform":
+            raise UserError(f"weighting = {settings.weighting!r}: must be 'uniform' with method = 'fedpm'")
+        weight_names(settings, model)
+        self.signed = signed_constants(model, self.current)
+        self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}
+        self.ones = {name: torch.zeros_like(tensor) for name, tensor in self.signed.items()}
+        self.zeros = dict(self.ones)
+        self.current = self.drawn(self.current, self.theta, 0)
+
+    def drawn(self, model: Tensors, theta: Tensors, server_round: int) -> Tensors:
+        """Return the model with the random network under a mask that is drawn."""
+        draws = generator(self.settings.seed, server_round, "mask")
+        return model | {name: w * torch.bernoulli(theta[name], generator=draws) for name, w in self.signed.items()}
+
+    def task(self, client: int) -> Task:
+        """Send theta, and the tensors that have no mask."""
+        others = {name: tensor for name, tensor in self.current.items() if name not in self.signed}
+        return Task(client, others | prefixed(THETA, self.theta))
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect a mask, and the tensors that have none."""
+        masks = {f"{MASK}{name}": Spec(tuple(w.shape), torch.bool) for name, w in self.signed.items()}
+        return {name: spec for name, spec in self.specs.items() if name not in self.signed} | masks
+
+    def refuses(self) -> Mapping[str, str]:
+        """Refuse all defences: the masks are counted."""
+        return dict.fromkeys(DEFENCES, "its server counts the clients' masks")
+
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Count the masks and take the mode of each Beta distribution (Algorithm 2)."""
+        state: dict[str, Tensors] = {"theta": {}, "ones": {}, "zeros": {}}
+        fresh = (self.round - 1) % self.options.reset_every == 0
+        for name in self.signed:
+            ones, zeros = self.ones[name] * (not fresh), self.zeros[name] * (not fresh)
+            for update in updates:
+                mask = update.tensors[f"{MASK}{name}"]
+                ones, zeros = ones + mask, zeros + ~mask
+            state["ones"][name], state["zeros"][name] = ones, zeros
+            state["theta"][name] = (ones / (ones + zeros)).clamp(LIMIT, 1 - LIMIT)
+        return Merged(self.drawn(super().merge(mean, updates).model, state["theta"], self.round), state)
+
+
+def signed_constants(model: nn.Module, initial: Mapping[str, Tensor]) -> Tensors:
+    """Return the random network: weights and biases of convolutions and linear layers, by name."""
+    signed = {}
+    for weight in prunable(model, "unstructured").weights:
+        constant = (2 / fans(initial[weight])[0]) ** 0.5
+        for name in (weight, weight.removesuffix("weight") + "bias"):
+            if name in initial:
+                signed[name] = torch.where(initial[name] < 0, -constant, constant)
+    return signed

@@ -1,0 +1,122 @@
+"""A family of sparse networks: the base of methods whose model keeps a fraction of its single weights.
+
+The server has one mask for each weight tensor of the convolutions and linear layers; the weights at the other positions
+are 0. A client is sent the values at the positions that are kept and, where it does not have it, the mask as bits. It
+trains these positions and answers with their values; tensors without a mask travel whole. The mean is taken position by
+position over the clients that keep it. In the rounds of :meth:`Sparse.adjusts` each client answers with a mask of its
+own as well, which keeps as many weights of each layer as the server's, and :meth:`Sparse.adjusted` makes the next one.
+With ``density = 1`` nothing is pruned, and these methods are FedAvg, bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.settings import Settings
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.pruning import prunable
+from strategies.base import SubnetStrategy
+from strategies.defences import WITHOUT_MASKS
+from strategies.hooks import Merged
+from strategies.settings import SparseSettings
+
+MASK = "mask/"
+
+
+class Sparse(SubnetStrategy):
+    """Sends, trains and merges the weights that one mask keeps.
+
+    Attributes
+    ----------
+    masks : tensor name -> bool of its shape, 1: kept; none where all weights are kept.
+    made : the round whose merge made the masks, int64 scalar; 0: they are the first ones.
+    """
+
+    options: SparseSettings
+    remembers = ("masks", "made")
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        names = weight_names(settings, model)
+        self.shapes = {name: self.current[name].shape for name in names} if self.options.density < 1 else {}
+        self.masks: Tensors = self.first_masks()
+        self.made = torch.tensor(0)
+        self.current = self.pruned(self.current, self.masks)
+        self._values: tuple[Tensors, Tensors] = ({}, {})
+        self._cut: tuple[Tensors, Tensors] = ({}, {})
+
+    def first_masks(self) -> Tensors:
+        """Return the masks of the first round: all weights."""
+        return {name: torch.ones(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
+
+    def adjusts(self, server_round: int) -> bool:
+        """Say whether the clients of a round answer with masks of their own: never."""
+        return False
+
+    def adjusted(self, model: Tensors, masks: Sequence[Tensors]) -> Tensors:
+        """Return the next masks, from the merged model, not pruned yet, and the masks of the round's clients."""
+        return self.masks
+
+    @property
+    def cut(self) -> Tensors:
+        """The masks that do not keep all weights."""
+        if self._cut[0] is not self.masks:
+            self._cut = (self.masks, {name: mask for name, mask in self.masks.items() if not mask.all()})
+        return self._cut[1]
+
+    @staticmethod
+    def pruned(model: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
+        """Return the model with 0 at the positions that masks do not keep."""
+        return {name: tensor * masks[name] if name in masks else tensor for name, tensor in model.items()}
+
+    def task(self, client: int) -> Task:
+        """Send the values that are kept, and the masks to a client that has not merged since they were made."""
+        if self._values[0] is not self.current:  # the same tensors for all clients travel once a message
+            kept = gather(self.current, self.cut)
+            self._values = (self.current, {name: kept.get(name, x) for name, x in self.current.items()})
+        known = self.state_rounds[client] > self.made
+        bits = {} if known else prefixed(MASK, self.cut)
+        return Task(client, self._values[1] | bits, {"adjust": self.adjusts(self.round)})
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect as many values as were sent and, where masks are adjusted, the client's own."""
+        kept = {name: self.specs[name].of_shape([int(mask.sum())]) for name, mask in self.cut.items()}
+        masks = {f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool) for name, mask in self.cut.items()}
+        return self.specs | kept | (masks if self.adjusts(self.round) else {})
+
+    def contribution(self, update: Update) -> Contribution:
+        """Add the values at the positions that the client keeps."""
+        masks = self.cut | unprefixed(MASK, update.tensors)
+        for name, mask in masks.items():
+            if (count := int(mask.sum())) != len(update.tensors[name]):
+                raise BadReply(f"tensor {MASK + name!r}: keeps {count} weights, expected {len(update.tensors[name])}")
+        whole = {name: update.tensors[name] for name in self.current if name not in masks}
+        return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
+
+    def refuses(self) -> Mapping[str, str]:
+        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
+        return {**super().refuses(), **WITHOUT_MASKS}
+
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Merge each position over the clients that keep it; adjust the masks."""
+        merged = super().merge(mean, updates)
+        if not self.adjusts(self.round):
+            return merged
+        masks = self.adjusted(merged.model, [unprefixed(MASK, update.tensors) for update in updates])
+        return Merged(self.pruned(merged.model, masks), {"masks": masks, "made": torch.tensor(self.round)})
+
+    def position_masks(self) -> list[Tensors] | None:
+        """Return the masks, the same for all clients."""
+        return [self.masks] * self.settings.num_clients if self.masks else None
+
+
+def weight_names(settings: Settings, model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of all convolutions and linear layers; :class:`UserError` without any."""
+    if names := prunable(model, "unstructured").weights:
+        return names
+    raise UserError(f"model = {settings.model!r}: has no convolution or linear layer for {settings.method}")

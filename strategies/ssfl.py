@@ -1,0 +1,78 @@
+"""SSFL, server side: a sparse network that is chosen before training.
+
+Ohib, Thapaliya, Dziugaite, Liu, Calhoun, Plis: SSFL: Discovering Sparse Unified Subnetworks at Initialization for
+Efficient Federated Learning, 2024, https://arxiv.org/abs/2405.09037. Each client computes the saliency
+``|w * dL/dw|`` of all weights on one mini-batch, at the common initial model. The server keeps the weights of the
+largest mean saliency, in one ranking of all layers; the mask is the same for all clients and stays. Clients train and
+send the values that it keeps (strategies/sparse.py).
+
+Deviations from the paper and the authors' code (https://github.com/riohib/SSFL):
+- round 1 is the round of the saliencies: its clients answer with them and do not train. In the paper all clients do so
+  before the first round; with ``participation`` below 1 these are the sampled ones.
+- the clients' weights in the mean are those of ``weighting``: ``"examples"`` in the paper, ``"uniform"`` in the code.
+- the saliency is that of one mini-batch of ``batch-size`` (the code can take the mean of several).
+- each layer keeps its largest weight at least.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fedsub_app.common.tensors import Tensors, chosen
+from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.norms import norm
+from fedsub_app.subnets.sparsity import largest
+from strategies.defences import DEFENCES
+from strategies.hooks import Merged
+from strategies.sparse import Sparse
+
+
+class SSFL(Sparse):
+    """Chooses the mask in round 1 by the clients' saliencies."""
+
+    def stage(self, server_round: int) -> str:
+        """Return "saliency" for the first round."""
+        return "saliency" if server_round == 1 and self.shapes else ""
+
+    @property
+    def choosing(self) -> bool:
+        """Say whether the running round chooses the mask."""
+        return bool(self.stage(self.round))
+
+    def task(self, client: int) -> Task:
+        """Ask for the saliencies in the first round."""
+        return Task(client, self.current, {"saliency": [*self.shapes]}) if self.choosing else super().task(client)
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect the saliencies in the first round, under the names of the weights."""
+        saliencies = {name: Spec(tuple(shape), low=0) for name, shape in self.shapes.items()}
+        return saliencies if self.choosing else super().expected(client)
+
+    def contribution(self, update: Update) -> Contribution:
+        """Add the saliencies in the first round."""
+        return (
+            Contribution(update.tensors, None, self.weight(update)) if self.choosing else super().contribution(update)
+        )
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        """Compare the saliencies' norms in the first round."""
+        return {"update": norm(update.tensors.values())} if self.choosing else super().norms(update, contribution)
+
+    def refuses(self) -> Mapping[str, str]:
+        """Refuse all defences: in the first round the clients' answers are no changes of the model."""
+        return dict.fromkeys(DEFENCES, "the answers of its first round are saliencies")
+
+    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+        """Keep the weights of the largest mean saliency."""
+        if not self.choosing:
+            return super().merge(mean, updates)
+        saliency = chosen(mean.result(), self.shapes)
+        best = {name: values == values.max() for name, values in saliency.items()}
+        every = torch.cat([values.flatten() for values in saliency.values()])
+        kept = largest(every, round(self.options.density * len(every))).split([v.numel() for v in saliency.values()])
+        masks: Tensors = {
+            name: part.view(values.shape) | best[name]
+            for (name, values), part in zip(saliency.items(), kept, strict=True)
+        }
+        return Merged(self.pruned(self.current, masks), {"masks": masks, "made": torch.tensor(self.round)})

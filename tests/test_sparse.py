@@ -1,0 +1,237 @@
+"""Sparse networks: densities of layers and exchanges by hand, slow references of FedDST and SSFL, what travels."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import SAME, away, forgetful, merge_round
+from test_methods import made
+from test_parts import BODY, HEAD, KEYS, initial, model_of
+from test_personal import Slow, moved
+from torch import nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
+from strategies.feddst import FedDST
+
+Run = Callable[..., tuple[Json, Path]]
+WEIGHTS = ("fc1.weight", "fc2.weight")
+SHAPES = {"a": torch.Size((10, 10)), "b": torch.Size((20, 5, 3, 3)), "c": torch.Size((2, 3))}
+
+
+# --- pure functions ---------------------------------------------------------------------------------------------------
+
+
+def test_layers_keep_the_same_share() -> None:
+    assert kept_counts(SHAPES, 0.1, "uniform") == {"a": 10, "b": 90, "c": 1}
+
+
+def test_layers_keep_what_the_kernel_says() -> None:
+    """The sums of the sizes are 20, 31, 5; 0.05 of the 1,006 weights are 50.3."""
+    assert kept_counts(SHAPES, 0.05, "erk") == {
+        name: round(n * 50.3 / 56) for name, n in (("a", 20), ("b", 31), ("c", 5))
+    }
+    # 5 * 100.6 / 56 = 8.98 of 6: c is dense, the others share 94.6.
+    assert kept_counts(SHAPES, 0.1, "erk") == {"a": round(20 * 94.6 / 51), "b": round(31 * 94.6 / 51), "c": 6}
+    assert kept_counts(SHAPES, 1.0, "erk") == {"a": 100, "b": 900, "c": 6}
+
+
+def test_the_first_of_equal_values_count() -> None:
+    assert largest(torch.tensor([[1.0, 2.0], [2.0, 2.0]]), 2).tolist() == [[False, True], [True, False]]
+
+
+def test_an_exchange_by_hand() -> None:
+    """Half of four: 0.1 and -0.2 go; the gradient is largest at two of the others, or at one that has just gone."""
+    weights = {"w": torch.tensor([0.1, -0.2, 3.0, -4.0, 0.0, 0.0, 0.0])}
+    masks = {"w": torch.tensor([1, 1, 1, 1, 0, 0, 0], dtype=torch.bool)}
+    slopes = {"w": torch.tensor([9.0, 0.0, 9.0, 9.0, 0.5, -7.0, 0.1])}
+    new, survived = exchanged(weights, slopes, masks, 0.5)
+    assert survived["w"].tolist() == [False, False, True, True, False, False, False]
+    assert new["w"].tolist() == [True, False, True, True, False, True, False]
+    new, survived = exchanged(weights, slopes, {"w": torch.ones(7, dtype=torch.bool)}, 0.5)
+    assert new["w"].all()
+    assert survived["w"].all()
+
+
+# --- slow references --------------------------------------------------------------------------------------------------
+
+
+def trained(r: Slow, model: Tensors, masks: Tensors, i: int, t: int) -> Tensors:
+    for batch in (batch for epoch in r.batches(i, t) for batch in epoch):
+        slope = r.gradient(model, batch)
+        model = moved(model, r.s.lr, {n: slope[n] * masks.get(n, torch.ones(())) for n in slope})
+    return model
+
+
+def top(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the largest values are, the first ones of equal values."""
+    mask = np.zeros(values.numel(), dtype=bool)
+    mask[np.argsort(-values.flatten().numpy(), kind="stable")[:count]] = True
+    return torch.from_numpy(mask)
+
+
+def feddst(r: Slow) -> Tensors:
+    o, draws = r.s.options, generator(r.s.seed, "masks")
+    counts = kept_counts({n: r.start[n].shape for n in WEIGHTS}, o.density, o.layers)
+    masks = {n: top(torch.rand(r.start[n].shape, generator=draws), counts[n]).view(r.start[n].shape) for n in WEIGHTS}
+    x_g = {n: x * masks.get(n, torch.ones(())) for n, x in r.start.items()}
+    for t in (1, 2, 3):
+        models, own = [], []
+        for i in r.clients:
+            model, mask = trained(r, x_g, masks, i, t), dict(masks)
+            if t % o.every == 0:
+                share = o.share / 2 * (1 + math.cos(math.pi * t / o.until))
+                slope = r.gradient(model, next(r.batches(i, t, "slopes"))[0])
+                for n in WEIGHTS:
+                    grown = min(int(share * counts[n]), masks[n].numel() - counts[n])
+                    kept = top(torch.where(masks[n], model[n].abs(), -1), counts[n] - grown).view(masks[n].shape)
+                    mask[n] = kept | top(torch.where(kept, -1, slope[n].abs()), grown).view(kept.shape)
+                    model[n] = model[n] * kept
+            models.append(model)
+            own.append(mask)
+        for n in x_g:
+            if n in WEIGHTS:
+                votes = torch.stack([mask[n] for mask in own]).sum(0)
+                x_g[n] = torch.stack([model[n] * mask[n] for model, mask in zip(models, own, strict=True)]).sum(0)
+                x_g[n] = torch.where(votes > 0, x_g[n] / votes.clamp(min=1), 0.0)
+                if t % o.every == 0:
+                    masks[n] = top(torch.where(votes > 0, x_g[n].abs(), -1), counts[n]).view(votes.shape)
+                x_g[n] = x_g[n] * masks[n]
+            else:
+                x_g[n] = torch.stack([model[n] for model in models]).mean(0)
+    return x_g
+
+
+def ssfl(r: Slow) -> Tensors:
+    saliency = {n: torch.zeros_like(r.start[n]) for n in WEIGHTS}
+    for i in r.clients:
+        slope = r.gradient(r.start, next(r.batches(i, 1, "slopes"))[0])
+        for n in WEIGHTS:
+            saliency[n] += (slope[n] * r.start[n]).abs() / len(r.clients)
+    ranking = torch.cat([saliency[n].flatten() for n in WEIGHTS])
+    bound = ranking.sort(descending=True).values[round(r.s.options.density * len(ranking)) - 1]
+    masks = {n: saliency[n] >= bound for n in WEIGHTS}
+    x_g = {n: x * masks.get(n, torch.ones(())) for n, x in r.start.items()}
+    for t in (2, 3):
+        x_g = r.mean([trained(r, x_g, masks, i, t) for i in r.clients], HEAD + BODY)
+    return x_g
+
+
+SMALL = KEYS | {"evaluate": "global", "lr": 0.05, "batch_size": 64}
+METHODS = [
+    ("feddst", feddst, {"feddst__every": 2, "feddst__until": 20}),
+    ("feddst", feddst, {"feddst__every": 1, "feddst__density": 0.6, "feddst__layers": "uniform"}),
+    ("ssfl", ssfl, {"ssfl__density": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("method", "reference", "keys"), METHODS)
+def test_the_model_is_that_of_the_algorithm(
+    method: str, reference: Callable[[Slow], Tensors], keys: dict[str, Any], run_local: Run
+) -> None:
+    """Of two weights or gradients that are nearly equal, rounding may choose the other one: a few in 10,000."""
+    keys = SMALL | {"method": method} | keys
+    _, folder = run_local(**keys)
+    model = model_of(folder)
+    expected = reference(Slow(resolve({k.replace("__", ".").replace("_", "-"): v for k, v in keys.items()})))
+    differ = [float(((model[n] != 0) != (expected[n] != 0)).double().mean()) for n in WEIGHTS]
+    assert max(differ) < 5e-4, differ
+    assert away(model, expected, initial()) < SAME
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["feddst", "ssfl"])
+def test_with_all_weights_it_is_fedavg_bit_for_bit(method: str, run_local: Run) -> None:
+    keys = KEYS | {"model": "lenet5-bn", "image_size": 32, "train_per_class": 20, "num_rounds": 2, "batch_size": 32}
+    keys |= {"momentum": 0.9, "weight_decay": 0.01, "evaluate": "global"}
+    _, fedavg = run_local("fedavg", **keys, method="fedavg")
+    _, folder = run_local("sparse", **keys, method=method, **{f"{method}__density": 1.0})
+    ours, theirs = model_of(folder), model_of(fedavg)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert read_rounds(folder)[1]["formula-bytes-down"] == read_rounds(fedavg)[1]["formula-bytes-down"]
+
+
+@pytest.mark.parametrize("method", ["feddst", "ssfl"])
+def test_what_is_kept_travels_and_a_mask_where_it_is_new(method: str, run_local: Run) -> None:
+    _, folder = run_local(**SMALL, method=method, **{f"{method}__density": 0.25}, optimizer="adam", weight_decay=0.01)
+    model = model_of(folder)
+    dense = sum(tensor.numel() for name, tensor in model.items() if name not in WEIGHTS)
+    all_weights, bits = sum(model[n].numel() for n in WEIGHTS), sum(-(-model[n].numel() // 8) for n in WEIGHTS)
+    kept = 4 * (dense + sum(int((model[n] != 0).sum()) for n in WEIGHTS))
+    assert abs(kept - 4 * (dense + all_weights / 4)) <= 4 * 2
+    found = [(line["formula-bytes-down"] // 3, line["formula-bytes-up"] // 3) for line in read_rounds(folder)[1:]]
+    if method == "ssfl":
+        assert found == [(4 * (dense + all_weights), 4 * all_weights), (kept + bits, kept), (kept, kept)]
+    else:
+        assert found == [(kept + bits, kept), (kept, kept), (kept, kept)]
+
+
+def test_a_new_mask_travels_once(run_local: Run) -> None:
+    _, folder = run_local(**SMALL | {"num_rounds": 4}, method="feddst", feddst__every=2)
+    down, up = ([line[f"formula-bytes-{way}"] for line in read_rounds(folder)[1:]] for way in ("down", "up"))
+    assert down[0] == down[2] > down[1] == down[3]
+    assert up[1] == up[3] == down[0]
+    assert up[0] == up[2] == down[1]
+
+
+def test_a_client_that_lost_its_mask_gets_it_again(run_local: Run, tmp_path: Path) -> None:
+    keys = SMALL | {"num_rounds": 4, "method": "ssfl"}
+    _, folder = run_local(grid=forgetful(tmp_path / "run", client=1, after=2), **keys)
+    lost = {"client": 1, "reason": "client failed: StateGone: client 1 has lost its state: its mask is not there"}
+    lines = read_rounds(folder)[1:]
+    assert [line["dropped"] for line in lines] == [[], [], [lost], []]
+    assert lines[3]["formula-bytes-down"] > lines[2]["formula-bytes-down"]
+
+
+def test_a_mask_of_another_size_is_refused() -> None:
+    strategy, client = made("feddst", feddst__every=1)
+    strategy.round = 1
+    task = strategy.task(0)
+    update = client(0, 1, {}).run_training(dict(task.tensors), task.config)
+    strategy.contribution(update)
+    name = "mask/fc1.weight"
+    wrong = Update(0, update.tensors | {name: torch.ones_like(update.tensors[name])}, update.metrics, 20)
+    with pytest.raises(BadReply, match=r"tensor 'mask/fc1.weight': keeps \d+ weights, expected \d+"):
+        strategy.contribution(wrong)
+
+
+def test_a_position_that_no_client_keeps_is_pruned() -> None:
+    """Although its old value is the largest of all."""
+    strategy, client = made("feddst", feddst__every=1, feddst__share=1.0, feddst__until=1000)
+    strategy.round, updates = 1, []
+    row, column = strategy.masks["fc1.weight"].nonzero()[0].tolist()
+    for c in range(3):
+        task = strategy.task(c)
+        update = client(c, 1, {}).run_training(dict(task.tensors), task.config)
+        mask = update.tensors["mask/fc1.weight"]
+        if mask[row, column]:
+            mask[row, column] = False
+            mask.view(-1)[int((~mask).flatten().nonzero()[-1])] = True
+        updates.append(update)
+    strategy.current["fc1.weight"][row, column] = 100.0
+    merge_round(strategy, updates)
+    assert not strategy.masks["fc1.weight"][row, column]
+    assert strategy.current["fc1.weight"][row, column] == 0
+
+
+def test_a_density_that_is_none_is_named() -> None:
+    with pytest.raises(UserError, match=r"^ssfl.density = 0.0: must be"):
+        resolve({"method": "ssfl", "ssfl.density": 0.0})
+
+
+def test_a_network_without_weights_is_refused() -> None:
+    _, client = made("feddst")
+    settings = client(0, 1, {}).place.settings
+    with pytest.raises(UserError, match=r"^model = 'feature-mlp': has no convolution or linear layer for feddst$"):
+        FedDST(settings, nn.BatchNorm1d(3))
