@@ -41,7 +41,7 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
-from strategies.defences import DEFENCES
+from strategies.defences import ALONE, DEFENCES
 from strategies.settings import ISTSettings
 from strategies.sliced import Sliced
 
@@ -81,5 +81,5 @@ class IST(Sliced):
 
     def refuses(self) -> Mapping[str, str]:
         """Refuse all defences: one client of a round trains a unit."""
-        alone = dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained")
+        alone = dict.fromkeys((*DEFENCES, "min-contributors"), ALONE)
         return alone | {"oversample": "the units of a client that is not waited for would not be trained"}
