@@ -280,8 +280,13 @@ class Hooks:
         """Say whether updates are bounded by one another (setting ``robust``); not with privacy's own bound."""
         settings = self.settings
         if settings.robust == "auto":
-            return not self.federation.simulated and not settings.dp_noise_multiplier
+            return not self.simulated and not settings.dp_noise_multiplier
         return settings.robust == "on"
+
+    @property
+    def simulated(self) -> bool:
+        """Say whether all nodes are simulated, or there are none yet."""
+        return not hasattr(self, "federation") or self.federation.simulated
 
     def max_samples(self, client: int) -> int:
         """Return an upper bound on the samples that a client computes on in a round, each counted once a pass."""

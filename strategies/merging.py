@@ -155,7 +155,9 @@ def _empty_mean(strategy: Hooks) -> MaskedMean:
     settings, old = strategy.settings, strategy.current
     if settings.dp_noise_multiplier:
         deviation = settings.dp_noise_multiplier * settings.clip_norm
-        return NoisyMean(old, settings.sample_size, deviation, generator(settings.seed, strategy.round, "noise"))
+        # Every node has the seed: a simulation can be repeated with its noise, real nodes must not know it.
+        draws = generator(settings.seed, strategy.round, "noise") if strategy.simulated else None
+        return NoisyMean(old, settings.sample_size, deviation, draws)
     if settings.mean != "average":
         return RobustMean(old, settings.mean, settings.trim_fraction, settings.byzantine_clients)
     return MaskedMean(old)
