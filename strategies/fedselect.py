@@ -62,6 +62,7 @@ class FedSelect(SubnetStrategy):
 
     options: FedSelectSettings
     remembers = ("masks", "held")
+    judged = False
     reports: ClassVar = {
         "personal-fraction": Reported(
             "Personal part of the model, mean over the clients", "personal (%)", file="personal", scale=100

@@ -63,7 +63,8 @@ def secret_normal(shape: torch.Size) -> Tensor:
         return torch.empty(shape)
     bits = torch.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=torch.int64)
     uniform = ((bits & (2**52 - 1)).double() + 0.5) / 2**52
-    return torch.special.ndtri(uniform).float().reshape(shape)
+    numbers: Tensor = torch.special.ndtri(uniform).float()
+    return numbers.reshape(shape)
 
 
 def require_accountant() -> None:
