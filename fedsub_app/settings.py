@@ -235,6 +235,16 @@ BY_EXAMPLES = ("fedavg", "fedprox", "moon")  # McMahan et al. 2017, Li et al. 20
 class DefenceSettings(FederationSettings):
     """Bounds on one client's influence, and differential privacy (docs/security.md)."""
 
+    robust: Literal["auto", "on", "off"] = "auto"
+    """Bound each update by the others of its round, tensor by tensor; auto: where nodes are real.
+
+    An update of more than five times the round's median norm is refused; each tensor's change is brought down to the
+    median of the clients', of this round and the last five. Where the merged model is far worse on the server's test
+    samples than the last ones, the updates that harm it are left out, or it is not kept. The server holds all updates
+    of a round.
+    """
+    min_contributors: Count = 1
+    """A position of the model that fewer clients of a round contribute to keeps its value."""
     clip_norm: NonNegative = 0.0
     """L2 norm to which each client's change of the model is scaled down before the mean; 0: no clipping.
 
@@ -273,6 +283,13 @@ class DefenceSettings(FederationSettings):
                 raise ValueError(f"{said} mean = 'krum' {least}, {self.sample_size} take part")
             beside = f"mean = 'krum' and the {self.sample_size} clients that take part in a round"
             raise ValueError(f"{said} at most {most} with {beside}")
+        if self.robust == "on" and self.dp_noise_multiplier:
+            raise ValueError(
+                "robust = 'on': not with dp-noise-multiplier above 0: bounds by other clients are not private"
+            )
+        if self.min_contributors > self.sample_size:
+            take_part = f"the {self.sample_size} clients that take part in a round"
+            raise ValueError(f"min-contributors = {self.min_contributors}: at most {take_part}")
         if 0 < self.dp_noise_multiplier < MIN_NOISE:
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {MIN_NOISE}")
         if self.dp_noise_multiplier and not self.clip_norm:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fedsub_app.common.tensors import chosen
-from fedsub_app.federation.protocol import Range, Update
+from fedsub_app.federation.protocol import BadReply, Range, Update
 from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
@@ -93,7 +93,9 @@ class FedNova(SubnetStrategy):
         return count(steps, settings.momentum, pull)
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the parameters, weighed by p_i / a_i."""
+        """Add the parameters, weighed by p_i / a_i; the steps must be those of the client's samples."""
+        if self.facts and update.metrics["steps"] != (steps := self.steps(update.num_examples)):
+            raise BadReply(f"metric 'steps' = {update.metrics['steps']:g}: must be {steps}")
         weight = self.weight(update) / self.distance_of_steps(update)
         return Contribution(chosen(update.tensors, self.parameters), None, weight)
 

@@ -38,7 +38,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
 from strategies.base import SubnetStrategy
-from strategies.defences import WITHOUT_MASKS
+from strategies.defences import ALONE, WITHOUT_MASKS
 from strategies.hooks import Merged
 from strategies.settings import FedPeWSSettings
 
@@ -128,9 +128,14 @@ class FedPeWS(SubnetStrategy):
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
         return Contribution(scatter(update.tensors, positions), positions, self.weight(update))
 
+    def origin(self, update: Update) -> Tensors:
+        """Return the client's last probabilities."""
+        return {**super().origin(update), "theta": self.theta[update.client]}
+
     def refuses(self) -> Mapping[str, str]:
         """Refuse defences that compare whole updates: in the warm-up clients cover different positions."""
-        return WITHOUT_MASKS if self.options.warmup_rounds else {}
+        alone = {"min-contributors": ALONE} if self.options.masks == "fixed" else {}
+        return {**WITHOUT_MASKS, **alone} if self.options.warmup_rounds else {}
 
     def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
         """Keep the clients' probabilities; report the number of hidden units that 0, 1, 2, … clients cover."""

@@ -64,6 +64,7 @@ class FedSelect(SubnetStrategy):
     keeps_models = True
     refused = WITHOUT_MASKS
     remembers = ("masks", "held")
+    judged = False
     reports: ClassVar = {
         "personal-fraction": Reported(
             "Personal part of the model, mean over the clients", "personal (%)", file="personal", scale=100

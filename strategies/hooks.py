@@ -36,6 +36,7 @@ from strategies.memory import Memory, flattened, restored
 
 log = logging.getLogger("fedsub")
 MAX_LOSS = 1e4  # a model with a larger cross-entropy has diverged: guessing among 10^6 classes costs 14
+KEPT = ("state_rounds", "usual")  # the server's state of every method
 MAX_PASSES = 4  # upper bound on a method's forward and backward passes of the whole network on a sample in an epoch
 
 
@@ -49,12 +50,14 @@ class Facts:
     sample_flops : FLOPs of a forward and backward pass of the whole network on one sample.
     loss : a global model -> its loss on some test samples.
     held_out : upper bound on a client's validation or test samples.
+    exact : whether ``examples`` are exact; else they are upper bounds, of clients that have private data.
     """
 
     examples: Sequence[int]
     sample_flops: float
     loss: Callable[[Tensors], float]
     held_out: int = 0
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,10 @@ class Merged:
     report: Json = field(default_factory=dict)
 
 
+def _normalised(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
 class Hooks:
     """FedAvg, and the hooks of all methods; :class:`~strategies.base.SubnetStrategy` has Flower's verbs beside them.
 
@@ -85,6 +92,8 @@ class Hooks:
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
     epoch_keys : names of the options that count epochs beside ``local-epochs``.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
+    judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
+        model is no model of the whole task, because parts of it stay with the clients.
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     settings, options : the run's settings and the method's own.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
@@ -92,10 +101,13 @@ class Hooks:
     round : number of the running round, from 1.
     phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
     state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
+    usual : with ``robust``, of the last rounds: usual sizes of each tensor's change (strategies/bounding.py), and the
+        merged models' losses.
     """
 
     remembers: tuple[str, ...] = ()
     holds_all = False
+    judged = True
     measurement: "Hooks | None" = None
     keeps_models = False
     epoch_keys: tuple[str, ...] = ()
@@ -103,7 +115,7 @@ class Hooks:
     reports: ClassVar[Mapping[str, Reported]] = {}
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
-        if settings.batch_size == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        if settings.batch_size == 1 and _normalised(model):
             raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         self.settings = settings
         self.options = settings.options
@@ -113,6 +125,7 @@ class Hooks:
         self.phase = Phase()
         self.facts: Facts | None = None
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
+        self.usual: Tensors = {}
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
 
     # --- the hooks of most methods -----------------------------------------------------------------------------------
@@ -173,6 +186,13 @@ class Hooks:
         remembers other tensors of an update adds their norms.
         """
         return {"update": self.distance(update, contribution)}
+
+    def origin(self, update: Update) -> Tensors:
+        """Return the values that the update's tensors beside its contribution started from, by name; the others: 0.
+
+        With ``robust`` their change is bounded like the model's.
+        """
+        return self.current
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Return the tensors of an update that :meth:`merge` needs after the contribution was added to the mean.
@@ -250,6 +270,32 @@ class Hooks:
         """Return an upper bound on a client's training samples."""
         return self.facts.examples[client] if self.facts else MAX_EXAMPLES
 
+    def examples(self, client: int) -> tuple[int, int]:
+        """Return the bounds of a client's training samples; where the server knows their number, both are equal."""
+        most = self.max_examples(client)
+        return (most if self.facts and self.facts.exact else 1), most
+
+    def steps(self, examples: int) -> int:
+        """Return the steps that ``local-epochs`` or ``local-steps`` make of so many samples, as the client counts."""
+        settings = self.settings
+        batches = -(-examples // settings.batch_size)
+        if examples % settings.batch_size == 1 < examples and _normalised(self.model):
+            batches -= 1  # BatchNorm cannot train on one sample
+        return (settings.local_steps or batches * settings.local_epochs) if batches else 0
+
+    @property
+    def robust(self) -> bool:
+        """Say whether updates are bounded by one another (setting ``robust``); not with privacy's own bound."""
+        settings = self.settings
+        if settings.robust == "auto":
+            return not self.simulated and not settings.dp_noise_multiplier
+        return settings.robust == "on"
+
+    @property
+    def simulated(self) -> bool:
+        """Say whether all nodes are simulated, or there are none yet."""
+        return not hasattr(self, "federation") or self.federation.simulated
+
     def max_samples(self, client: int) -> int:
         """Return an upper bound on the samples that a client computes on in a round, each counted once a pass."""
         settings, count = self.settings, self.max_examples(client)
@@ -278,9 +324,9 @@ class Hooks:
 
     def state(self) -> Tensors:
         """Return the server's state between rounds, as named tensors for the checkpoint."""
-        return flattened({name: getattr(self, name) for name in ("state_rounds", *self.remembers)})
+        return flattened({name: getattr(self, name) for name in (*KEPT, *self.remembers)})
 
     def load_state(self, state: Tensors) -> None:
         """Restore the tensors that :meth:`state` returned; :class:`UserError` where one is missing."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in ("state_rounds", *self.remembers)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in (*KEPT, *self.remembers)}
         vars(self).update(restored(state, values))

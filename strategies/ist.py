@@ -41,7 +41,7 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
-from strategies.defences import DEFENCES
+from strategies.defences import ALONE, DEFENCES
 from strategies.settings import ISTSettings
 from strategies.sliced import Sliced
 
@@ -51,7 +51,7 @@ class IST(Sliced):
 
     options: ISTSettings
     refused: ClassVar = {
-        **dict.fromkeys(DEFENCES, "its server writes back what one client alone has trained"),
+        **dict.fromkeys((*DEFENCES, "min-contributors"), ALONE),
         "oversample": "the units of a client that is not waited for would not be trained",
     }
 

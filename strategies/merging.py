@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import Update, formula_bytes
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import NormGuard
@@ -88,6 +91,7 @@ class Merging:
         self._mean = _empty_mean(strategy)
         self._waiting: list[Contribution] = []
         self._bytes = 0
+        self._contributors: dict[str, Tensor] = {}  # int32 of each tensor's shape, with min-contributors
 
     def add(self, valid: Valid) -> None:
         """Add the next update."""
@@ -103,6 +107,8 @@ class Merging:
             distance = strategy.distance(update, contribution)
             self.clipped += distance > limit
             contribution = clipped(contribution, strategy.current, distance, limit)
+        if strategy.settings.min_contributors > 1:
+            self._count(contribution)
         self._waiting.append(contribution)
         self._bytes += sum(tensor.nbytes for tensor in contribution.tensors.values())
         if self._bytes > WAITING_BYTES:
@@ -118,8 +124,24 @@ class Merging:
         self._sum()
         start = time.perf_counter()
         merged = self._strategy.merge(self._mean, self.updates)
+        if self._strategy.settings.min_contributors > 1:
+            merged = replace(merged, model=self._with_enough(merged.model))
         self.seconds += time.perf_counter() - start
         return merged
+
+    def _count(self, contribution: Contribution) -> None:
+        """Count the contributors of each position."""
+        for name in contribution.tensors:
+            old = self._strategy.current[name]
+            mask = contribution.whole(name, old)[1]
+            known = self._contributors.setdefault(name, torch.zeros(old.shape, dtype=torch.int32))
+            known += 1 if mask is None else mask
+
+    def _with_enough(self, model: Tensors) -> Tensors:
+        """Return the merged model, with the old value where fewer than ``min-contributors`` clients contribute."""
+        least, old = self._strategy.settings.min_contributors, self._strategy.current
+        counts = self._contributors
+        return model | {name: torch.where(counts[name] >= least, model[name], old[name]) for name in counts}
 
     def _sum(self) -> None:
         start = time.perf_counter()
@@ -133,7 +155,9 @@ def _empty_mean(strategy: Hooks) -> MaskedMean:
     settings, old = strategy.settings, strategy.current
     if settings.dp_noise_multiplier:
         deviation = settings.dp_noise_multiplier * settings.clip_norm
-        return NoisyMean(old, settings.sample_size, deviation, generator(settings.seed, strategy.round, "noise"))
+        # Every node has the seed: a simulation can be repeated with its noise, real nodes must not know it.
+        draws = generator(settings.seed, strategy.round, "noise") if strategy.simulated else None
+        return NoisyMean(old, settings.sample_size, deviation, draws)
     if settings.mean != "average":
         return RobustMean(old, settings.mean, settings.trim_fraction, settings.byzantine_clients)
     return MaskedMean(old)

@@ -32,6 +32,7 @@ class SharedPart(SubnetStrategy):
     """Sends, receives and merges the shared part; the personal part of the global model keeps its initial values."""
 
     options: PartSettings
+    judged = False
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import median, median_low
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -20,9 +20,12 @@ from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, St
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.subnets.norms import NormGuard, norm
 from fedsub_app.subnets.privacy import epsilon, require_accountant
+from strategies.bounding import MAX_NORM, Bounds, reach
+from strategies.harm import far_worse, harmless
 from strategies.hooks import MAX_LOSS, Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 
+MAX_COST = 1.5  # with robust, of a sample, over the median client's
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
 
 
@@ -62,23 +65,32 @@ def merge_answers(
     # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
     limit = math.inf if settings.dp_noise_multiplier else settings.max_update_norm
     guard = partial(NormGuard[Valid], limit, norm(strategy.current.values()))
+    bounds = None
+    if strategy.robust:
+        guard = partial(NormGuard[Valid], min(limit, MAX_NORM), norm(strategy.current.values()), math.inf)
+        reached = reach(strategy, phase.report["clients"])
+        bounds = Bounds(strategy, reached)
     spares = settings.spares if phase.outbox.header["phase"] == MessageType.TRAIN else 0
     judge = FirstValid(draw(settings, server_round), settings.sample_size, guard) if spares else guard()
     merging = Merging(strategy)
     diverged = 0
 
-    def take(decided: Iterable[tuple[Valid, str]]) -> None:
-        for valid, reason in decided:
-            if reason:
-                phase.dropped.append(Dropped(valid.update.client, reason))
-            else:
-                merging.add(valid)
+    def take(decided: Sequence[tuple[Valid, str]]) -> None:
+        phase.dropped += [Dropped(valid.update.client, reason) for valid, reason in decided if reason]
+        accepted = [valid for valid, reason in decided if not reason]
+        if bounds and accepted:
+            accepted, harmful = harmless(strategy, bounds.bounded(accepted))
+            phase.dropped += harmful
+        for valid in accepted:
+            merging.add(valid)
 
     for client, part, expected in federation.answers(phase, replies, strategy.expected, not spares):
         try:
-            update = read_update(part, expected, strategy.metrics(client), strategy.max_examples(client))
+            update = read_update(part, expected, strategy.metrics(client), strategy.examples(client))
             contribution = strategy.contribution(update)
             norms = strategy.norms(update, contribution)
+            if bounds:
+                norms = {kind: value / reached[client] for kind, value in norms.items()}
             take(judge.add(Valid(update, contribution, norms), norms))
         except BadReply as error:
             phase.dropped.append(Dropped(client, str(error)))
@@ -91,12 +103,12 @@ def merge_answers(
     # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.
     updates = merging.updates
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
-    metrics = _means(updates, names) | _sums(updates, COSTS)
+    metrics = _means(updates, names, strategy.robust) | _sums(updates, COSTS, strategy.robust)
     # The server's own measurements override the clients' metrics.
     phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
     phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": phase.outbox.formula_down}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
-    phase.report |= merging.report | _privacy(strategy)
+    phase.report |= merging.report | _privacy(strategy) | (bounds.report if bounds else {})
     phase.report |= _lost(strategy, "lost-state", updates)
     merged, reason = _merged(strategy, merging, diverged)
     phase.report["merge-seconds"] = merging.seconds
@@ -112,6 +124,8 @@ def merge_answers(
         return None, MetricRecord(dict(metrics))
     phase.report |= merged.report
     strategy.commit(merged, updates)
+    if bounds:
+        strategy.usual |= bounds.usual
     return to_arrays(merged.model), MetricRecord(dict(metrics))
 
 
@@ -132,6 +146,8 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
     loss = strategy.facts.loss(merged.model) if strategy.facts else 0.0
     if not loss <= MAX_LOSS:
         return None, f"diverged: the merged model's loss is {loss:g}"
+    if strategy.robust and strategy.facts and (reason := far_worse(strategy, loss)):
+        return None, reason
     return merged, ""
 
 
@@ -206,8 +222,10 @@ def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecor
             updates.append(read_update(part, expected, _evaluation_metrics(strategy, client)))
         except BadReply as error:
             phase.dropped.append(Dropped(client, str(error)))
-    means = _means(updates, sorted({key for update in updates for key in update.metrics} - {"flops"}))
-    spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",)).items() if value}
+    names = sorted({key for update in updates for key in update.metrics} - {"flops"})
+    accuracies = [name for name in names if not name.endswith("-loss")]  # 0 to 100: no client moves their mean far
+    means = _means(updates, accuracies) | _means(updates, [*{*names} - {*accuracies}], strategy.robust)
+    spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",), strategy.robust).items() if value}
     phase.report |= means | spent
     phase.report |= _lost(strategy, "evaluated-without-state", updates)
     phase.report["evaluated"] = {update.client: update.metrics for update in updates}
@@ -219,13 +237,21 @@ def _reasons(dropped: Sequence[Dropped]) -> list[Json]:
     return [{"client": drop.client, "reason": drop.reason} for drop in sorted(dropped, key=lambda drop: drop.client)]
 
 
-def _means(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
+def _means(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
+    """Return the clients' means; with ``robust`` their lower medians, which no client moves by what it says."""
     values = {key: [u.metrics[key] for u in updates if key in u.metrics] for key in keys}
-    return {key: sum(each) / len(each) for key, each in values.items() if each}
+    return {key: median_low(each) if robust else sum(each) / len(each) for key, each in values.items() if each}
 
 
-def _sums(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
-    return {key: sum(u.metrics.get(key, 0.0) for u in updates) for key in keys}
+def _sums(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
+    """Return the clients' sums; with ``robust`` a client counts as at most 1.5 times the median cost of a sample."""
+    costs = {key: [u.metrics.get(key, 0.0) for u in updates] for key in keys}
+    if robust and updates:
+        examples = [update.num_examples for update in updates]
+        for key, each in costs.items():
+            usual = median_low([cost / count for cost, count in zip(each, examples, strict=True)])
+            costs[key] = [min(x, MAX_COST * usual * count) for x, count in zip(each, examples, strict=True)]
+    return {key: sum(each) for key, each in costs.items()}
 
 
 def _middle(norms: Sequence[float]) -> dict[str, float]:
@@ -248,6 +274,7 @@ def check_defences(strategy: Hooks) -> None:
     chosen = {
         "clip-norm": f"clip-norm = {settings.clip_norm:g}" if settings.clip_norm else "",
         settings.mean: f"mean = {settings.mean!r}",
+        "min-contributors": f"min-contributors = {settings.min_contributors}" if settings.min_contributors > 1 else "",
         "oversample": f"oversample = {settings.oversample:g}" if settings.oversample > 1 else "",
         "dp-noise-multiplier": f"dp-noise-multiplier = {noise:g}" if noise else "",
     }

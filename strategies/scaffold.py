@@ -21,7 +21,7 @@ from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
@@ -30,6 +30,7 @@ from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
 
+ROUNDING = 1e-3  # of two devices, relative
 VARIATE = "variate/"  # prefix of c's names down, and of the names of c_i's change up
 
 
@@ -62,6 +63,19 @@ class Scaffold(SubnetStrategy):
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect y_i and the change of c_i."""
         return self.specs | {f"{VARIATE}{name}": Spec(tuple(c.shape)) for name, c in self.variate.items()}
+
+    def contribution(self, update: Update) -> Contribution:
+        """Add y_i; the change of c_i must be the one that follows from it, (x - y_i) / (K lr) - c (line 12)."""
+        added = super().contribution(update)
+        if not self.facts:
+            return added
+        distance = self.steps(update.num_examples) * self.settings.lr_at(self.round)
+        for name, c in self.variate.items():
+            sent = update.tensors[f"{VARIATE}{name}"]
+            path = (self.current[name] - update.tensors[name]) / distance if distance else c
+            if norm([sent - (path - c)]) > ROUNDING * (norm([path]) + norm([c])):
+                raise BadReply(f"tensor {VARIATE + name!r}: not the change of a variate that its model implies")
+        return added
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Add the norm of the change of c_i."""

@@ -343,7 +343,7 @@ def read(strategy: SubnetStrategy, update: Update) -> Update:
     """An update as the server reads it off the wire."""
     expected = strategy.expected(update.client)
     _, (part,) = unpack_reply(pack({}, [update_part(update)]), {update.client: expected})
-    return read_update(part, expected, strategy.metrics(update.client), strategy.max_examples(update.client))
+    return read_update(part, expected, strategy.metrics(update.client), strategy.examples(update.client))
 
 
 def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence[int] = ()) -> Json:

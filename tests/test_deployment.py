@@ -15,7 +15,10 @@ from fedsub_app.common.files import write_json
 from fedsub_app.deployment import federation
 from fedsub_app.deployment.federation import STATE
 
-DIGITS = ["fedpews/digits", *pairs({"num-rounds": 3, "fedpews.warmup-rounds": 2, "train-per-class": 40})]
+DIGITS = [
+    "fedpews/digits",
+    *pairs({"num-rounds": 3, "fedpews.warmup-rounds": 2, "train-per-class": 40, "robust": "on"}),
+]
 
 
 @pytest.mark.slow
@@ -51,6 +54,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 MNIST = {"dataset": "mnist", "num-clients": 4, "num-rounds": 3, "train-per-class": 60, "test-per-class": 20, "lr": 0.05}
+MNIST |= {"robust": "on"}  # as it is by default on real nodes
 
 
 @pytest.mark.slow

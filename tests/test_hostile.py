@@ -265,7 +265,7 @@ HURT: list[tuple[str, str, Spoil, str]] = [
     ("1e5 in a slice", "ist", filled("fc1.weight", 1e5), "update of norm 9"),
     ("moments", "fedpart", filled("first/fc1.weight", 3e38), "first moments of norm inf: more than max-update-norm"),
     ("second moments", "fedpart", filled("second/fc1.weight", 3e38), "second moments of norm inf: more than max"),
-    ("a variate", "scaffold", filled("variate/fc1.weight", 3e38), "variate of norm inf: more than max-update-norm"),
+    ("a variate", "scaffold", filled("variate/fc1.weight", 3e38), "tensor 'variate/fc1.weight': not the change of"),
     ("feature means", "fedpac", filled("fedpac/means", 1e30), "fedpac/means of norm inf: more than max-update-norm"),
     ("feature statistics", "fedpac", filled("fedpac/h", 1e30), "fedpac/h of norm inf: more than max-update-norm"),
     ("a feature variance", "fedpac", filled("fedpac/v", 1e30), "fedpac/v of norm 1e+30: more than max-update-norm"),

@@ -4,6 +4,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fedsub_app.runs.console import round_line, summary_table
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm
-from fedsub_app.subnets.privacy import NoisyMean, epsilon
+from fedsub_app.subnets.privacy import NoisyMean, epsilon, secret_normal
 from fedsub_app.subnets.robust import clipped
 from strategies.rounds import check_defences
 
@@ -55,6 +56,29 @@ def test_rounds_have_noise_of_their_own_and_a_round_always_the_same() -> None:
         strategy.current = start
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+def test_real_nodes_cannot_draw_the_noise_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the system, not from the seed that every node has: the same round has another noise."""
+    strategy, client = made("fedavg", weighting="uniform", **PRIVATE)
+    start, found = strategy.current, []
+    for _ in range(2):
+        strategy.round, strategy.current = 1, start
+        strategy.federation = SimpleNamespace(simulated=False)  # type: ignore[assignment]
+        merge_round(strategy, [client(0, 1, {}).run_training(dict(start), {})])
+        found.append(torch.cat([x.flatten() for x in strategy.current.values()]))
+    noise = found[0] - found[1]  # the answers are the same
+    assert float(noise.std()) == pytest.approx(2**0.5 * 2.0 * 0.5 / strategy.settings.sample_size, rel=0.05)
+
+
+def test_secret_numbers_are_normal() -> None:
+    x = secret_normal(torch.Size([400, 500])).double()
+    assert float(x.mean()) == pytest.approx(0, abs=5 / 200_000**0.5)
+    assert float(x.std()) == pytest.approx(1, rel=0.01)
+    assert float(x.pow(4).mean()) == pytest.approx(3, rel=0.06)
+    assert float(x.abs().max()) < 8.3
+    assert secret_normal(torch.Size([0, 3])).shape == (0, 3)
+    assert secret_normal(torch.Size([])).dim() == 0
 
 
 @settings(deadline=None)

@@ -143,7 +143,7 @@ def reply(tensors: Tensors | None = None, without: str = "", **config: object) -
     sent = {k: v for k, v in (good | (tensors or {})).items() if k != without}
     said: Json = {"client": 3, "num-examples": 10, "metrics": {"loss": 0.5, "steps": 2}}
     said |= {"error": "", "state": [0, 0]}
-    return read_update(received([(said | config, sent)])[0], EXPECTED, METRICS, 1000)
+    return read_update(received([(said | config, sent)])[0], EXPECTED, METRICS, (1, 1000))
 
 
 def test_a_good_update_passes() -> None:

@@ -88,7 +88,7 @@ def test_other_machines_reach_the_door_alone(home: Path, monkeypatch: pytest.Mon
     assert "--host=127.0.0.1" in found["superlink"]
     assert not any("0.0.0.0" in word for command in found.values() for word in command)
     assert found["door"] == ["/usr/sbin/nginx", "-c", f"{home}/door.conf", "-g", "daemon off;"]
-    text = commands.door_settings(home, 8000, 9443)
+    text = machine.door_settings(home, 8000, 9443)
     assert "listen 9443 ssl;" in text
     assert "location /v1/fleet/ {\n            proxy_pass https://localhost:8000;" in text
     assert f"ssl_certificate_key {home}/keys/server.key;" in text

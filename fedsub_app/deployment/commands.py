@@ -42,15 +42,8 @@ def nginx() -> str | None:
 
 
 def door(folder: Path) -> list[str]:
-    """Return the command of the door, with the :func:`door_settings` in ``door.conf`` of a federation's folder."""
+    """Return the command of the door, whose settings are ``door.conf`` in a federation's folder."""
     return [nginx() or "nginx", "-c", str(folder / "door.conf"), "-g", "daemon off;"]
-
-
-def door_settings(folder: Path, port: int, door_port: int) -> str:
-    """Return docker/nginx.conf for a federation's folder, whose SuperLink has ``port`` on this machine."""
-    text = (Path(__file__).resolve().parents[2] / "docker" / "nginx.conf").read_text()
-    text = text.replace("/tmp/", f"{folder}/").replace("/keys/", f"{folder}/keys/")
-    return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", f"listen {door_port}")
 
 
 def supernode(address: str, number: int, partitions: int, port: int, keys: Path | None) -> list[str]:

@@ -98,7 +98,7 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
     if not (folder / "superlink.db").exists():
         federation.registered = []
     if has_door(federation):
-        (folder / "door.conf").write_text(commands.door_settings(folder, federation.port, federation.door))
+        (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
     federation.processes = {
         name: Process(command, federation.processes[name].pid if name in before else 0)
         for name, command in _commands(folder, federation, keys).items()
@@ -155,6 +155,13 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
 def has_door(federation: Federation) -> bool:
     """Say whether nodes of other machines come in through a door of this one."""
     return bool(federation.host) and federation.listen == commands.LOOPBACK
+
+
+def door_settings(folder: Path, port: int, door_port: int) -> str:
+    """Return docker/nginx.conf for a federation's folder, whose SuperLink has ``port`` on this machine."""
+    text = (flower.PROJECT / "docker" / "nginx.conf").read_text()
+    text = text.replace("/tmp/", f"{folder}/").replace("/keys/", f"{folder}/keys/")
+    return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", f"listen {door_port}")
 
 
 def _commands(folder: Path, federation: Federation, keys: Path | None) -> dict[str, list[str]]:

@@ -255,14 +255,17 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
 
 
 def read_update(
-    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], max_examples: int = MAX_EXAMPLES
+    part: Part,
+    expected: Mapping[str, Spec],
+    metrics: Mapping[str, Range],
+    examples: tuple[int, int] = (1, MAX_EXAMPLES),
 ) -> Update:
     """Return the update in a part, checked against the request.
 
     Parameters
     ----------
     expected, metrics : the tensors and metrics that the client may answer with; others are refused.
-    max_examples : upper bound on the client's examples.
+    examples : bounds of the client's examples.
 
     Raises
     ------
@@ -286,8 +289,10 @@ def read_update(
         if stack.squares:
             distances[name] = stack.squares[number]
     count = config.get("num-examples")
-    if type(count) is not int or not 1 <= count <= max_examples:
-        raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be an integer from 1 to {max_examples}")
+    low, high = examples
+    if type(count) is not int or not low <= count <= high:
+        allowed = f"an integer from {low} to {high}" if low < high else high
+        raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be {allowed}")
     values = _read_metrics(config.get("metrics"), metrics)
     match config.get("state"):
         case [int(before), int(after)] if 0 <= before <= after:

@@ -7,6 +7,7 @@ rounds.jsonl                          one line a round with its checksum, writte
 checkpoints/round-000012.safetensors  global model and the strategy's state after that round
 clients/client-000003/…               the clients' durable state (simulation; a real node keeps its own)
 summary.json, model.safetensors       written when the run ends
+model-best.safetensors                with robust: the global model of the round with the best accuracy so far
 ====================================  =================================================================================
 
 Killed at any moment and resumed, a run gives bit-identical weights and metrics on the CPU: everything random depends on
@@ -178,6 +179,16 @@ class Run:
         with self._writing(ROUNDS) as path:
             write_atomic(path, "".join(f"{to_line(line)}\n" for line in self.lines).encode())
         return last
+
+    def is_best(self, line: Json) -> bool:
+        """Say whether a round's line has a higher accuracy, the first of ``evaluate``, than all before it."""
+        key = f"{self.settings.evaluations[0]}-accuracy"
+        return key in line and all(line[key] > before.get(key, -1) for before in self.lines)
+
+    def keep_best(self, model: Mapping[str, torch.Tensor]) -> None:
+        """Write the model of the best round so far."""
+        with self._writing("model-best.safetensors") as path:
+            write_tensors(path, model)
 
     def finish(self, status: str, model: Mapping[str, torch.Tensor]) -> Json:
         """Write the final model and the summary; returns the summary."""

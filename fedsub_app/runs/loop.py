@@ -60,7 +60,8 @@ class GlobalTest:
         the global model's do not fit any data.
         """
         load_tensors(self.model, tensors)
-        x, y = self.x[:QUICK_SAMPLES], self.y[:QUICK_SAMPLES]
+        some = torch.arange(0, len(self.y), max(1, len(self.y) // QUICK_SAMPLES))[:QUICK_SAMPLES].to(self.y.device)
+        x, y = self.x[some], self.y[some]  # evenly: a test set may be sorted by class
         self.model.train(len(x) > 1)  # one sample has no statistics
         with torch.no_grad():
             return float(self.task.loss(self.model(x), y))
@@ -127,7 +128,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         examples = [len(indices) for indices in partition.train] if partition else private
         held_out = (*partition.validation, *partition.test) if partition else ()
         limit = max(map(len, held_out), default=settings.private_examples)
-        facts = Facts(examples, sample_flops, global_test.quick_loss, limit)
+        facts = Facts(examples, sample_flops, global_test.quick_loss, limit, exact=bool(partition))
         strategy.connect(Federation(settings, header, run_settings, device.type), facts)
         if partition:
             run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
@@ -207,6 +208,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         over = over or ended_by([*run.lines, line], settings)
+        if strategy.robust and run.is_best(line):
+            run.keep_best(to_tensors(arrays))
         run.log_round(line)
         tracking.follow(run.lines)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:

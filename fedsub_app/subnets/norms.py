@@ -3,7 +3,7 @@
 import math
 from bisect import insort
 from collections.abc import Iterable, Mapping
-from statistics import median
+from statistics import median, median_low
 from typing import Generic, TypeVar
 
 import torch
@@ -70,10 +70,13 @@ class NormGuard(Generic[T]):
     ----------
     factor : multiple of the median, > 0.
     model : norm of the model that the updates started from, >= 0.
+    first : number of updates that are compared with each other before any is decided; inf: all of the round, and of an
+        even number the lower median counts, so that half of them do not decide it.
     """
 
-    def __init__(self, factor: float, model: float) -> None:
-        self.factor, self.model = factor, model
+    def __init__(self, factor: float, model: float, first: float = FIRST) -> None:
+        self.factor, self.model, self.first = factor, model, first
+        self._median = median_low if first == math.inf else median
         self._passed: dict[str, list[float]] = {}  # sorted
         self._waiting: list[tuple[T, Mapping[str, float]]] = []
         self._begun = False
@@ -84,7 +87,7 @@ class NormGuard(Generic[T]):
         ``norms``: kind of tensors -> Euclidean norm, >= 0.
         """
         self._waiting.append((item, norms))
-        return self.rest() if self._begun or len(self._waiting) == FIRST else []
+        return self.rest() if self._begun or len(self._waiting) == self.first else []
 
     def rest(self) -> list[tuple[T, str]]:
         """Return the updates that still wait."""
@@ -114,7 +117,7 @@ class NormGuard(Generic[T]):
         usual = [*self.norms(kind), *(norms[kind] for _, norms in self._waiting if norms.get(kind))]
         if len(usual) < MAJORITY:
             return self.model, "the model's own"
-        return max((median(usual), "the round's median"), (MIN_MEDIAN * self.model, "a hundredth of the model's"))
+        return max((self._median(usual), "the round's median"), (MIN_MEDIAN * self.model, "a hundredth of the model's"))
 
     def _refuse(self, kind: str, value: float, usual: float, against: str) -> str:
         if math.isfinite(value) and not 0 < self.factor * usual < value:

@@ -6,6 +6,7 @@ neighbours if they differ in one client, whose contributions are in one run and 
 """
 
 import importlib.util
+import secrets
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -28,10 +29,12 @@ class NoisyMean(MaskedMean):
     old : tensor name -> float tensor of any shape. Not modified, and not copied.
     clients : number of clients that are asked in a round, >= 1.
     deviation : standard deviation of the noise in each position of the sum, >= 0.
-    draws : generator of the noise, used tensor by tensor in the order of ``old``.
+    draws : generator of the noise, used tensor by tensor in the order of ``old``; None: :func:`secret_normal`.
     """
 
-    def __init__(self, old: Mapping[str, Tensor], clients: int, deviation: float, draws: torch.Generator) -> None:
+    def __init__(
+        self, old: Mapping[str, Tensor], clients: int, deviation: float, draws: torch.Generator | None
+    ) -> None:
         super().__init__(old)
         self._clients, self._deviation, self._draws = clients, deviation, draws
 
@@ -43,10 +46,25 @@ class NoisyMean(MaskedMean):
         mean = super().result()
         for name in (name for name in mean if name in names):
             old = self._old[name].float()
-            noise = torch.randn(old.shape, generator=self._draws).mul_(self._deviation)
+            shape, draws = old.shape, self._draws
+            noise = (torch.randn(shape, generator=draws) if draws else secret_normal(shape)).mul_(self._deviation)
             change = (mean[name] - old).mul_(answered).add_(noise)
             mean[name] = torch.add(old, change, alpha=server_lr / self._clients)
         return mean
+
+
+def secret_normal(shape: torch.Size) -> Tensor:
+    """Return standard normal numbers, float32, from the system's cryptographic source: nobody can draw them again.
+
+    The normal quantiles of uniform numbers of 52 bits, none of which is 0 or 1.
+    """
+    count = shape.numel()
+    if not count:
+        return torch.empty(shape)
+    bits = torch.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=torch.int64)
+    uniform = ((bits & (2**52 - 1)).double() + 0.5) / 2**52
+    numbers: Tensor = torch.special.ndtri(uniform).float()
+    return numbers.reshape(shape)
 
 
 def require_accountant() -> None:

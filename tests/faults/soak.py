@@ -23,7 +23,13 @@ from helpers import fedsub
 from fedsub_app.common.files import write_json
 from fedsub_app.deployment.processes import running
 
-KEYS: dict[str, object] = {"num-clients": 10, "round-timeout": 300, "evaluate": "global", "fedpews.warmup-rounds": 20}
+KEYS: dict[str, object] = {
+    "num-clients": 10,
+    "robust": "on",
+    "round-timeout": 300,
+    "evaluate": "global",
+    "fedpews.warmup-rounds": 20,
+}
 NODE = ("node-1", "node-1-superexec")
 
 

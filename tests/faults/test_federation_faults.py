@@ -15,7 +15,7 @@ from helpers import fedsub, free_port, rounds
 
 from fedsub_app.deployment.keys import make_keys
 
-KEYS = {"fedpews.warmup-rounds": 2, "train-per-class": 40, "round-timeout": 200, "evaluate": "global"}
+KEYS = {"robust": "on", "fedpews.warmup-rounds": 2, "train-per-class": 40, "round-timeout": 200, "evaluate": "global"}
 AWAY = ("no reply within round-timeout", "its node is away", "node failed: Error: Node Unavailable")
 
 pytestmark = pytest.mark.slow

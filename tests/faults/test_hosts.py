@@ -22,7 +22,13 @@ from test_private_data import Private, images
 
 SERVER, DOOR = "10.77.0.1", 8443
 TOOLS = ("ip", "nginx", "ssh-keygen")
-KEYS: dict[str, object] = {"num-clients": 2, "num-rounds": 3, "round-timeout": 200, "evaluate": "global"}
+KEYS: dict[str, object] = {
+    "num-clients": 2,
+    "robust": "on",
+    "num-rounds": 3,
+    "round-timeout": 200,
+    "evaluate": "global",
+}
 
 pytestmark = [
     pytest.mark.slow,
@@ -208,7 +214,7 @@ def test_data_that_a_node_alone_has(
 ) -> None:
     """The model is that of the same data in one process, bit for bit; the server has no file of theirs."""
     paths = [host.folder / "own.npz" for host in hosts[1:]]
-    named = {"num_clients": 2, "num_rounds": 2, "private_examples": 60, "evaluate": "global"}
+    named = {"robust": "on", "num_clients": 2, "num_rounds": 2, "private_examples": 60, "evaluate": "global"}
     _, local = run_local("local", grid=lambda _, keys: Private(keys, paths), **named)
     settings = json.loads((local / "settings.json").read_text())["settings"]
     finished(here.run(*pairs(settings | {"run-dir": tmp_path / "run", "node-timeout": 200.0})), here, nodes)

@@ -1,0 +1,92 @@
+"""Bounds on each tensor's change by what other clients' changes of it are: adaptive clipping, tensor by tensor.
+
+Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private Learning with Adaptive Clipping, NeurIPS 2021,
+https://arxiv.org/abs/1905.03871, whose bound is a quantile of the clients' norms and moves by a factor a round. Here
+
+- the quantile is the median, taken of this round's changes and of the last rounds' medians, which hold where a round
+  has too few clients for a majority;
+- a change has two sizes, each with its bound: its root mean square over the positions that it covers, so that a mask
+  buys no length, and its largest value, so that a whole tensor's length cannot go into one position;
+- a client that trains on more samples than the median client may go as many times farther.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WINDOW = 5  # rounds whose medians count beside this one's values
+GROWTH = 2.0  # what is usual may be remembered as at most this many times what was usual before
+FLOOR = 0.01  # a median counts as at least this fraction of the size of the values that the change started from
+
+
+class Size(NamedTuple):
+    """The root mean square and the largest absolute value of a change."""
+
+    rms: float
+    peak: float
+
+    def __mul__(self, factor: float) -> "Size":  # type: ignore[override]
+        """Return both sizes times a factor."""
+        return Size(self.rms * factor, self.peak * factor)
+
+
+def size(x: Tensor, start: Tensor, mask: Tensor | None = None) -> Size | None:
+    """Return the size of ``x - start`` at the positions that the mask covers; None where it covers none.
+
+    Parameters
+    ----------
+    x, start : floating-point, of one shape; finite.
+    mask : bool that broadcasts to it, None for all positions.
+    """
+    change = x - start
+    count = change.numel()
+    if mask is not None:
+        mask = mask.expand_as(change)
+        change, count = change * mask, int(mask.sum())
+    if not count:
+        return None
+    return Size(float(torch.linalg.vector_norm(change)) / count**0.5, float(change.abs().max()))
+
+
+def usual(values: Sequence[Size], past: Tensor | None, start: Size) -> Size:
+    """Return the size of a usual change of a tensor.
+
+    Parameters
+    ----------
+    values : this round's sizes, at least one.
+    past : the usual sizes of the last rounds, float64 ``[rounds, 2]``, None for none.
+    start : size of the tensor that the changes started from; a floor under what is usual.
+    """
+    known = [Size(*row) for row in past.tolist()] if past is not None else []
+    return Size(
+        max(median_low([v.rms for v in (*values, *known)]), FLOOR * start.rms),
+        max(median_low([v.peak for v in (*values, *known)]), FLOOR * start.peak),
+    )
+
+
+def remembered(past: Tensor | None, values: Sequence[Size], bound: Size) -> Tensor:
+    """Return the usual sizes of the last rounds with this round's median at the end.
+
+    The median counts as at most ``GROWTH`` times ``bound``, :func:`usual` of the same values.
+    """
+    new = [min(median_low([v[k] for v in values]), GROWTH * bound[k]) for k in (0, 1)]
+    rows = torch.tensor([new], dtype=torch.float64)
+    return rows if past is None else torch.cat([past, rows])[-WINDOW:]
+
+
+def within(x: Tensor, start: Tensor, have: Size, bound: Size) -> Tensor:
+    """Return ``x`` with its change from ``start`` brought within a bound; ``x`` itself where it is.
+
+    The change is scaled down to the root mean square of ``bound``, then each of its values is cut at the peak.
+    """
+    scale = min(1.0, bound.rms / have.rms) if have.rms else 1.0
+    if scale == 1 and have.peak <= bound.peak:
+        return x
+    change = (x - start).mul_(scale)
+    return change.clamp_(-bound.peak, bound.peak).add_(start)
+
+
+Sizes = Mapping[str, Size]  # tensor name -> size of its change

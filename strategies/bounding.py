@@ -1,0 +1,110 @@
+"""The setting ``robust``: what one client's update can do to the model and to what the server remembers.
+
+An update that is far longer than the others of its round is refused (:class:`~fedsub_app.subnets.norms.NormGuard` over
+the whole round). Of the others every tensor's change is brought within the bounds of
+:mod:`fedsub_app.subnets.bounds`: those of the model, and those that the method's server remembers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.subnets.bounds import Size, Sizes, remembered, size, usual, within
+from fedsub_app.subnets.slices import ALL, select
+from strategies.hooks import Hooks
+from strategies.merging import Valid
+
+Part = tuple[str, Tensor, Tensor, Tensor | None]  # tensor name, values, the values they started from, mask
+MAX_NORM = 5.0  # an update of more times the round's median norm is refused
+
+
+def parts(strategy: Hooks, valid: Valid) -> Iterator[Part]:
+    """Yield the floating-point tensors of an update: its contribution to the mean, then what else it holds."""
+    update, contribution, _ = valid
+    masks, slices, origin = contribution.masks or {}, contribution.slices or {}, strategy.origin(update)
+    for name, x in contribution.tensors.items():
+        yield name, x, select(strategy.current[name], slices.get(name, ALL)), masks.get(name)
+    for name, x in update.tensors.items():
+        if name not in contribution.tensors and x.is_floating_point():
+            start = origin.get(name)
+            yield name, x, torch.zeros_like(x) if start is None or start.shape != x.shape else start, None
+
+
+def reach(strategy: Hooks, clients: Sequence[int]) -> dict[int, float]:
+    """Return how much farther than the median client each one may go, from 1: as many times as it has more samples."""
+    if not strategy.facts or not strategy.facts.exact or not clients:
+        return dict.fromkeys(clients, 1.0)
+    middle = median_low([strategy.facts.examples[client] for client in clients])
+    return {client: max(1.0, strategy.facts.examples[client] / max(1, middle)) for client in clients}
+
+
+class Bounds:
+    """The bounds of one round.
+
+    Parameters
+    ----------
+    reached : client -> :func:`reach`.
+
+    Attributes
+    ----------
+    usual : tensor name -> usual sizes of its change in the last rounds and, after :meth:`bounded`, in this one.
+    report : entries for the round's line.
+    """
+
+    def __init__(self, strategy: Hooks, reached: Mapping[int, float]) -> None:
+        self._strategy, self._reached = strategy, reached
+        self.usual: Tensors = {}
+        self.report: Json = {}
+
+    def bounded(self, accepted: Sequence[Valid]) -> list[Valid]:
+        """Return a round's accepted updates within its bounds; to be called once."""
+        sizes: list[dict[str, Size]] = []
+        starts: dict[str, Size] = {}
+        for valid in accepted:
+            found = {}
+            for name, x, start, mask in parts(self._strategy, valid):
+                if (have := size(x, start, mask)) is not None:
+                    found[name] = have
+                    if name not in starts:
+                        starts[name] = size(start, torch.zeros_like(start)) or Size(0, 0)
+            sizes.append(found)
+        bounds = self._bounds(accepted, sizes, starts)
+        return [self._within(valid, have, bounds) for valid, have in zip(accepted, sizes, strict=True)]
+
+    def _bounds(self, accepted: Sequence[Valid], sizes: Sequence[Sizes], starts: Sizes) -> dict[str, Size]:
+        """Return each tensor's bound. Clients that did not train, whose whole change is 0, do not count."""
+        trained = [
+            {name: have * (1 / self._reached[valid.update.client]) for name, have in of_client.items()}
+            for valid, of_client in zip(accepted, sizes, strict=True)
+            if any(have.peak for have in of_client.values())
+        ]
+        bounds = {}
+        for name, start in starts.items():
+            values = [of_client[name] for of_client in trained if name in of_client]
+            if values:
+                past = self._strategy.usual.get(name)
+                bounds[name] = usual(values, past, start)
+                self.usual[name] = remembered(past, values, bounds[name])
+        return bounds
+
+    def _within(self, valid: Valid, sizes: Sizes, bounds: Sizes) -> Valid:
+        update, contribution, norms = valid
+        farther = self._reached[update.client]
+        changed = {}
+        for name, x, start, mask in parts(self._strategy, valid):
+            if name in sizes and name in bounds:
+                bounded = within(x, start, sizes[name], bounds[name] * farther)
+                if bounded is not x:
+                    changed[name] = bounded if mask is None else torch.where(mask, bounded, x)
+        if not changed:
+            return valid
+        self.report.setdefault("bounded-updates", []).append(update.client)
+        tensors = {name: changed.get(name, x) for name, x in contribution.tensors.items()}
+        whole = {name: x for name, x in changed.items() if update.tensors.get(name, x).shape == x.shape}
+        same = {name: x for name, x in whole.items() if name in update.tensors}
+        update = replace(update, tensors=update.tensors | same, squares={})
+        return Valid(update, contribution._replace(tensors=tensors), norms)
