@@ -13,6 +13,7 @@ from torch import nn
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
+from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
@@ -47,7 +48,7 @@ class GlobalTest:
         self.x, self.y = problem.data.test_x.to(device), problem.data.test_y.to(device)
 
     def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
-        """Return the task's metrics as ``global-<name>``, such as ``global-accuracy`` in percent, ``global-loss``."""
+        """Return the task's metrics as ``global-<name>``, such as ``global-loss``."""
         load_tensors(self.model, to_tensors(arrays))
         return {f"global-{name}": value for name, value in evaluate(self.task, self.model, self.x, self.y).items()}
 
@@ -75,8 +76,11 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     UserError
         Bad input; nothing is written.
     """
+    own = problem is not None or ":" in settings.model + settings.dataset + settings.task
     problem = problem or Problem.of(settings)
-    if settings.augment != "none" and len(problem.data.in_shape) != 3:
+    if own:  # what this package has never seen
+        problem.check_start()
+    if settings.augment != "none" and (isinstance(problem.data.in_shape, Form) or len(problem.data.in_shape) != 3):
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
     strategy = METHODS[settings.method].strategy(settings, problem.network())
@@ -107,7 +111,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         run_settings = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
         if not partition:  # each node compares its own data with these
-            header |= {"shape": list(dataset.in_shape), "classes": dataset.num_classes}
+            header |= {"shape": shape_shown(dataset.in_shape), "classes": dataset.num_classes}
         global_test = GlobalTest(problem, device)
         sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients
@@ -176,7 +180,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     began = time.perf_counter()
     over = ended_by(run.lines, settings)
     if over:
-        log.info("the run is over: %s = %s", over, settings.flat()[over])
+        log.info("the run is over: %s = %s", over, settings.flat().get(over, settings.stop_at_score))
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
@@ -200,10 +204,12 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         pace = (time.perf_counter() - began) / (number - last)
         left = pace * (settings.num_rounds - number)
-        details = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
-        log.info("%s", console.round_line(line, settings, left), extra=details)
+        details = {"line": line, "score": strategy.score, "rounds": settings.num_rounds, "left": left, "pace": pace}
+        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=details)
         if over:
-            log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
+            log.info(
+                "round %d was the last one: %s = %s", number, over, settings.flat().get(over, settings.stop_at_score)
+            )
         if over or abandoned >= settings.max_abandoned:
             break
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
