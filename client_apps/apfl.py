@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from client_apps.base import Client
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.training.client import OWN, Training
 from fedsub_app.training.optimizer import Optimizer
@@ -23,7 +24,7 @@ class APFLClient(Client):
         v = {name: own[name] for name in network.parameters}
         personal = Optimizer(self.settings, v, self.settings.lr_at(self.round))
 
-        def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        def step(training: Training, x: Batch, y: Tensor) -> Tensor:
             w = {name: tensor.detach() for name, tensor in network.parameters.items()}
             mixture = {name: torch.lerp(w[name], v[name], alpha).requires_grad_() for name in v}
             loss = self.loss(network(x, own | mixture), y)

@@ -100,7 +100,8 @@ class Client(ClientTools):
                 if len(y):
                     values = evaluate(task, self.network.module, x, y)
                     metrics[f"{name}-{split}{task.score}"] = values[task.score]
-                    metrics |= {} if split else {f"{name}-loss": values["loss"]}
+                    others = {} if split else {other: value for other, value in values.items() if other != task.score}
+                    metrics |= {f"{name}-{other}": value for other, value in others.items()}
         if self.flops:
             metrics["flops"] = self.flops
         return Update(self.id, {}, metrics, len(splits[""][1]))

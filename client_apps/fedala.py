@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from client_apps.base import Client
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed, unprefixed
 from fedsub_app.models import layer_groups
 from fedsub_app.training.client import Training
@@ -51,7 +52,7 @@ class FedALAClient(Client):
         def merge() -> Tensors:
             return whole | {name: torch.addcmul(own[name], change[name], w) for name, w in weights.items()}
 
-        def learn(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        def learn(training: Training, x: Batch, y: Tensor) -> Tensor:
             loss = self.loss(network(x, merge()), y)
             training.spend(len(y), weights)
             for name, slope in optimizer.gradients(loss).items():

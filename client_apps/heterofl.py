@@ -23,7 +23,8 @@ class HeteroFLClient(Client):
         self.load(sent)
         width = config["width"] if self.options.scaler else 1
         classes = torch.full((self.place.problem.data.num_classes,), not self.options.masked_loss, device=self.y.device)
-        classes[self.y] = True
+        if self.options.masked_loss:
+            classes[self.y] = True
 
         def loss(output: Output, y: Tensor) -> Tensor:
             return self.loss(output._replace(logits=output.logits.masked_fill(~classes, 0)), y)

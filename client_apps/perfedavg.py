@@ -6,6 +6,7 @@ from itertools import islice
 from torch import Tensor
 
 from client_apps.base import Client
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.section import MILLION
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.training.client import Training
@@ -24,7 +25,7 @@ class PerFedAvgClient(Client):
         w, alpha, delta = self.network.parameters, self.options.alpha, self.options.delta
         others = self.batches(MILLION, "adaptation")  # D, D''
 
-        def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        def step(training: Training, x: Batch, y: Tensor) -> Tensor:
             slopes = self.slopes(w, next(others))
             adapted = {name: tensor - alpha * slopes[name] for name, tensor in w.items()}
             return training.descend(x, y, lambda x, tensors: self.network(x, adapted if tensors is None else tensors))

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from client_apps.base import Client
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Prox
@@ -21,7 +22,7 @@ class PFedMeClient(Client):
         local = network.like(sent)
         pull = Prox(local, options.lambda_)
 
-        def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        def step(training: Training, x: Batch, y: Tensor) -> Tensor:
             loss, *_ = [training.descend(x, y) for _ in range(options.steps)]
             for name, theta in network.parameters.items():
                 local[name].lerp_(theta.detach(), options.w_lr * options.lambda_)

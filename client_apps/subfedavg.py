@@ -105,13 +105,14 @@ class SubFedAvgClient(Client):
         return late if differ / sum(len(mask) for mask in old.values()) > options.channel_distance else {}
 
     def good(self, model: Tensors, masks: Tensors) -> bool:
-        """Say whether the pruned network has positions in every layer and passes the gate's accuracy."""
+        """Say whether the pruned network has positions in every layer and passes the gate's score."""
         if not len(self.samples(self.options.gate_data)[1]):
             raise UserError(f"client {self.id} has no {self.options.gate_data} samples for the gate")
         if not all(kept.any() for kept in self.plan.positions(masks).values()):
             return False
         self.load(self.plan.cut(model, masks))
-        return self.score(self.options.gate_data) > self.options.accuracy
+        score = self.place.problem.task.about
+        return score.better(self.score(self.options.gate_data), self.options.score)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's model after its last training, pruned; at first the initial one."""

@@ -25,7 +25,7 @@ COPIED = {
     "docs/notebook.ipynb": "notebook.md",
 }
 API = {
-    "What is learned": ["fedsub_app.problem"],
+    "What is learned": ["fedsub_app.problem", "fedsub_app.tasks"],
     "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
     "Masks, means, schedules": [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedsub_app.methods import Method as Method
     from fedsub_app.runs.recorded import RunFailed as RunFailed
     from fedsub_app.settings import MethodSettings as MethodSettings
+    from fedsub_app.tasks import Task as Task
     from strategies.base import SubnetStrategy as SubnetStrategy
     from strategies.hooks import Merged as Merged
 
@@ -28,6 +29,7 @@ _HOMES = {
     "MethodSettings": "fedsub_app.settings",
     "RunFailed": "fedsub_app.runs.recorded",
     "SubnetStrategy": "strategies.base",
+    "Task": "fedsub_app.tasks",
     "UserError": "fedsub_app.common.errors",
     "client_app": "fedsub_app.library.client",
     "private_data": "fedsub_app.library.client",

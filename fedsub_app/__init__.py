@@ -9,10 +9,16 @@ if TYPE_CHECKING:  # torch takes seconds
     from fedsub_app.methods import Method
     from fedsub_app.problem import Model
     from fedsub_app.reports.records import Record
+    from fedsub_app.tasks import Task
 
 
 def run(
-    settings: "Mapping[str, Value]", workers: int = 1, *, model: "Model | None" = None, data: object = None
+    settings: "Mapping[str, Value]",
+    workers: int = 1,
+    *,
+    model: "Model | None" = None,
+    data: object = None,
+    task: "Task | None" = None,
 ) -> "Record":
     """Run on the local engine, as ``fedsub run`` does; returns what the run's directory then holds.
 
@@ -22,6 +28,7 @@ def run(
     workers : processes; 1: all in this one.
     model, data : a network's class, and ``(train, test)``, each a pair of tensors or a map-style torch data set of
         pairs, in the place of the data and the network that the keys name; the keys share the samples out to clients.
+    task : an object derived from ``fedsub.Task``, in the place of the task that the keys name.
 
     Raises
     ------
@@ -33,7 +40,7 @@ def run(
     from fedsub_app.engines import run_local
     from fedsub_app.reports.records import read_run
 
-    return read_run(Path(run_local(settings, workers, model, data, wait=True)["run-dir"]))
+    return read_run(Path(run_local(settings, workers, model, data, wait=True, task=task)["run-dir"]))
 
 
 def register(name: str, method: "Method") -> None:

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from fedsub_app.common.conf_files import conf_name, experiment_file, is_file, read_toml
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
-from fedsub_app.common.spelling import check_experiment, check_keys, check_method
+from fedsub_app.common.spelling import check_experiment, check_keys, check_method, renamed
 from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import Settings
 
@@ -138,7 +138,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = experiment_file(name)
     check_experiment(name, source)
-    keys = flatten(read_toml(path))
+    keys = renamed(flatten(read_toml(path)))
     base = keys.pop("extends", None)
     _check_known(keys, f" in {conf_name(path)}")
     if base is None:
@@ -210,6 +210,7 @@ def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
     UserError
         A key or the experiment is unknown.
     """
+    overrides = renamed(overrides)
     _check_known(overrides, "")
     name = overrides.get("experiment", "")
     method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
@@ -224,6 +225,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     UserError
         One line that names the key, the value and what is allowed.
     """
+    overrides = renamed(overrides)
     _check_known(overrides, "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}

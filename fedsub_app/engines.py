@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fedsub_app.federation.workers import App
     from fedsub_app.problem import Model, Problem
+    from fedsub_app.tasks import Task
 
 log = logging.getLogger("fedsub")
 
@@ -30,6 +31,7 @@ def run_local(
     model: "Model | None" = None,
     data: object = None,
     wait: bool = False,
+    task: "Task | None" = None,
 ) -> Json:
     """Run on the local engine; returns the summary.
 
@@ -39,6 +41,7 @@ def run_local(
     workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
     model, data : a network's class or factory, and ``(train, test)``, in the place of those that the keys name.
     wait : draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
+    task : a task of one's own, in the place of the one that the keys name.
 
     Raises
     ------
@@ -55,9 +58,12 @@ def run_local(
     from fedsub_app.federation import workers as processes
     from fedsub_app.node import given
     from fedsub_app.problem import Problem
+    from fedsub_app.tasks import registered
 
     if (model is None) != (data is None):
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
+    if task:
+        overrides = {**overrides, "task": registered(task)}
     app: App = "fedsub_app.client_app"
     problem = None
     if model:
@@ -90,7 +96,7 @@ def run_and_report(grid: "Grid", settings: Settings, problem: "Problem | None" =
         _draw(failure.folder, wait)
         raise
     _draw(Path(summary["run-dir"]), wait)
-    log.info("%s", summary_table(summary))
+    log.info("%s", summary_table(summary, settings.score))
     return summary
 
 

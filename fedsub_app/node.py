@@ -28,12 +28,15 @@ from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import private_name
+from fedsub_app.data.settings import is_source
+from fedsub_app.data.tables import is_own_code as is_own_data
 from fedsub_app.federation.protocol import MEASURE, Update
 from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.models import bundled, is_own_code
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
+from fedsub_app.tasks import TASKS
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.stacked import MAX_STACKED
 from fedsub_app.training.workplace import Workplace, workplace
@@ -242,7 +245,16 @@ def settings_from(text: str, data_dir: str) -> Settings:
     if is_own_code(settings.model) and not simulated() and not bundled(settings.model).exists():
         # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
         raise UserError(f"model = {settings.model!r}: a node runs code of the run's bundle or of known packages only")
+    key = own_key(settings) or (f"dataset = {settings.dataset!r}" if is_source(settings.dataset) else "")
+    if key and not simulated():
+        raise UserError(f"{key}: a node runs code and reads data of this package or of known ones only")
     return settings
+
+
+def own_key(settings: Settings) -> str:
+    """Return the setting that names code of the user for data or task as "key = value", "" where none does."""
+    own = {"dataset": is_own_data(settings.dataset), "task": settings.task not in TASKS}
+    return next((f"{key} = {getattr(settings, key)!r}" for key, is_own in own.items() if is_own), "")
 
 
 def _keys(text: str) -> dict[str, Value]:

@@ -12,6 +12,7 @@ from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.engines import log_to_stdout, run_and_report
 from fedsub_app.federation.roll import wake
 from fedsub_app.models import bundled, is_own_code
+from fedsub_app.node import own_key
 from fedsub_app.runs.recorded import RunFailed, settings_of
 
 log = logging.getLogger("fedsub")
@@ -26,6 +27,9 @@ def main(grid: Grid, context: Context) -> None:
     try:
         settings = settings_of(grid.run.override_config)
         refuse_own_code(settings.model)
+        if key := own_key(settings):
+            other = "fedsub.client_app takes data and tasks"
+            raise UserError(f"{key}: code of your own runs on the local engine only; {other}")
         if Path(sys.argv[0]).name != "flwr-serverapp":  # a real node starts a process for every message
             wake(grid)
         run_and_report(grid, settings)

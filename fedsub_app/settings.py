@@ -8,6 +8,8 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.own_code import readable
+from fedsub_app.common.score import CLASSES, SCORES, Score
 from fedsub_app.common.section import (
     AmountOrNone,
     ClientsSettings,
@@ -17,7 +19,6 @@ from fedsub_app.common.section import (
     Epochs,
     Listed,
     NonNegative,
-    PercentOrNone,
     Positive,
     Section,
     TextOrNone,
@@ -25,7 +26,6 @@ from fedsub_app.common.section import (
 )
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.federation.settings import FederationSettings
-from fedsub_app.models.names import read_options
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
@@ -64,11 +64,6 @@ Evaluations = Annotated[
     Field(min_length=1),
     Listed("allowed are global, global-local, personal, comma-separated"),
 ]
-
-
-def _readable(options: str) -> str:
-    read_options(options)
-    return options
 
 
 MIN_NOISE = 0.01  # with less there is no privacy to be counted
@@ -118,17 +113,23 @@ class RunSettings(Section):
     max_bytes: AmountOrNone = None
     """Stop after the round in which the bytes of all messages, by the papers' formula, reach this; 0: no limit."""
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
-    """Accuracies to measure, any of global, global-local, personal: "global, personal".
+    """Scores to measure, any of global, global-local, personal: "global, personal".
 
     global: global model, whole test set; global-local and personal: global model and the clients' own models, each
-    client's test set. ``target-accuracy`` refers to the first one.
+    client's test set. ``target-score`` and ``stop-at-score`` refer to the first one.
     """
     eval_every: Count = 1
     """Rounds from one evaluation to the next; the last round ends with one."""
-    target_accuracy: PercentOrNone = None
-    """Accuracy in percent; the summary names the round that reached it; 0: none."""
-    stop_at_accuracy: PercentOrNone = None
-    """Stop, as max-flops does, when the first accuracy of ``evaluate`` reaches this percentage; 0: no limit."""
+    target_score: AmountOrNone = None
+    """Score of the task, an accuracy in percent; the summary names the round that reached it; 0: none.
+
+    Reached: at least as good, where a low score is good at most this. Also written ``target-accuracy``.
+    """
+    stop_at_score: AmountOrNone = None
+    """Stop, as max-flops does, when the first score of ``evaluate`` reaches this; 0: no limit.
+
+    Also written ``stop-at-accuracy``.
+    """
     run_dir: TextOrNone = None
     """Run directory; "": a new folder under $FEDSUB_RUNS.
 
@@ -158,7 +159,7 @@ class TrainingSettings(Section):
 
     "my_net.py:Net", "package.module:Net", "torchvision:NAME", "timm:NAME", "transformers:FOLDER or name on the hub".
     """
-    model_options: Annotated[str, AfterValidator(_readable)] = ""
+    model_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
     head: str = ""
     """Name of the layer that is the head of FedPer, MOON and FedPAC; "": the last Linear."""
@@ -338,6 +339,15 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
             raise UserError(f"private-examples = {self.private_examples}: the clients' data are with their nodes")
 
     @property
+    def score(self) -> Score:
+        """The score of the task; the code of a task of your own is run for it."""
+        if self.task in SCORES:
+            return SCORES[self.task]
+        from fedsub_app.tasks import task_of  # which loads torch
+
+        return task_of(self.task).about
+
+    @property
     def data(self) -> DataSettings:
         """The settings of the data set."""
         return self._part(DataSettings)
@@ -363,6 +373,15 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
     def digest(self) -> str:
         """Hash of everything that decides the result of a run."""
         return digest(self.flat())
+
+    @model_validator(mode="after")
+    def _task_agrees(self) -> "Settings":
+        for key in ("target-score", "stop-at-score") if self.task in SCORES else ():
+            if (value := getattr(self, key.replace("-", "_")) or 0) > SCORES[self.task].high:
+                raise ValueError(f"{key} = {value:g}: must be less than or equal to {SCORES[self.task].high:g}")
+        if self.attack == "label-flip" and self.task in SCORES and self.task not in CLASSES:
+            raise ValueError(f"attack = 'label-flip': needs classes, task = {self.task!r} has none")
+        return self
 
     @model_validator(mode="after")
     def _method_agrees(self) -> "Settings":

@@ -35,7 +35,7 @@ class SubnetStrategy(Hooks, Strategy):
         return rounds.merge_answers(self, server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
-        """Ask all clients for the accuracies on their own test sets, if the settings name any."""
+        """Ask all clients for the scores on their own test sets, if the settings name any."""
         return rounds.ask_evaluation(self, server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

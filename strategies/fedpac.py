@@ -21,6 +21,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
+from fedsub_app.tasks import task_of
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
@@ -47,6 +48,8 @@ class FedPAC(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
+        if not task_of(settings.task).classes:
+            raise UserError(f"task = {settings.task!r}: has no classes, whose means fedpac aligns")
         self.head = head_names(model)
         if not isinstance(model.get_submodule(head_layer(model)), nn.Linear):
             raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")

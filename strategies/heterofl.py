@@ -47,6 +47,7 @@ from fedsub_app.models import output_names
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
+from fedsub_app.tasks import task_of
 from strategies.measurement import Measurement
 from strategies.rounds import evaluation_due
 from strategies.settings import HeteroFLSettings
@@ -82,6 +83,9 @@ class HeteroFL(Sliced):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
+        if settings.options.masked_loss and not task_of(settings.task).classes:  # type: ignore[attr-defined]
+            key = f"{settings.method}.masked-loss = True"
+            raise UserError(f"{key}: needs classes, task = {settings.task!r} has none")
         try:
             self.output = output_names(model)
         except TypeError as error:

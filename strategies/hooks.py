@@ -35,7 +35,6 @@ from strategies.defences import DEFENCES
 from strategies.memory import Memory, flattened, restored
 
 log = logging.getLogger("fedsub")
-MAX_LOSS = 1e4  # a model with a larger cross-entropy has diverged: guessing among 10^6 classes costs 14
 KEPT = ("state_rounds", "usual")  # the server's state of every method
 MAX_PASSES = 4  # upper bound on a method's forward and backward passes of the whole network on a sample in an epoch
 
@@ -96,6 +95,7 @@ class Hooks:
         model is no model of the whole task, because parts of it stay with the clients.
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     settings, options : the run's settings and the method's own.
+    score : the task's score.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
@@ -119,6 +119,7 @@ class Hooks:
             raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         self.settings = settings
         self.options = settings.options
+        self.score = settings.score
         self.model = model
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.round = 0
@@ -168,7 +169,7 @@ class Hooks:
         """
         flops, seconds = Range(0, self.max_flops(client)), Range(0, 1e7)
         costs = {"flops": flops, "subnet-flops": flops, "published-flops": flops, "compute-seconds": seconds}
-        return {"train-loss": Range(0, MAX_LOSS, loss=True), **costs}
+        return {"train-loss": Range(*self.score.losses, loss=True), **costs}
 
     def passes(self, client: int) -> float:
         """Return an upper bound on a client's passes over its samples in a round, beside ``local-epochs``.

@@ -4,7 +4,8 @@ They are functions of a strategy, whose hooks (``base.py``) they call; no method
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
@@ -14,6 +15,7 @@ from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, prefixed
+from fedsub_app.data.own import NAME as OWN
 from fedsub_app.federation.nodes import draw
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, StateLost, Task, Update, finite
@@ -22,10 +24,11 @@ from fedsub_app.subnets.norms import NormGuard, norm
 from fedsub_app.subnets.privacy import epsilon, require_accountant
 from strategies.bounding import MAX_NORM, Bounds, reach
 from strategies.harm import far_worse, harmless
-from strategies.hooks import MAX_LOSS, Hooks, Merged
+from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 
 MAX_COST = 1.5  # with robust, of a sample, over the median client's
+FURTHER, MAX_FURTHER = Range(-1e12, 1e12), 16  # metrics besides score and loss
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
 
 
@@ -144,7 +147,7 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
     if broken:  # finite values of clients may add up to infinity
         return None, f"the mean of {broken[0]!r} is not finite"
     loss = strategy.facts.loss(merged.model) if strategy.facts else 0.0
-    if not loss <= MAX_LOSS:
+    if not loss <= strategy.score.losses[1]:
         return None, f"diverged: the merged model's loss is {loss:g}"
     if strategy.robust and strategy.facts and (reason := far_worse(strategy, loss)):
         return None, reason
@@ -184,7 +187,7 @@ def evaluation_due(strategy: Hooks, server_round: int, config: ConfigRecord) -> 
 
 
 def ask_evaluation(strategy: Hooks, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
-    """Ask all clients for the accuracies on their own test sets, if the settings name any."""
+    """Ask all clients for the scores on their own test sets, if the settings name any."""
     wanted = [name for name in strategy.settings.evaluations if name != "global"]
     strategy.phase = Phase()
     if wanted and evaluation_due(strategy, server_round, config):
@@ -203,14 +206,25 @@ def _evaluation_task(strategy: Hooks, wanted: Sequence[str], client: int) -> Tas
     return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
 
 
-def _evaluation_metrics(strategy: Hooks, client: int) -> Mapping[str, Range]:
+def _evaluation_metrics(strategy: Hooks, client: int) -> dict[str, Range]:
     """Return the metrics that a client may answer an evaluation with: the requested ones, and its costs."""
-    ranges = {"flops": Range(0, strategy.max_flops(client))}
+    ranges, score = {"flops": Range(0, strategy.max_flops(client))}, strategy.score
+    losses = Range(min(0, score.losses[0]), max(1e9, score.losses[1]), needed=True)
     for name in strategy.settings.evaluations:
         if name != "global":
-            ranges |= {f"{name}-accuracy": Range(0, 100, needed=True), f"{name}-loss": Range(0, 1e9, needed=True)}
-            ranges[f"{name}-validation-accuracy"] = Range(0, 100)
+            limits = Range(score.low, score.high)
+            ranges |= {f"{name}-{score.name}": limits._replace(needed=True), f"{name}-loss": losses}
+            ranges |= {f"{name}-validation-{score.name}": limits, **{f"{name}-{o}": FURTHER for o in score.others}}
     return ranges
+
+
+def _further_metrics(strategy: Hooks, names: object) -> dict[str, Range]:
+    """Return the metrics that the ClientApp of a user's app adds: a few words, whose names the server does not know."""
+    if strategy.settings.model != OWN or not isinstance(names, dict):
+        return {}
+    word = re.compile(rf"({'|'.join(strategy.settings.evaluations)})-[a-z]\w{{0,40}}", re.ASCII)
+    fitting = [name for name in names if word.fullmatch(str(name))]
+    return dict.fromkeys(fitting[:MAX_FURTHER], FURTHER)
 
 
 def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecord | None:
@@ -219,7 +233,8 @@ def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecor
     updates = []
     for client, part, expected in strategy.federation.answers(phase, replies, lambda _: {}):
         try:
-            updates.append(read_update(part, expected, _evaluation_metrics(strategy, client)))
+            allowed = _evaluation_metrics(strategy, client) | _further_metrics(strategy, part.config.get("metrics"))
+            updates.append(read_update(part, expected, allowed))
         except BadReply as error:
             phase.dropped.append(Dropped(client, str(error)))
     names = sorted({key for update in updates for key in update.metrics} - {"flops"})

@@ -10,6 +10,7 @@ from fedsub_app.common.section import (
     CountOrNone,
     CountOrZero,
     Epochs,
+    Finite,
     Fraction,
     Listed,
     NonNegative,
@@ -157,10 +158,13 @@ class SubFedAvgSettings(MethodSettings):
     """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
     channel_distance: NonNegative = 0.01
     """Channels are pruned if their masks after the first and last epoch differ by more than this fraction."""
-    accuracy: Annotated[float, Field(ge=0, le=100)] = 50.0
-    """Accuracy in percent that the pruned network must exceed on gate-data, or the pruning is undone."""
+    score: Finite = 50.0
+    """Score, an accuracy in percent, that the pruned network must beat on gate-data, or the pruning is undone.
+
+    Also written ``accuracy``.
+    """
     gate_data: Literal["validation", "test"] = "validation"
-    """The client's samples on which accuracy is measured; test, as published, lets the test set choose the network."""
+    """The client's samples on which the score is measured; test, as published, lets the test set choose the network."""
 
 
 class MTLSettings(MethodSettings):

@@ -34,8 +34,9 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
-from fedsub_app.problem import Classification, Problem
+from fedsub_app.problem import Problem
 from fedsub_app.subnets.norms import NormGuard
+from fedsub_app.tasks import Classification
 from strategies.base import SubnetStrategy
 from strategies.merging import Merging, Valid
 
@@ -82,7 +83,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "subfedavg": {
         "local_epochs": 2,
         "validation_fraction": 0.2,
-        "subfedavg__accuracy": 10.0,
+        "subfedavg__score": 10.0,
         "subfedavg__distance": 0.0,
         "subfedavg__hybrid_distance": 0.0,
     },

@@ -40,7 +40,7 @@ ACCURACIES = "allowed are global, global-local, personal, comma-separated"
 ROUNDS = "must be rounds from 1 on, such as '200, 400', or ''"
 LISTS = "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'"
 LONG = [("", f"conf/{'a' * 194}"), (".toml", "a" * 199)]  # longer than the name of a file can be
-PARTITIONS = "'iid', 'dirichlet', 'shards', 'classes', 'source', 'source-classes' or 'lists'"
+PARTITIONS = "'iid', 'dirichlet', 'shards', 'classes', 'source', 'source-classes', 'lists', 'column' or 'flwr:NAME'"
 
 
 def test_defaults_resolve_and_every_key_is_described() -> None:
@@ -142,7 +142,7 @@ def test_settings_come_back_from_their_flat_form() -> None:
             "fedpart.stale": st.sampled_from(["full-first", "faithful", "sync-all"]),
             "fedselect.layer": st.sampled_from(["", "layer4"]),
             "fedper.personal": st.sampled_from(["body", "conv1, layer4.1"]),
-            "target-accuracy": st.floats(0, 100),
+            "target-score": st.floats(0, 100),
             "lr": st.floats(1e-9, 10) | st.integers(1, 9),
             **dict.fromkeys(("train-per-class", "image-size", "min-nodes", "keep-checkpoints"), st.integers(0, 3)),
             **dict.fromkeys(("data-dir", "run-dir"), st.sampled_from(["", "runs/one"])),
@@ -161,10 +161,10 @@ def test_what_toml_writes_as_nothing_is_none() -> None:
     settings = resolve({"fedselect.layer": "", "method": "fedselect", "keep-checkpoints": 0})
     nothing = (settings.experiment, settings.data_dir, settings.train_per_class, settings.test_per_class)
     nothing += (settings.image_size, settings.clients_per_round, settings.min_nodes, settings.keep_checkpoints)
-    nothing += (settings.target_accuracy, settings.run_dir, settings.options.layer)
+    nothing += (settings.target_score, settings.run_dir, settings.options.layer)
     assert set(nothing) == {None}
     assert (settings.domains, settings.lr_decay_at, settings.class_lists) == ((), (), ())
-    assert settings.flat()["keep-checkpoints"] == settings.flat()["target-accuracy"] == 0
+    assert settings.flat()["keep-checkpoints"] == settings.flat()["target-score"] == 0
     assert settings.flat()["fedselect.layer"] == settings.flat()["domains"] == ""
 
 
@@ -254,7 +254,7 @@ def test_pairs() -> None:
         ({"train-per-class": -1}, "train-per-class = -1: must be greater than or equal to 0"),
         ({"image-size": "8"}, "image-size = '8': must be integer"),
         ({"run-dir": 3}, "run-dir = 3: must be string"),
-        ({"target-accuracy": 101}, "target-accuracy = 101: must be less than or equal to 100"),
+        ({"target-accuracy": 101}, "target-score = 101: must be less than or equal to 100"),
         ({"partition": "even"}, f"partition = 'even': must be {PARTITIONS}"),
         ({"num-clients": 0}, "num-clients = 0: must be greater than or equal to 1"),
         ({"shards-per-client": 0}, "shards-per-client = 0: must be greater than or equal to 1"),

@@ -26,6 +26,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import mlp
 from fedsub_app.problem import Problem
 from fedsub_app.settings import MethodSettings
+from fedsub_app.tasks import TASKS, Regression
 
 KEYS = {"num-clients": 4, "train-per-class": 40, "test-per-class": 10, "validation-fraction": 0.2}
 DATA = load_dataset(resolve(KEYS).data)
@@ -223,6 +224,58 @@ def test_layers_need_a_model() -> None:
         fedsub.FedPart(clients_per_node=4, model=sequential).start(grid(), arrays(), 1)
 
 
+def numbers(context: Context) -> Any:
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(int(context.node_config["partition-id"])))
+    return (x[:30], x[:30].sum(1)), (x[30:], x[30:].sum(1))
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 1))
+
+
+class Largest(Regression):
+    """A task of one's own, with a name of its own for the score."""
+
+    score = "worst"
+
+    def metrics(self, sums: Any) -> dict[str, float]:
+        found = super().metrics(sums)
+        return {"worst": found["rmse"], "mae": found["mae"], "loss": found["loss"]}
+
+
+def test_the_strategy_names_the_task_and_the_app_adds_metrics() -> None:
+    largest = lambda output, y: {"largest": float(output.abs().max())}  # noqa: E731
+    app = grid(model=linear, data=numbers, metrics=largest)
+    found = fedsub.FedAvg(clients_per_node=4, task="regression").start(app, arrays(linear()), 3)
+    measured = [found.evaluate_metrics_clientapp[number] for number in (1, 3)]
+    assert measured[0].keys() == {f"personal-{name}" for name in ("rmse", "mae", "loss", "largest")}
+    assert measured[1]["personal-rmse"] < measured[0]["personal-rmse"]
+
+
+def test_a_task_of_ones_own_is_given_to_both() -> None:
+    task, own = Largest(), {"model": linear, "data": numbers}
+    found = fedsub.FedAvg(clients_per_node=4, task=task).start(grid(task=task, **own), arrays(linear()), 1)
+    assert 0 < found.evaluate_metrics_clientapp[1]["personal-worst"] < 9
+    reasons = fedsub.FedAvg(clients_per_node=4, max_abandoned=1).start(grid(task=task, **own), arrays(linear()), 1)
+    assert 1 not in reasons.evaluate_metrics_clientapp
+
+
+def test_collate_makes_the_batches() -> None:
+    def rows(context: Context) -> Any:
+        (x, y), test = load(context)
+        return [{"image": one, "digit": int(label)} for one, label in zip(x, y, strict=True)], test
+
+    def collate(items: list[Any]) -> Any:
+        return torch.stack([item["image"] for item in items]), torch.tensor([item["digit"] for item in items])
+
+    initial = arrays()
+    plain, collated = (
+        fedsub.FedAvg(clients_per_node=4).start(grid(**how), initial, 1).train_metrics_clientapp[1]
+        for how in ({}, {"data": rows, "collate": collate})
+    )
+    assert plain["train-loss"] == collated["train-loss"]
+
+
 def test_a_loss_of_ones_own() -> None:
     seen: list[int] = []
 
@@ -344,11 +397,11 @@ X, Y = torch.zeros(6, 1, 8, 8), torch.arange(6)
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ((X, Y), r"^train: an item is no \(x, y\) with an integer y"),
-        (((X, Y), "mnist"), "^test = 'mnist': must be .*torch Dataset"),
-        (((X.long(), Y), (X, Y)), "^train: x of dtype torch.int64: must be floating-point$"),
-        (((X, Y.float()), (X, Y)), r"^train: x of shape \(6, 1, 8, 8\), y of shape \(6,\), torch.float32: must be"),
-        (((X, Y + 9), (X, Y)), "^train: label 14: must be 0 to 9, the network has 10 outputs$"),
+        ((X, Y), r"^train = a Tensor: must be \(x, y\)"),
+        (((X, Y), "mnist"), "^test = 'mnist': must be .*map-style data set"),
+        (((X.byte(), Y), (X, Y)), "^train: x of dtype torch.uint8: must be floating-point, or int64 or bool"),
+        (((X, Y.float()), (X, Y)), r"^train: y of shape \(6,\), torch.float32: must be \[n\], integers"),
+        (((X, Y + 9), (X, Y)), "^train: label 10: must be 0 to 9, the network has 10 outputs$"),
         (((X, Y), (X, Y - 1)), "^test: label -1: must be 0 to 9"),
         (((X, Y), (X[:, :, :4], Y)), r"^test: samples of shape \(1, 4, 8\): the training samples' is \(1, 8, 8\)$"),
         (((X[:, :, :4], Y), (X[:, :, :4], Y)), r"^model = Net: cannot take samples of shape \(1, 4, 8\) \("),
@@ -362,7 +415,7 @@ def test_data_that_do_not_fit_are_one_line(data: Any, said: str) -> None:
 
 
 def test_a_torch_dataset_is_as_its_tensors() -> None:
-    lazily = own_dataset((TensorDataset(X, Y), TensorDataset(X, Y)), lambda _: 10)
+    lazily = own_dataset((TensorDataset(X, Y), TensorDataset(X, Y)), TASKS["classification"])
     assert torch.equal(lazily.train_x[:], X)
     assert torch.equal(lazily.train_y, Y)
     assert lazily.in_shape == (1, 8, 8)

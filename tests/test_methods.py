@@ -29,10 +29,10 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model
-from fedsub_app.problem import Classification
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
+from fedsub_app.tasks import Classification
 from fedsub_app.training.client import Training
 from fedsub_app.training.local import evaluate, evaluation_batch, evaluation_batches
 from fedsub_app.training.objectives import Moon, Objective

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from fedsub_app.config import resolve
 from fedsub_app.models import tensors_of
-from fedsub_app.problem import Classification, Problem
+from fedsub_app.problem import Problem
+from fedsub_app.tasks import Classification
 from fedsub_app.training.costs import forward_flops
 from fedsub_app.training.workplace import workplace
 

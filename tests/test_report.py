@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.conf_files import experiments
+from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.tensors import Json
@@ -96,7 +97,7 @@ def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
 
 
 def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None:
-    found = curve(grouped([runs["a0"], runs["a1"]])[0], "global-accuracy", "x", 0)
+    found = curve(grouped([runs["a0"], runs["a1"]])[0], "global-accuracy", "x", 0, Score())
     assert found
     lines = [read_rounds(runs[name]) for name in ("a0", "a1")]
     for place in range(3):  # rounds 0, 1, 2

@@ -17,6 +17,7 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common import conf_files
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
+from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.reports.compare import compare
@@ -80,7 +81,7 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
     assert (fedavg.setting, fedavg.label, fedavg.slug) == ("digits", "FedAvg", "digits-fedavg")
     assert fedavg.paper == Paper(rounds="7", final="12.3 ± 0.4")
     assert local.paper == Paper()
-    assert local.overrides["target-accuracy"] == 0.0  # the method's keys win over the setting's
+    assert local.overrides["target-score"] == 0.0  # the method's keys win over the setting's
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_table_is_run_written_and_not_run_twice(
     assert cli.main(["reproduce", table, "--out", str(out), "--workers", "2"]) == 0
     assert capsys.readouterr().out.count("done  ") == 4
     rows = list(csv.reader((out / "my-small.csv").open()))
-    assert rows[0] == list(reproduce.HEADER)
+    assert rows[0] == list(reproduce.table_header(Score()))
     fedavg = rows[1]
     finals = [
         json.loads((out / f"digits-fedavg/seed{seed}/summary.json").read_text())["final-global-accuracy"]

@@ -279,7 +279,7 @@ def algorithm_1(keys: dict[str, Value]) -> Written:
             theta[k] = epochs[-1]
             pruned = theta[k] | {n: theta[k][n] * m_le[n] for n in weights}
             accuracy = accuracy_of(net, pruned, x_val, y_val)  # line 12
-            if accuracy > o.accuracy and p < o.target and delta > o.distance:  # line 14
+            if accuracy > o.score and p < o.target and delta > o.distance:  # line 14
                 theta[k], m[k] = pruned, m_le  # line 15
         theta_g = {  # line 9
             n: mean_of(old, [theta[k][n] for k in clients], [(ones | m[k])[n] for k in clients])
@@ -368,7 +368,7 @@ def algorithm_2(keys: dict[str, Value]) -> Written:
             ):
                 new = positions_of(passed | mask, theta_g)
                 pruned = {n: t * new[n] for n, t in now.items()}
-                if holds and accuracy_of(net, pruned, x_val, y_val) > o.accuracy:  # lines 15, 18 and 19
+                if holds and accuracy_of(net, pruned, x_val, y_val) > o.score:  # lines 15, 18 and 19
                     passed = passed | mask  # line 20
             m[k], new = passed, positions_of(passed, theta_g)
             theta[k] = {n: t * new[n] for n, t in now.items()}  # line 21

@@ -88,7 +88,7 @@ def test_values_ranges_and_what_stays() -> None:
         ),
         (
             ["-s", "lr=0.1,0.2", "-s", "validation-fraction=0.2"],
-            "evaluate = 'global': must name global-local or personal, which have validation accuracies",
+            "evaluate = 'global': must name global-local or personal, which have validation scores",
         ),
         (
             ["-s", "lr=0.1,0.2", "--metric", "personal"],

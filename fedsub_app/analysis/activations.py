@@ -1,4 +1,4 @@
-"""Analysis of a run's masks and models: the units of clients, activations, overlap of masks, clients' accuracies.
+"""Analysis of a run's masks and models: the units of clients, activations, overlap of masks, clients' scores.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15).
 """
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from fedsub_app.analysis.overlap import draw_overlap
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.reported import Reported
+from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
@@ -44,10 +46,10 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, by the number of labels
     that a pair has in common; the overlap of independent masks of those sizes; and the correlation over all pairs
     between the overlap above that and the labels in common.
-    ``mask-size.csv`` and ``.png``: accuracy of a client's own model against the part of the network outside its mask,
+    ``mask-size.csv`` and ``.png``: score of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
-    ``clients.csv`` and ``.png``: each client's last measured accuracies.
+    ``clients.csv`` and ``.png``: each client's last measured scores.
 
     Raises
     ------
@@ -70,7 +72,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         files += _units(folder, strategy)
         files += draw_overlap(folder, strategy, paths, lines)
     if measured := [line for line in lines if line.get("evaluated")]:
-        files += _clients(folder, measured[-1])
+        files += _clients(folder, settings.score, measured[-1])
     if not files:
         raise UserError(f"{folder}: nothing to analyse: no checkpoint, no masks, no client was evaluated")
     return files
@@ -110,7 +112,7 @@ def _number(folder: Path, key: str, about: Reported, lines: Sequence[Json]) -> l
     return [write_csv(table, ("round", key.replace("-", " "), "bytes down", "bytes up"), rows), picture]
 
 
-def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Tensor) -> dict[str, Tensor]:
+def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
     """Return every hidden unit's activation (ReLU of its layer's output), summed over a batch and over positions.
 
     Parameters
@@ -217,16 +219,16 @@ def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
     return [write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]
 
 
-def _clients(folder: Path, line: Json) -> list[Path]:
+def _clients(folder: Path, score: Score, line: Json) -> list[Path]:
     evaluated = {int(client): metrics for client, metrics in line["evaluated"].items()}
-    kinds = sorted({key for metrics in evaluated.values() for key in metrics if key.endswith("-accuracy")})
+    kinds = sorted({key for metrics in evaluated.values() for key in metrics if key in score.keys})
     drawing = figure(min(16.0, 5 + 0.3 * len(evaluated)), 3.5)
     axes = drawing.subplots()
     for colour, kind in enumerate(kinds):
         values = sorted(metrics[kind] for metrics in evaluated.values() if kind in metrics)
-        label = f"{kind.removesuffix('-accuracy')}: {values[0]:.1f} to {values[-1]:.1f} %"
+        label = f"{kind_of(kind)}: {values[0]:.3g} to {score.text(values[-1])}"
         axes.plot(range(len(values)), values, "o-", color=COLOURS[colour], label=label)
-    axes.set(xlabel="clients, sorted by accuracy", ylabel="accuracy (%)", title=f"round {line['round']}")
+    axes.set(xlabel=f"clients, sorted by {score.name}", ylabel=score.titled(score.name), title=f"round {line['round']}")
     legend_beside(drawing)
     drawing.savefig(folder / "clients.png", dpi=120)
     rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(evaluated.items())]

@@ -32,6 +32,7 @@ from torch import Tensor
 from client_apps.base import Client
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Batch, joined
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.local_grid import LocalGrid
@@ -142,7 +143,7 @@ def train_centrally(place: Workplace, model: Tensors, number: int, clients: Sequ
     return central.trained()
 
 
-def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch, Tensor, list[Tensor]]:
     """Return the training samples of some clients in a round as those of one client, and mini-batches of them.
 
     Returns
@@ -163,7 +164,7 @@ def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Tenso
         order = torch.randperm(size, generator=generator(place.settings.seed, number, step, "central"))
         batches += [part + first for part in order.tensor_split(len(taking_part))]
         first += size
-    return torch.cat(x), torch.cat(y), batches
+    return joined(x, torch.cat), torch.cat(y), batches
 
 
 def _written(folder: Path, rounds: int, rows: Sequence[tuple[int, float, float]]) -> list[Path]:

@@ -12,10 +12,10 @@ from fedsub_app.training.workplace import workplace
 
 
 def client_of(folder: Path, client: int) -> Client:
-    """Return a client of a run as of the last checkpoint, its own model loaded, the one of its ``personal`` accuracy.
+    """Return a client of a run as of the last checkpoint, its own model loaded, the one of its ``personal`` score.
 
     ``network.module`` is the network, ``samples("test")`` are the client's images and labels, ``score("test")`` is
-    the model's accuracy on them in percent. For a method without personal models it is the global model; a method that
+    the model's score on them. For a method without personal models it is the global model; a method that
     fine-tunes for its evaluation does so here. All clients of a process share the network: the next call loads another
     model into it; ``trained()`` returns a copy of this one's tensors.
 

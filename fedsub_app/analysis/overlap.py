@@ -1,6 +1,6 @@
-"""Overlap of the clients' personal masks, by layer, round and labels in common, and accuracy against their size.
+"""Overlap of the clients' personal masks, by layer, round and labels in common, and score against their size.
 
-Overlap: Tamirisa et al., FedSelect, 2024, Figure 4. Accuracy against what the masks leave out: Vahidian et al.,
+Overlap: Tamirisa et al., FedSelect, 2024, Figure 4. Score against what the masks leave out: Vahidian et al.,
 Sub-FedAvg, 2021, Figures 1, 2; overlap against labels in common is what they claim in Section 3.1 and do not show.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import make_partition
 from fedsub_app.problem import Problem
@@ -41,7 +42,7 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
         rows += [[checkpoint.round, name, f"{overlaps[pairs].mean():.4f}"] for name, overlaps in last.items()]
         outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
     if not pairs.any():  # one client
-        return _mask_size(folder, outside, lines)
+        return _mask_size(folder, strategy.score, outside, lines)
     wide = min(6, len(last))
     high = -(-len(last) // wide)
     drawing = figure(2.2 * wide, 2.3 * high)
@@ -70,7 +71,7 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
     pictures = [folder / "overlap.png", folder / "overlap-rounds.png"]
     chance = {name: overlap_by_chance(of_clients) for name, of_clients in of_layers.items()}
     by_labels = _by_labels(folder, strategy.settings, last, chance)
-    return [written, *pictures, *by_labels, *_mask_size(folder, outside, lines)]
+    return [written, *pictures, *by_labels, *_mask_size(folder, strategy.score, outside, lines)]
 
 
 def correlation(left: Tensor, right: Tensor) -> float:
@@ -118,17 +119,18 @@ def _percent_outside(masks: Tensors) -> float:
     return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
 
 
-def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:
+def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:
     """``outside``: round of a checkpoint -> percent outside each client's mask."""
-    rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, accuracy
+    key = f"personal-{score.name}"
+    rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, score
     trained: set[int] = set()
     for line in lines:
         others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
         trained |= {*line.get("clients", ())} - others
         for client, metrics in line.get("evaluated", {}).items():
-            if line["round"] in outside and int(client) in trained and "personal-accuracy" in metrics:
+            if line["round"] in outside and int(client) in trained and key in metrics:
                 percent = outside[line["round"]][int(client)]
-                rows.append((line["round"], int(client), percent, metrics["personal-accuracy"]))
+                rows.append((line["round"], int(client), percent, metrics[key]))
     if not rows:
         return []
     drawing = figure(8, 4)
@@ -147,9 +149,9 @@ def _mask_size(folder: Path, outside: Mapping[int, Sequence[float]], lines: Sequ
         np.mean([row[2:] for row in rows if row[0] == number], axis=0) for number in sorted({row[0] for row in rows})
     ]
     axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")
-    axes.set(xlabel="outside the client's mask (%)", ylabel="accuracy of the client's own model (%)")
+    axes.set(xlabel="outside the client's mask (%)", ylabel=score.titled(f"{score.name} of the client's own model"))
     legend_beside(drawing)
     drawing.savefig(folder / "mask-size.png", dpi=120)
-    written = [[number, client, f"{percent:.2f}", f"{accuracy:.2f}"] for number, client, percent, accuracy in rows]
-    header = ("round", "client", "outside its mask (%)", "personal-accuracy")
+    written = [[number, client, f"{percent:.2f}", score.number(value)] for number, client, percent, value in rows]
+    header = ("round", "client", "outside its mask (%)", key)
     return [write_csv(folder / "mask-size.csv", header, written), folder / "mask-size.png"]

@@ -19,7 +19,7 @@ def analyse(
         Path | None, Option(metavar="DIR", help="with --approximation: start from this run's checkpoints")
     ] = None,
 ) -> None:
-    """Draw a run's masks, the activations of its units and its clients' accuracies."""
+    """Draw a run's masks, the activations of its units and its clients' scores."""
     rounds = between("--approximation", approximation, 1_000_000)
     samples = between("--samples", samples, 1_000_000) or 1
     if starts and not rounds:

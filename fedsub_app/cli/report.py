@@ -28,7 +28,7 @@ def report(
         Option(metavar="[FILE]", help="also one HTML page, and its numbers as CSV and JSON (default: report.html)"),
     ] = None,
 ) -> None:
-    """Draw and compare runs: accuracy against rounds, bytes, FLOPs and seconds."""
+    """Draw and compare runs: score against rounds, bytes, FLOPs and seconds."""
     from fedsub_app.reports.compare import comparisons
     from fedsub_app.reports.html import write_html
     from fedsub_app.reports.pictures import draw_curves

@@ -35,7 +35,7 @@ def sweep(
     ] = None,
     metric: Annotated[
         str | None,
-        Option(metavar="NAME", help="final accuracy that ranks the trials (default: on validation data, as evaluated)"),
+        Option(metavar="NAME", help="final score that ranks the trials (default: on validation data, as evaluated)"),
     ] = None,
     seeds: Annotated[int, Option(metavar="N", help="runs of each setting")] = 1,
     workers: Workers = None,

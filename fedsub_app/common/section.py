@@ -101,9 +101,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=MILLION)]
 Epochs = Annotated[int, Field(ge=0, le=10_000)]
 ZERO_IS_NONE, NONE_IS_ZERO = AfterValidator(lambda number: number or None), PlainSerializer(lambda number: number or 0)
 CountOrNone = Annotated[int | None, Field(ge=0, le=MILLION), ZERO_IS_NONE, NONE_IS_ZERO]
-PercentOrNone = Annotated[
-    float | None, Field(ge=0, le=100), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
-]
+Finite = Annotated[float, Field(ge=-MILLION, le=MILLION)]
 AmountOrNone = Annotated[
     float | None, Field(ge=0), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
 ]

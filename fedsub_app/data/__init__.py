@@ -28,14 +28,17 @@ from fedsub_app.data.names import dataset_names, private_name
 from fedsub_app.data.settings import DataSettings, PartitionSettings
 
 if TYPE_CHECKING:
-    from fedsub_app.data.dataset import Dataset, load_dataset
-    from fedsub_app.data.own import own_dataset
+    from fedsub_app.data.dataset import load_dataset
+    from fedsub_app.data.own import Collate, own_dataset
     from fedsub_app.data.partition import Partition, make_partition, partition_summary
-    from fedsub_app.data.samples import Samples
+    from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples
 
 __all__ = [
+    "AnySamples",
+    "Collate",
     "DataSettings",
     "Dataset",
+    "LazySamples",
     "Partition",
     "PartitionSettings",
     "Samples",
@@ -49,9 +52,9 @@ __all__ = [
 __getattr__ = late(
     __name__,
     {
-        "dataset": "Dataset load_dataset",
-        "own": "own_dataset",
+        "dataset": "load_dataset",
+        "own": "Collate own_dataset",
         "partition": "Partition make_partition partition_summary",
-        "samples": "Samples",
+        "samples": "AnySamples Dataset LazySamples Samples",
     },
 )

@@ -1,7 +1,7 @@
 """A data set as tensors: sources chosen per class, brought to one form, joined, normalised."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import form_of
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
@@ -16,36 +17,13 @@ from fedsub_app.data import features, synthetic
 from fedsub_app.data.features import Pictures
 from fedsub_app.data.known import Request, Source, Split
 from fedsub_app.data.names import ALIASES, data_folder
-from fedsub_app.data.samples import Samples, in_unit, normalised
-from fedsub_app.data.settings import DataSettings
+from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
+from fedsub_app.data.settings import DataSettings, is_source
 from fedsub_app.data.sources import check_hidden, load_sources
+from fedsub_app.data.tables import load_source
+from fedsub_app.tasks import Task, task_of
 
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """Training and test samples: x [n, channels, height, width] or [n, features]; y and source int64 [n].
-
-    Samples taken from ``train_x`` and ``test_x`` are float32; images of bytes are stored as bytes.
-
-    ``source`` is the position in ``sources`` (the names joined by ``+``, or the domains). ``notes`` says, one line
-    each, what is partial, lossy or substituted.
-    """
-
-    name: str
-    train_x: Samples
-    train_y: Tensor
-    train_source: Tensor
-    test_x: Samples
-    test_y: Tensor
-    test_source: Tensor
-    num_classes: int
-    sources: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def in_shape(self) -> tuple[int, ...]:
-        """Shape of one sample, a network's input."""
-        return tuple(self.train_x.shape[1:])
+ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
@@ -63,10 +41,12 @@ def load_dataset(settings: DataSettings) -> Dataset:
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
     show_step(f"reading {settings.dataset}")
+    if is_source(settings.dataset):
+        return load_source(settings, task_of(settings.task))
     for part in settings.dataset.split("+"):
         check_hidden(part, data_folder(settings.data_dir))
     names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
-    if len(names) > 1 and set(names) & set(synthetic.NAMES):
+    if len(names) > 1 and set(names) & ALONE:
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
     domains = settings.domains
     if len(set(domains)) < len(domains):
@@ -74,7 +54,7 @@ def _load(settings: DataSettings) -> Dataset:
     if domains and len(names) > 1:
         raise UserError(f"domains = {', '.join(domains)!r}: needs a single set, dataset = {settings.dataset!r}")
     listed = settings.features != "none"
-    if listed and set(names) & set(synthetic.NAMES):
+    if listed and set(names) & ALONE:
         raise UserError(
             f"features = {settings.features!r}: must be 'none' with dataset = {settings.dataset!r}: no images"
         )
@@ -102,19 +82,34 @@ def _load(settings: DataSettings) -> Dataset:
         train_samples, test_samples = normalised(train_x, test_x, settings.normalise)
     else:
         train_samples, test_samples = Samples(train_x), Samples(test_x)
-    return Dataset(
-        name=settings.dataset,
-        train_x=train_samples,
-        train_y=torch.cat([y + first for (_, y), first in zip(train, first_label, strict=True)]),
-        train_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(train)]),
-        test_x=test_samples,
-        test_y=torch.cat([y + first for (_, y), first in zip(test, first_label, strict=True)]),
-        test_source=torch.cat([torch.full_like(y, i) for i, (_, y) in enumerate(test)]),
-        num_classes=num_classes,
-        sources=tuple(known),
-        notes=tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
-        + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
+    return _as_the_task_takes_it(
+        task_of(settings.task),
+        Dataset(
+            name=settings.dataset,
+            train_x=train_samples,
+            train_y=torch.cat([y + first for (_, y), first in zip(train, first_label, strict=True)]),
+            train_source=torch.cat([torch.full((len(y),), i) for i, (_, y) in enumerate(train)]),
+            test_x=test_samples,
+            test_y=torch.cat([y + first for (_, y), first in zip(test, first_label, strict=True)]),
+            test_source=torch.cat([torch.full((len(y),), i) for i, (_, y) in enumerate(test)]),
+            num_classes=num_classes,
+            sources=tuple(known),
+            notes=tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
+            + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
+        ),
     )
+
+
+def _as_the_task_takes_it(task: Task, data: Dataset) -> Dataset:
+    """Return the data set with y checked; :class:`UserError` where it is not the task's."""
+    try:
+        output = task.output(data.train_y, data.num_classes)
+        train_y, test_y = (task.targets(y, output) for y in (data.train_y, data.test_y))
+    except ValueError as error:
+        raise UserError(f"dataset = {data.name!r}: not with this task: {error}") from None
+    stored = [torch.as_tensor(x.stored) for x in (data.train_x, data.test_x) if isinstance(x, Samples)]
+    tokens = None if stored[0].dtype != torch.int64 else form_of(*stored, tokens=data.num_classes)
+    return replace(data, train_y=train_y, test_y=test_y, form=tokens)
 
 
 def _pictures(source: Source) -> Source:
@@ -141,6 +136,11 @@ def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
 def _choose(name: str, source: Source, settings: DataSettings) -> Source:
     """Choose ``train_per_class`` and ``test_per_class`` images of a source."""
     (train_x, train_y), (test_x, test_y) = source.train, source.test
+    if not (settings.train_per_class or settings.test_per_class):
+        return source
+    if train_y.ndim > 1 or train_y.is_floating_point():
+        key = "train" if settings.train_per_class else "test"
+        raise UserError(f"{key}-per-class = {getattr(settings, f'{key}_per_class')}: {name} has no classes; must be 0")
     notes = source.notes
     wanted = settings.test_per_class
     train = _per_class(name, "train", train_y, source.num_classes, settings.train_per_class, settings.seed)

@@ -15,7 +15,7 @@ import torch
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
-from fedsub_app.data import synthetic
+from fedsub_app.data import synthetic, text
 from fedsub_app.data.features import Pictures, impatient
 from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, hold_out, read_npy, unpacked_idx
 from fedsub_app.data.names import EMNIST, MEDMNIST, find
@@ -85,6 +85,27 @@ def _digits(request: Request) -> Source:
     return Source((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), 10)
 
 
+def _diabetes(request: Request) -> Source:
+    # scikit-learn's own files, as _digits reads its own; each feature with mean 0 and deviation 1.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    folder = Path(str(package.origin)).parent / "datasets/data"
+    x = torch.from_numpy(np.loadtxt(folder / "diabetes_data_raw.csv.gz"))
+    y = torch.from_numpy(np.loadtxt(folder / "diabetes_target.csv.gz")).float()
+    x = ((x - x.mean(0)) / x.std(0, correction=0)).float()
+    order = torch.randperm(len(y), generator=generator(request.seed, "diabetes", "split"))
+    test, train = order.tensor_split([len(y) // 5])
+    return Source((x[train], y[train]), (x[test], y[test]), 1)
+
+
+def _python_sources(request: Request) -> dict[str, Source]:
+    packages = text.python_packages()
+    if unknown := [domain for domain in request.domains if domain not in packages]:
+        raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(packages)}")
+    size = len(text.ALPHABET) + 2
+    return {name: Source(*text.source_samples(packages[name]), size) for name in request.domains or packages}
+
+
 def _idx(request: Request, kind_name: str, split: str = "") -> Source:
     """``kind_name``: torchvision's class of that name, which reads idx files; ``split``: of EMNIST."""
     from torchvision import datasets
@@ -145,7 +166,12 @@ def _medmnist(request: Request) -> Source:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
         raise UserError(f"{file}: not a readable MedMNIST file ({one_line(error)})") from error
-    source = _labelled(file, (train.imgs, train.labels), (test.imgs, test.labels), len(info["label"]))
+    if info["task"].startswith("multi-label"):
+        splits = [(checked(file, part.split, part.imgs, part.labels[:, 0])[0], part.labels) for part in (train, test)]
+        x, y = zip(*((images, torch.from_numpy(labels).float()) for images, labels in splits), strict=True)
+        source = Source((x[0], y[0]), (x[1], y[1]), len(info["label"]))
+    else:
+        source = _labelled(file, (train.imgs, train.labels), (test.imgs, test.labels), len(info["label"]))
     counts, upstream = (len(train.imgs), len(test.imgs)), (info["n_samples"]["train"], info["n_samples"]["test"])
     note = f"partial: {counts[0]} train, {counts[1]} test images, upstream has {upstream[0]} and {upstream[1]}"
     return source if counts == upstream else replace(source, notes=(note,))
@@ -325,6 +351,8 @@ def _one(load: Callable[[Request], Source]) -> Load:
 LOADERS: dict[str, Load] = {  # of the names of names.py
     **dict.fromkeys(synthetic.NAMES, _one(_synthetic)),
     "digits": _one(_digits),
+    "diabetes": _one(_diabetes),
+    "python-sources": _python_sources,
     "mnist": _one(partial(_idx, kind_name="MNIST")),
     "fashion-mnist": _one(partial(_idx, kind_name="FashionMNIST")),
     "emnist": _one(partial(_idx, kind_name="EMNIST", split="digits")),

@@ -8,9 +8,9 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError
 
 ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
-MEDMNIST = (  # the 2-D names of medmnist.INFO with one label an image, spelled out: importing it takes a second
+MEDMNIST = (  # the 2-D names of medmnist.INFO, spelled out: importing it takes a second
     *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
-    *("tissuemnist", "organamnist", "organcmnist", "organsmnist"),
+    *("tissuemnist", "organamnist", "organcmnist", "organsmnist", "chestmnist"),
 )
 EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 KNOWN = {  # name → what it is; known.py has their loaders
@@ -19,6 +19,8 @@ KNOWN = {  # name → what it is; known.py has their loaders
     "synthetic-cyclic": "as synthetic, other layout: FedAvg close to the paper's round counts",
     "synthetic-cyclic-3k": "the same with 3,200 training points",
     "digits": "scikit-learn's 1,797 digits, 8x8 grey, 10 classes (no file needed)",
+    "diabetes": "scikit-learn's diabetes, 442 patients, 10 features; task = regression (no file needed)",
+    "python-sources": "characters of Python's standard library; domains: packages; task = next-token (no file needed)",
     "mnist": "MNIST, 28x28 grey, 10 classes",
     "fashion-mnist": "Fashion-MNIST, 28x28 grey, 10 classes",
     "emnist": "EMNIST digits, 28x28 grey",
@@ -27,6 +29,7 @@ KNOWN = {  # name → what it is; known.py has their loaders
     "cifar100": "CIFAR-100, 32x32 RGB, 100 classes",
     "cifar10-c": "CIFAR-10-C, 32x32 RGB, 10 classes; domains: corruptions, 'fog, snow-3' (severity 5 if not given)",
     **dict.fromkeys(MEDMNIST, "MedMNIST v2, 28x28"),
+    "chestmnist": "MedMNIST v2, 28x28; task = multi-label",
     "cub200": "CUB-200-2011, birds, RGB of many sizes, 200 classes",
     "flowers102": "Oxford's flowers, RGB of many sizes, 102 classes",
     "fgvc-aircraft": "FGVC Aircraft, RGB of many sizes, 100 variants",

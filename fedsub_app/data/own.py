@@ -1,27 +1,49 @@
-"""Data of a user's own: pairs of tensors, or map-style torch data sets of (x, y), as a :class:`Dataset`."""
+"""Data of a user's own: tensors, or map-style data sets of torch or the package datasets, as a :class:`Dataset`."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line, shown
-from fedsub_app.data.dataset import Dataset
-from fedsub_app.data.samples import Samples
+from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of, joined, shape_shown
+from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples
+from fedsub_app.tasks import Task
 
+Collate = Callable[[list[Any]], Any]  # items -> (x, y), or a mapping with "label" or "labels"
 NAME = "own"  # of such data, in the setting ``dataset``
-ALLOWED = "must be (x, y) tensors or a map-style torch Dataset of (x, y)"
+ALLOWED = "must be (x, y), (x, y, groups), or a map-style data set of (x, y)"
+LABELS = ("label", "labels")
+IN_MEMORY = 2**30  # bytes of samples of a map-style data set that are kept; larger ones are read when they are used
+INTEGERS = (torch.int64, torch.int32, torch.bool)  # of tokens and masks
 
 
-def own_dataset(data: object, classes_for: Callable[[tuple[int, ...]], int]) -> Dataset:
+class Split(NamedTuple):
+    """Training or test samples: ``groups`` are names, one a sample, or empty."""
+
+    x: AnySamples
+    y: Tensor
+    groups: Sequence[str] = ()
+
+
+def own_dataset(
+    data: object,
+    task: Task,
+    output_for: Callable[[Shape], tuple[int, ...]] | None = None,
+    collate: Collate | None = None,
+    name: str = NAME,
+) -> Dataset:
     """Return a user's ``(train, test)`` as a data set.
 
     Parameters
     ----------
-    data : each of the two a pair of tensors, or a map-style ``torch.utils.data.Dataset`` whose items are pairs. x is
-        floating-point; y are class labels from 0 on, integers.
-    classes_for : shape of a sample -> number of classes that the network tells apart.
+    data : each of the two ``(x, y)``, ``(x, y, groups)``, or a map-style data set whose items are pairs, or mappings
+        with ``label``. x is a tensor of numbers or int64 tokens, or a tuple or mapping of tensors. y is what the task
+        takes. ``groups`` are one value a sample.
+    output_for : form of a sample -> shape of the network's output for it; default: what y needs.
+    collate : makes a batch of items of a map-style data set; default: stacks each tensor.
+    name : of the data set.
 
     Raises
     ------
@@ -30,48 +52,152 @@ def own_dataset(data: object, classes_for: Callable[[tuple[int, ...]], int]) -> 
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")
-    (train_x, train_y), (test_x, test_y) = (_pair(one, name) for one, name in zip(data, ("train", "test"), strict=True))
-    if train_x.shape[1:] != test_x.shape[1:]:
-        raise UserError(f"test: samples of shape {tuple(test_x.shape[1:])}: the training samples' is {_shape(train_x)}")
-    classes = classes_for(_shape(train_x))
-    for name, y in (("train", train_y), ("test", test_y)):
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-            wrong = int(y.min()) if int(y.min()) < 0 else int(y.max())
-            raise UserError(f"{name}: label {wrong}: must be 0 to {classes - 1}, the network has {classes} outputs")
-    sources = [torch.zeros_like(y) for y in (train_y, test_y)]
-    return Dataset(
-        *(NAME, Samples(train_x), train_y, sources[0], Samples(test_x), test_y, sources[1]), classes, (NAME,), ()
-    )
+    train, test = (_split(one, part, collate) for one, part in zip(data, ("train", "test"), strict=True))
+    form = form_of(*(one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)))
+    first, second = (form_of(one.x[:1]) if len(one.y) else form for one in (train, test))
+    if shape_shown(first) != shape_shown(second):
+        raise UserError(f"test: samples of shape {shape_shown(second)}: the training samples' is {shape_shown(first)}")
+    return dataset_of(name, train, test, task, form, output_for and output_for(form))
 
 
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape[1:])
-
-
-def _pair(data: object, name: str) -> tuple[Tensor, Tensor]:
-    x, y = data if isinstance(data, tuple | list) and len(data) == 2 else _stacked(data, name)
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
-    if not x.is_floating_point():
-        raise UserError(f"{name}: x of dtype {x.dtype}: must be floating-point")
-    if y.is_floating_point() or y.ndim != 1 or len(y) != len(x) or x.ndim < 2:
-        said = f"{name}: x of shape {tuple(x.shape)}, y of shape {tuple(y.shape)}, {y.dtype}"
-        raise UserError(f"{said}: must be [n, ...] and [n], integers")
-    # Images channels-last in memory, as all others: the fastest in oneDNN.
-    layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
-    return x.detach().float().contiguous(memory_format=layout), y.detach().long()
-
-
-def _stacked(data: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Return the items of a map-style data set, one after the other."""
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str | dict):
-        raise UserError(f"{name} = {shown(data)}: {ALLOWED}")
+def dataset_of(
+    name: str,
+    train: Split,
+    test: Split,
+    task: Task,
+    form: Shape,
+    output: tuple[int, ...] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Dataset:
+    """Return the data set of two splits; ``output``: shape of a network's output, by default what y needs."""
     try:
-        pairs = [(x, int(y)) for x, y in (data[k] for k in range(len(data)))]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name}: an item is no (x, y) with an integer y ({one_line(error)}); {ALLOWED}") from None
-    if not pairs:
+        output = output or task.output(train.y, max(map(task.outputs, (train.y, test.y))))
+        train_y, test_y = (_targets(task, one.y, output, part) for one, part in ((train, "train"), (test, "test")))
+    except ValueError as error:
+        raise UserError(f"dataset = {name!r}: {error}") from None
+    names = tuple(sorted({*train.groups, *test.groups})) or (name,)
+    numbers = {group: number for number, group in enumerate(names)}
+    sources = (
+        torch.tensor([numbers[group] for group in one.groups]) if one.groups else torch.zeros(len(one.y)).long()
+        for one in (train, test)
+    )
+    train_source, test_source = sources
+    return Dataset(*(name, train.x, train_y, train_source, test.x, test_y, test_source), output[-1], names, notes, form)
+
+
+def _targets(task: Task, y: Tensor, output: tuple[int, ...], name: str) -> Tensor:
+    """Return y as the task takes it; :class:`UserError` with the name where it cannot."""
+    try:
+        return task.targets(y, output)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def _split(data: object, name: str, collate: Collate | None) -> Split:
+    groups: Sequence[str] = ()
+    if isinstance(data, tuple | list) and len(data) in (2, 3):
+        x, y = data[:2]
+        groups = [str(group) for group in data[2].tolist()] if len(data) == 3 and isinstance(data[2], Tensor) else ()
+        groups = list(map(str, data[2])) if len(data) == 3 and not groups else groups
+    else:
+        return _read(data, name, collate)
+    if not isinstance(y, Tensor):
+        raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
+    stored = _inputs(x, name)
+    sizes = {len(t) for t in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
+    if y.ndim < 1 or sizes != {len(y)} or (isinstance(stored, Tensor) and stored.ndim < 2):
+        raise UserError(
+            f"{name}: x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}: "
+            "must be [n, ...] and [n] or [n, ...]"
+        )
+    if groups and len(groups) != len(y):
+        raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
+    return Split(Samples(stored), y.detach(), groups)
+
+
+def _shapes(x: Batch) -> Any:
+    return tuple(x.shape) if isinstance(x, Tensor) else [tuple(tensor.shape) for tensor in x.tensors]
+
+
+def _inputs(x: object, name: str) -> Batch:
+    """Return x as one tensor or several, numbers as float32, tokens as int64."""
+    if isinstance(x, Inputs):
+        return x.map(lambda tensor: _tensor(tensor, name))
+    if isinstance(x, Mapping) and x:
+        return Inputs.of({str(key): _tensor(value, f"{name}: {key!r}") for key, value in x.items()})
+    if isinstance(x, tuple | list) and x:
+        return Inputs.of([_tensor(value, name) for value in x])
+    return _tensor(x, name)
+
+
+def _tensor(x: object, name: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise UserError(f"{name}: a sample is no tensor but {shown(x)[:60]} ({type(x).__name__}); {ALLOWED}")
+    if x.is_floating_point():
+        # Images channels-last in memory, as all others: the fastest in oneDNN.
+        layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+        return x.detach().float().contiguous(memory_format=layout)
+    if x.dtype not in INTEGERS:
+        raise UserError(f"{name}: x of dtype {x.dtype}: must be floating-point, or int64 or bool for tokens and masks")
+    return x.detach() if x.dtype == torch.bool else x.detach().long()
+
+
+# --- map-style data sets ----------------------------------------------------------------------------------------------
+
+
+def _read(data: Any, name: str, collate: Collate | None) -> Split:
+    """Return a map-style data set: in memory where it is small, else read when it is used."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str | dict | Tensor):
+        what = "a Tensor" if isinstance(data, Tensor) else shown(data)
+        raise UserError(f"{name} = {what}: {ALLOWED}")
+    if not len(data):
         raise UserError(f"{name}: no samples")
-    if not all(isinstance(x, Tensor) and x.shape == pairs[0][0].shape for x, _ in pairs):
-        raise UserError(f"{name}: x must be a tensor of one shape in all items; ToTensor makes one of an image")
-    return torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs])
+    if hasattr(data, "with_format"):  # the package datasets: rows as tensors
+        data = data.with_format("torch")
+
+    def batch(positions: list[int]) -> tuple[Batch, Tensor]:
+        try:
+            items = [data[position] for position in positions]
+            x, y = _pair(collate(items) if collate else _stacked(items), name)
+            return _inputs(x, name), y
+        except UserError:
+            raise
+        except Exception as error:  # code of others
+            what = "collate" if collate else "an item"
+            raise UserError(f"{name}: {what} of samples {positions[:3]}: {one_line(error)[:200]}; {ALLOWED}") from error
+
+    first, _ = batch([0])
+    if first.nbytes * len(data) > IN_MEMORY:
+        y = torch.cat([batch([k])[1] for k in range(len(data))])
+        return Split(LazySamples(lambda positions: batch(positions)[0], torch.arange(len(data))), y)
+    parts = [batch([k]) for k in range(len(data))]
+    try:
+        return Split(Samples(_inputs(joined([x for x, _ in parts], torch.cat), name)), torch.cat([y for _, y in parts]))
+    except RuntimeError:
+        shapes = sorted({str(_shapes(x[0])) for x, _ in parts})[:2]
+        raise UserError(f"{name}: x of shapes {' and '.join(shapes)}: must be one shape in all items") from None
+
+
+def _pair(item: Any, name: str) -> tuple[Any, Tensor]:
+    """Return x and y of an item or a batch."""
+    if isinstance(item, Mapping):
+        key = next((key for key in LABELS if key in item), None)
+        rest = {k: value for k, value in item.items() if k != key}
+        if key is None or not rest:
+            raise UserError(f"{name}: an item has {', '.join(map(str, item))}: must have label or labels, and others")
+        return (next(iter(rest.values())) if len(rest) == 1 else rest), torch.as_tensor(item[key])
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise UserError(f"{name}: an item is no (x, y) but {shown(item)[:60]}; {ALLOWED}")
+    return item[0], torch.as_tensor(item[1])
+
+
+def _stacked(items: list[Any]) -> Any:
+    """Return items as one batch, each tensor stacked."""
+    pairs = [_pair(item, "item") for item in items]
+    x = [pair[0] for pair in pairs]
+    y = torch.stack([pair[1] for pair in pairs])
+    if isinstance(x[0], Mapping):
+        return {key: torch.stack([one[key] for one in x]) for key in x[0]}, y
+    if isinstance(x[0], tuple | list):
+        return tuple(torch.stack(list(column)) for column in zip(*x, strict=True)), y
+    return torch.stack(x), y

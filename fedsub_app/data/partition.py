@@ -10,6 +10,7 @@ the clients are disjoint and cover everything. flwr-datasets' PathologicalPartit
 rest.
 """
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.memory import check_memory
+from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive, generator
-from fedsub_app.data.dataset import Dataset
-from fedsub_app.data.settings import PartitionSettings
+from fedsub_app.data.samples import Dataset
+from fedsub_app.data.settings import FLWR, KINDS, WITHOUT_CLASSES, PartitionSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ class Partition:
     def class_counts(self, dataset: Dataset) -> Tensor:
         """Return the number of training samples, int64 [clients, classes]."""
         return torch.stack(
-            [torch.bincount(dataset.train_y[indices], minlength=dataset.num_classes) for indices in self.train]
+            [torch.bincount(dataset.train_labels[indices], minlength=dataset.label_count) for indices in self.train]
         )
 
 
@@ -56,7 +58,7 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         train = [torch.arange(len(dataset.train_y))] * settings.num_clients
     else:
         _check(dataset, settings)
-        train = (_draw if settings.samples_per_client else _DIVIDE[settings.partition])(dataset, settings)
+        train = (_draw if settings.samples_per_client else _DIVIDE.get(settings.partition, _by_name))(dataset, settings)
     validation: list[Tensor] = []
     test: list[Tensor] = []
     for client, indices in enumerate(train):
@@ -102,7 +104,7 @@ def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
     """Return a JSON-able summary: ``counts[client][class]`` of the training samples, and every client's sizes."""
     return {
         "clients": len(partition.train),
-        "classes": dataset.num_classes,
+        "classes": dataset.label_count,
         "counts": partition.class_counts(dataset).tolist(),
         "train": [len(indices) for indices in partition.train],
         "validation": [len(indices) for indices in partition.validation],
@@ -113,6 +115,11 @@ def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
 
 def _check(dataset: Dataset, settings: PartitionSettings) -> None:
     samples, clients = len(dataset.train_y), settings.num_clients
+    if not dataset.has_classes and settings.partition not in WITHOUT_CLASSES and settings.partition in KINDS:
+        allowed = ", ".join(map(repr, WITHOUT_CLASSES))
+        raise UserError(
+            f"partition = {settings.partition!r}: needs classes, {dataset.name} has none; allowed are {allowed}"
+        )
     shards, classes = settings.shards_per_client, settings.classes_per_client
     if settings.samples_per_client:
         said = f"samples-per-client = {settings.samples_per_client}: must be 0 with"
@@ -128,8 +135,8 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
         raise UserError(
             f"shards-per-client = {shards}: expected 1 to {samples // clients}, {samples} samples / {clients}"
         )
-    if settings.partition in ("classes", "source-classes") and classes > dataset.num_classes:
-        raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.num_classes}, the number of classes")
+    if settings.partition in ("classes", "source-classes") and classes > dataset.label_count:
+        raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.label_count}, the number of classes")
 
 
 def _split(
@@ -145,8 +152,8 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
     shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
     tests = []
     kinds, test_kinds = (
-        source * dataset.num_classes + y
-        for source, y in ((dataset.train_source, dataset.train_y), (dataset.test_source, dataset.test_y))
+        source * dataset.label_count + y
+        for source, y in ((dataset.train_source, dataset.train_labels), (dataset.test_source, dataset.test_labels))
     )
     for client, indices in enumerate(train):
         own = kinds[indices].unique()
@@ -154,7 +161,7 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
         if key not in shared:
             shared[key] = torch.isin(test_kinds, own).nonzero().flatten()
         if not len(shared[key]):
-            labels = sorted({kind % dataset.num_classes for kind in key})
+            labels = sorted({kind % dataset.label_count for kind in key})
             raise UserError(
                 f"client-test = 'labels': the test set has no sample of client {client}'s labels {labels}; "
                 "use 'holdout'"
@@ -171,14 +178,14 @@ def _iid(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Every client for itself, with replacement: the last class takes what the rounding of the others leaves."""
     size = settings.samples_per_client or 0
-    of_class = [(dataset.train_y == label).nonzero().flatten().numpy() for label in range(dataset.num_classes)]
+    of_class = [(dataset.train_labels == label).nonzero().flatten().numpy() for label in range(dataset.label_count)]
     clients = []
     for client in range(settings.num_clients):
         draws = np.random.default_rng(derive(settings.seed, client, "samples"))
         if settings.partition == "iid":
             found = draws.integers(len(dataset.train_y), size=size)
         else:
-            shares = draws.dirichlet([settings.dirichlet_alpha] * dataset.num_classes)
+            shares = draws.dirichlet([settings.dirichlet_alpha] * dataset.label_count)
             counts = np.round(shares * size).astype(int)
             counts[-1] = max(size - counts[:-1].sum(), 0)
             found = np.concatenate([draws.choice(own, n) for own, n in zip(of_class, counts, strict=True) if n])
@@ -193,16 +200,32 @@ def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     return [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
 
 
+def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    """Return whole sources, the largest first, each to the client with the fewest samples so far."""
+    groups = [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
+    groups = [group for group in groups if len(group)]
+    if settings.num_clients > len(groups):
+        key = f"num-clients = {settings.num_clients}: partition = 'column'"
+        raise UserError(f"{key} has {len(groups)} groups; expected at most that, and the key group for a table")
+    clients: list[list[Tensor]] = [[] for _ in range(settings.num_clients)]
+    sizes = [0] * settings.num_clients
+    for group in sorted(groups, key=len, reverse=True):  # stable: equal sizes in the order of their names
+        client = sizes.index(min(sizes))
+        clients[client].append(group)
+        sizes[client] += len(group)
+    return [torch.cat(parts).sort().values for parts in clients]
+
+
 def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     of_source = _by_source(dataset, settings)
-    if settings.num_clients * settings.classes_per_client % dataset.num_classes:
-        expected = f"num-clients * classes-per-client a multiple of {dataset.num_classes}, the number of classes"
+    if settings.num_clients * settings.classes_per_client % dataset.label_count:
+        expected = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
         raise UserError(
             f"classes-per-client = {settings.classes_per_client}: partition = 'source-classes' needs {expected}"
         )
-    lists = deal_classes(dataset.num_classes, settings)
+    lists = deal_classes(dataset.label_count, settings)
     return [
-        own[torch.isin(dataset.train_y[own], torch.tensor(labels))]
+        own[torch.isin(dataset.train_labels[own], torch.tensor(labels))]
         for own, labels in zip(of_source, lists, strict=True)
     ]
 
@@ -213,17 +236,17 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if len(lists) != settings.num_clients:
         raise UserError(f"{prefix}: {len(lists)} lists for num-clients = {settings.num_clients}, expected one a client")
     for client, labels in enumerate(lists):
-        unknown = [label for label in labels if label >= dataset.num_classes]
+        unknown = [label for label in labels if label >= dataset.label_count]
         if unknown:
-            raise UserError(f"{prefix}: unknown class {unknown[0]}, expected 0 to {dataset.num_classes - 1}")
+            raise UserError(f"{prefix}: unknown class {unknown[0]}, expected 0 to {dataset.label_count - 1}")
         if len(set(labels)) < len(labels):
             raise UserError(f"{prefix}: the list of client {client} names a class twice")
     return _share_classes(dataset, lists, settings.seed)
 
 
 def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    if settings.num_clients * settings.classes_per_client % dataset.num_classes == 0:
-        return _share_classes(dataset, deal_classes(dataset.num_classes, settings), settings.seed)
+    if settings.num_clients * settings.classes_per_client % dataset.label_count == 0:
+        return _share_classes(dataset, deal_classes(dataset.label_count, settings), settings.seed)
     from flwr_datasets.partitioner import PathologicalPartitioner
 
     partitioner = PathologicalPartitioner(
@@ -264,10 +287,10 @@ def deal_classes(num_classes: int, settings: PartitionSettings) -> list[list[int
 def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
     """Split every class evenly and at random among the clients whose list names it, once for each time it does."""
     shares: list[list[Tensor]] = [[] for _ in lists]
-    for label in range(dataset.num_classes):
+    for label in range(dataset.label_count):
         clients = [client for client, labels in enumerate(lists) for own in labels if own == label]
         if clients:
-            indices = (dataset.train_y == label).nonzero().flatten()
+            indices = (dataset.train_labels == label).nonzero().flatten()
             order = torch.randperm(len(indices), generator=generator(seed, "partition", label))
             for client, part in zip(clients, indices[order].tensor_split(len(clients)), strict=True):
                 shares[client].append(part)
@@ -300,11 +323,30 @@ def _by_shards(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     return _by_flwr(dataset, settings, partitioner, f"shards-per-client = {settings.shards_per_client}")
 
 
+def _by_name(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    from flwr_datasets import partitioner as partitioners
+
+    name = settings.partition.removeprefix(FLWR)
+    kind = getattr(partitioners, name, None)
+    if kind is None:
+        allowed = ", ".join(each for each in dir(partitioners) if each.endswith("Partitioner"))
+        raise UserError(f"partition = {settings.partition!r}: flwr-datasets has no {name}; allowed are {allowed}")
+    ours = {"num_partitions": settings.num_clients, "seed": derive(settings.seed, "partition")}
+    takes = inspect.signature(kind).parameters
+    try:
+        made = kind(**{k: value for k, value in ours.items() if k in takes} | read_options(settings.partition_options))
+        return _by_flwr(dataset, settings, made, f"partition = {settings.partition!r}")
+    except UserError:
+        raise
+    except Exception as error:  # of options that are none of its
+        raise UserError(f"partition-options = {settings.partition_options!r}: {one_line(error)[:200]}") from error
+
+
 def _by_flwr(dataset: Dataset, settings: PartitionSettings, partitioner: Any, setting: str) -> list[Tensor]:
     from datasets import Dataset as Table
 
-    labels = dataset.train_y.tolist()
-    partitioner.dataset = Table.from_dict({"label": labels, "index": list(range(len(labels)))})
+    labels, sources = dataset.train_labels.tolist(), [dataset.sources[k] for k in dataset.train_source.tolist()]
+    partitioner.dataset = Table.from_dict({"label": labels, "source": sources, "index": list(range(len(labels)))})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
@@ -325,4 +367,5 @@ _DIVIDE = {
     "source": _by_source,
     "source-classes": _by_source_and_classes,
     "lists": _by_lists,
+    "column": _by_groups,
 }

@@ -4,14 +4,19 @@ Training uses float32. Storing all samples so would take four times the memory, 
 converting those of one client takes about as long as copying them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Batch, Inputs, Shape
 from fedsub_app.data.settings import Normalise
 
+CPU = torch.device("cpu")
 WHITE = 255.0
 
 
@@ -21,30 +26,41 @@ class Samples:
 
     Parameters
     ----------
-    stored : float32 ``[n, ...]``, returned unchanged; or images as uint8 ``[n, channels, height, width]``.
+    stored : float32 ``[n, ...]``, tokens, or several tensors, returned unchanged; or images as uint8
+        ``[n, channels, height, width]``.
     scale : white, mean and deviation of uint8 images, which are returned as ``(x / white - mean) / deviation``; each of
         the shape and memory layout of an image, so that a step is one pass over many images.
     """
 
-    stored: Tensor
+    stored: Batch
     scale: tuple[Tensor, ...] = ()
     _copies: "WeakValueDictionary[torch.device, Samples]" = field(default_factory=WeakValueDictionary, repr=False)
 
     def __len__(self) -> int:
         return len(self.stored)
 
-    def __getitem__(self, chosen: Tensor | slice) -> Tensor:
+    def __getitem__(self, chosen: Tensor | slice) -> Batch:
         """Return some samples, float32: those at these positions (int64, on the samples' device), or of a slice."""
         x = self.stored[chosen]
-        if not self.scale:
+        if not self.scale or isinstance(x, Inputs):
             return x
         white, mean, deviation = self.scale
         return x.float().div_(white).sub_(mean).div_(deviation)
 
+    def part(self, chosen: Tensor) -> Batch:
+        """Return the samples at these positions, such as a client's, to be taken from again and again."""
+        return self[chosen]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The stored samples, which must be one tensor."""
+        assert isinstance(self.stored, Tensor)
+        return self.stored
+
     @property
     def shape(self) -> torch.Size:
-        """Number of samples, and the shape of one."""
-        return self.stored.shape
+        """Number of samples, and the shape of one; of several tensors those of the first."""
+        return (self.stored.tensors[0] if isinstance(self.stored, Inputs) else self.stored).shape
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +69,8 @@ class Samples:
 
     def darkest(self) -> Tensor:
         """Return the least value of each channel of images, float32 ``[channels]``."""
-        least = self.stored.amin((0, 2, 3), keepdim=True).expand(1, *self.shape[1:])
-        return Samples(least, self.scale)[:][0, :, 0, 0]
+        least = self.tensor.amin((0, 2, 3), keepdim=True).expand(1, *self.shape[1:])
+        return torch.as_tensor(Samples(least, self.scale)[:])[0, :, 0, 0]
 
     def to(self, device: torch.device) -> "Samples":
         """Return them on a device. All callers get the same copy as long as one of them keeps it."""
@@ -65,6 +81,102 @@ class Samples:
             copy = Samples(self.stored.to(device), tuple(part.to(device) for part in self.scale))
             self._copies[device] = copy
         return copy
+
+
+@dataclass(frozen=True, eq=False)
+class LazySamples:
+    """Samples that are read when they are taken; they need not fit into memory.
+
+    Parameters
+    ----------
+    read : positions -> the samples there, on the CPU.
+    index : position in the source of each sample, int64 [n].
+    device : where samples are returned.
+    """
+
+    read: Callable[[list[int]], Batch]
+    index: Tensor
+    device: torch.device = CPU
+    nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, chosen: Tensor | slice) -> Batch:
+        """Return some samples: those at these positions (int64), or of a slice."""
+        chosen = chosen.cpu() if isinstance(chosen, Tensor) else chosen
+        return self.read(self.index[chosen].tolist()).to(self.device)
+
+    def part(self, chosen: Tensor) -> "LazySamples":
+        """Return the samples at these positions, still to be read."""
+        return LazySamples(self.read, self.index[chosen.cpu()], self.device)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Number of samples, and the shape of one; of several tensors those of the first."""
+        first = self[:1]
+        one = first.tensors[0] if isinstance(first, Inputs) else first
+        return torch.Size((len(self), *one.shape[1:]))
+
+    def to(self, device: torch.device) -> "LazySamples":
+        """Return them, to be taken on a device."""
+        return LazySamples(self.read, self.index, device)
+
+    def darkest(self) -> Tensor:
+        """Raise :class:`UserError`: all samples would be read for it."""
+        raise UserError("augment: not with samples that are read one by one; augment them as they are read")
+
+
+AnySamples = Samples | LazySamples
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and test samples: x [n, channels, height, width] or [n, features]; y and source int64 [n].
+
+    Samples taken from ``train_x`` and ``test_x`` are float32; images of bytes are stored as bytes.
+
+    ``source`` is the position in ``sources`` (the names joined by ``+``, the domains, or the values of the column
+    ``group``). ``notes`` says, one line each, what is partial, lossy or substituted. ``num_classes`` is the number of a
+    network's outputs. y of other tasks than a classification is what the task takes.
+    """
+
+    name: str
+    train_x: AnySamples
+    train_y: Tensor
+    train_source: Tensor
+    test_x: AnySamples
+    test_y: Tensor
+    test_source: Tensor
+    num_classes: int
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+    form: Shape | None = None
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether a sample is of one class."""
+        return self.train_y.ndim == 1 and not self.train_y.is_floating_point()
+
+    @property
+    def label_count(self) -> int:
+        """Number of classes of samples, 1 where they have none."""
+        return self.num_classes if self.has_classes else 1
+
+    @cached_property
+    def train_labels(self) -> Tensor:
+        """Class of each training sample, int64 [n]; 0 where they have none."""
+        return self.train_y if self.has_classes else torch.zeros(len(self.train_y), dtype=torch.int64)
+
+    @cached_property
+    def test_labels(self) -> Tensor:
+        """Class of each test sample, int64 [n]; 0 where they have none."""
+        return self.test_y if self.has_classes else torch.zeros(len(self.test_y), dtype=torch.int64)
+
+    @property
+    def in_shape(self) -> Shape:
+        """Form of one sample, a network's input; a tuple where it is one tensor of numbers."""
+        return tuple(self.train_x.shape[1:]) if self.form is None else self.form
 
 
 def normalised(train: Tensor, test: Tensor, how: Normalise) -> tuple[Samples, Samples]:

@@ -1,9 +1,12 @@
 """The settings of the data set and of its partition; torch is not imported here."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from fedsub_app.common.own_code import readable
+from fedsub_app.common.score import checked_task
 from fedsub_app.common.section import (
     NONE_IS_ZERO,
     ZERO_IS_NONE,
@@ -30,17 +33,54 @@ ClassLists = Annotated[
 ]
 
 
+KINDS = ("iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists", "column")
+WITHOUT_CLASSES = ("iid", "source", "column")  # partitions of samples that have no classes
+FLWR = "flwr:"
+
+
+def is_source(dataset: str) -> bool:
+    """Say whether the setting names a source, a table or code, instead of a data set."""
+    return ":" in dataset
+
+
 def _named(text: str) -> str:
-    if not all(0 < len(name) < 200 for name in text.split("+")):
+    if not is_source(text) and not all(0 < len(name) < 200 for name in text.split("+")):
         raise ValueError("must be the name of a data set, or names joined by +")
     return text
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS and not re.fullmatch(rf"{FLWR}[A-Z]\w*Partitioner", kind):
+        raise ValueError(f"must be {', '.join(map(repr, KINDS))} or 'flwr:NAME'")
+    return kind
 
 
 class DataSettings(SeedSettings):
     """The data set, its size and form."""
 
+    task: Annotated[str, AfterValidator(checked_task)] = "classification"
+    """What is learned: classification, multi-label, regression, next-token, or a class of yours, "my_task.py:Task".
+
+    It decides the loss, the score and what labels are (docs/own-data.md).
+    """
     dataset: Annotated[str, AfterValidator(_named)] = "digits"
-    """A name of `fedsub list datasets`, of your own files, or image sets joined by +."""
+    """A name of `fedsub list datasets`, of your own files, image sets joined by +, or a source (docs/own-data.md).
+
+    "csv:FILE", "tsv:FILE", "parquet:FILE", "jsonl:FILE", where FILE may have a * for several; "hf:NAME or folder" with
+    the package datasets; "my_data.py:load", a function of yours.
+    """
+    input: Names = ()
+    """Columns of a source's inputs, numbers or one of texts or images; "": all others."""
+    label: Names = ("label",)
+    """Columns of a source's labels; next-token needs none."""
+    group: str = ""
+    """Column of a source's groups, the natural clients of partition = "column"; "file": the file's name; "": none."""
+    tokenizer: str = "characters"
+    """Of a column of texts: characters, words, bpe (made of the training texts), or "transformers:FOLDER or name"."""
+    tokens: Count = 64
+    """Tokens of a sample of text; longer ones are cut, next-token takes the rest as further samples."""
+    vocabulary: Annotated[int, Field(ge=3, le=1_000_000)] = 8_000
+    """Greatest number of tokens of a tokenizer that is made of the training texts."""
     domains: Names = ()
     """Domains to use of a data set that has some: "fog, snow-3"; "": all."""
     data_dir: TextOrNone = None
@@ -73,13 +113,19 @@ class DataSettings(SeedSettings):
 class PartitionSettings(SeedSettings, ClientsSettings):
     """Partition of the samples over the clients."""
 
-    partition: Literal["iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists"] = "classes"
+    partition: Annotated[str, AfterValidator(_known)] = "classes"
     """How the training samples are shared out to the clients.
 
     ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``: equal
     shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
     combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
-    in ``class-lists``.
+    in ``class-lists``; ``column``: whole groups of the column ``group``, or sources, one or more a client;
+    ``flwr:NAME``: a partitioner of flwr-datasets, such as flwr:LinearPartitioner, with ``partition-options``.
+    """
+    partition_options: Annotated[str, AfterValidator(readable)] = ""
+    """Arguments of partition = "flwr:NAME" besides num_partitions and seed: "alpha=0.3, partition_by='label'".
+
+    Its columns are ``label`` and ``source``.
     """
     dirichlet_alpha: Positive = 0.5
     """Concentration of partition = "dirichlet"; small is uneven."""

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from flwr.app import Context
 
@@ -11,16 +12,18 @@ from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.failures import machine_failure
+from fedsub_app.common.inputs import shape_shown
 from fedsub_app.common.tensor_files import read_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
-from fedsub_app.data import load_dataset, private_name
+from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
 from fedsub_app.node import Places, Source, initial_file, settings_from, state_folder
-from fedsub_app.problem import Loss, Model, OwnLoss, Problem
+from fedsub_app.problem import Model, Problem
 from fedsub_app.settings import Settings
+from fedsub_app.tasks import Loss, Metrics, Task, registered, task_of, with_loss, with_metrics
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
 from fedsub_app.training.workplace import Workplace
 
@@ -29,23 +32,36 @@ CLIENTS = 256  # whose data a process keeps
 
 
 def client_app(
-    *, model: Model, data: Load, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, head: str = ""
+    *,
+    model: Model,
+    data: Load,
+    task: Task | None = None,
+    loss: Loss | None = None,
+    metrics: Metrics | None = None,
+    collate: Collate | None = None,
+    optimizer: MakeOptimizer | None = None,
+    head: str = "",
 ) -> NodeApp:
     """Return the ClientApp whose clients train ``model`` on their own data, with any method.
 
     Parameters
     ----------
-    model : the network's class, or a function that makes one: [n, ...] -> logits [n, classes].
-    data : context -> ``(train, test)``, each of them (x, y) tensors or a map-style torch data set of (x, y). Its
+    model : the network's class, or a function that makes one: [n, ...] -> outputs [n, ...], logits [n, classes] of a
+        classification.
+    data : context -> ``(train, test)``, each of them (x, y), where x is a tensor or a tuple or mapping of tensors, or a
+        map-style data set of such items, of torch or the package datasets, which is read lazily where it is large. Its
         ``context.node_config`` is the node's, with the client as ``partition-id`` and the number of all clients as
         ``num-partitions``. Called once a client and process.
-    loss : (logits, y) -> the differentiable mean of a batch; default: cross-entropy.
+    task : a task of your own, which the strategy is given as well; others are named by the strategy alone.
+    loss : (output, y) -> the differentiable mean of a batch; default: the task's.
+    metrics : (output, y) -> further means of a batch by name, one word each, which clients report with the score.
+    collate : items of a map-style data set -> (x, y), or a mapping with ``label`` or ``labels``; default: stacks them.
     optimizer : (parameters, lr) -> a ``torch.optim.Optimizer``, in the place of SGD; fresh in every round.
     head : name of the layer that is the network's head, where the strategy's ``head`` names none; default: the last
         Linear.
     """
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
-    return NodeApp(own(model, data, loss, optimizer, head), module)
+    return NodeApp(own(model, data, Parts(task, loss, metrics, collate), optimizer, head), module)
 
 
 def private_data(context: Context) -> object:
@@ -64,8 +80,28 @@ def private_data(context: Context) -> object:
     return (data.train_x[:], data.train_y), (data.test_x[:], data.test_y)
 
 
+class Parts(NamedTuple):
+    """The parts of a user's problem besides network and data; None for the usual ones."""
+
+    task: Task | None = None
+    loss: Loss | None = None
+    metrics: Metrics | None = None
+    collate: Collate | None = None
+
+    def of(self, settings: Settings) -> Task:
+        """Return the task of a run."""
+        if self.task and settings.task != (name := registered(self.task)):
+            raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
+        used = task_of(settings.task)
+        used = with_loss(used, self.loss) if self.loss else used
+        return with_metrics(used, self.metrics) if self.metrics else used
+
+
+PARTS = Parts()
+
+
 def own(
-    model: Model, data: Load, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, head: str = ""
+    model: Model, data: Load, parts: Parts = PARTS, optimizer: MakeOptimizer | None = None, head: str = ""
 ) -> Source:
     """Return the source of a node whose clients' data ``data`` loads."""
     networks: dict[Settings, Network] = {}
@@ -73,9 +109,13 @@ def own(
     @lru_cache(maxsize=CLIENTS)
     def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
         samples = _loaded(data, node.context, client, settings)
-        problem = Problem.own(model, samples, settings, loss and OwnLoss(loss), traced=bool(node.in_shape))
+        traced = bool(node.in_shape)
+        problem = Problem.own(model, samples, settings, parts.of(settings), traced, parts.collate)
+        problem.check_start()
         if node.in_shape and node.in_shape != (came := problem.data.in_shape):
-            raise UserError(f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {came}")
+            raise UserError(
+                f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {shape_shown(came)}"
+            )
         device = pick_device(settings.device, settings.gpu_exact)
         if settings not in networks:
             networks.clear()

@@ -8,15 +8,18 @@ from typing import Any
 
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import RENAMED
 from fedsub_app.config import defaults, resolve
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.data.own import NAME
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
+from fedsub_app.tasks import Task, registered
 
 # What a strategy has no keyword for: the app's data and network are its own, `start` is told how long a run is.
 WITHOUT = {
-    *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys()) - {"seed", "validation_fraction"},
+    *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys())
+    - {"seed", "validation_fraction", "task"},
     *("experiment", "method", "num_rounds", "run_dir", "resume", "model", "stack_clients", "options"),
 }
 EVALUATE = "personal"  # what the clients measure unless they are told; of a method without own models the global one
@@ -51,15 +54,21 @@ def signature(method: str) -> Signature:
     return Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in both.items()])
 
 
+OLD = {_keyword(old.rpartition(".")[2]): _keyword(new.rpartition(".")[2]) for old, new in RENAMED.items()}
+
+
 def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
     """Return keywords as keys in TOML spelling; :class:`UserError` for one that there is not."""
     known = keywords(method)
     keys: dict[str, Any] = {"evaluate": EVALUATE}
-    for name, value in given.items():
+    for written, value in given.items():
+        name = OLD.get(written, written)
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(known)}"
             raise UserError(f"{name} = {shown(value)}: no keyword of {method}; {hint}")
+        if isinstance(value, Task):
+            value = registered(value)
         if value is not None:
             keys[known[name]] = ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
     return keys

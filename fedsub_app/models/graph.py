@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsub_app.common.errors import one_line
+from fedsub_app.common.inputs import Batch, Shape, drawn
 from fedsub_app.models.groups import Place, UnitGroup, executed
 from fedsub_app.models.narrow import kept_positions, narrowed
 from fedsub_app.models.networks import tensors_of
@@ -27,20 +28,20 @@ Positions = dict[int, list[int]]  # channel -> its positions along an axis
 EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 stays far below
 
 
-def traced_groups(model: nn.Module, in_shape: Sequence[int]) -> tuple[UnitGroup, ...]:
+def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
     """Return the groups of units that can be removed, in order of execution.
 
     Parameters
     ----------
-    model : a network that answers float inputs with a tensor. Not modified.
-    in_shape : shape of one input without the batch axis.
+    model : a network that answers with a tensor. Not modified.
+    in_shape : form of one input, without the batch axis.
 
     Raises
     ------
     TypeError
         There are none; the message says why.
     """
-    x = torch.randn(4, *in_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = drawn(4, in_shape, torch.Generator().manual_seed(0), torch.float64)
     reasons: dict[str, str] = {}
     try:
         ghost = _randomised(model, x)
@@ -56,7 +57,7 @@ def traced_groups(model: nn.Module, in_shape: Sequence[int]) -> tuple[UnitGroup,
     return tuple(groups)
 
 
-def _randomised(model: nn.Module, x: Tensor) -> nn.Module:
+def _randomised(model: nn.Module, x: Batch) -> nn.Module:
     """Return a copy in evaluation mode in which no tensor is zero or constant: nothing passes by accident."""
     ghost = copy.deepcopy(model).cpu().double().train().requires_grad_(True)
     draws = torch.Generator().manual_seed(0)
@@ -74,7 +75,7 @@ def _randomised(model: nn.Module, x: Tensor) -> nn.Module:
 # --- what torch-pruning offers ---------------------------------------------------------------------------------------
 
 
-def _offered(model: nn.Module, x: Tensor, reasons: dict[str, str]) -> list[UnitGroup]:
+def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGroup]:
     """Return the groups of torch-pruning in order of execution; in ``reasons`` why others are left out, by name."""
     import torch_pruning  # on demand: it takes a second
 
@@ -211,7 +212,7 @@ def _runs(tensor: str, of_units: Positions, together: int) -> list[tuple[int, in
 # --- what passes -----------------------------------------------------------------------------------------------------
 
 
-def _passing(model: nn.Module, x: Tensor, groups: Sequence[UnitGroup], reasons: dict[str, str]) -> list[UnitGroup]:
+def _passing(model: nn.Module, x: Batch, groups: Sequence[UnitGroup], reasons: dict[str, str]) -> list[UnitGroup]:
     """Return the groups that can be removed; all are tried at once, and halves of them where that fails."""
     fault = _fault(model, x, groups) if groups else ""
     if not fault:
@@ -236,7 +237,7 @@ def _as_heads(model: nn.Module, group: UnitGroup) -> UnitGroup | None:
 
 
 @torch.no_grad()
-def _fault(model: nn.Module, x: Tensor, groups: Sequence[UnitGroup]) -> str:
+def _fault(model: nn.Module, x: Batch, groups: Sequence[UnitGroup]) -> str:
     """Return how the network without some of the units is another than that in which these are zero, or nothing.
 
     One unit less, and half of the units: half of attention's features may happen to be whole heads.

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fedsub_app.models.sources import Shape, about
+from fedsub_app.common.inputs import Shape, blank
+from fedsub_app.models.sources import about
 
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
@@ -92,7 +93,7 @@ def _order(model: nn.Module, in_shape: Shape) -> list[str]:
         module.register_forward_pre_hook(enter)
     like = next(ghost.parameters())
     with torch.random.fork_rng(), torch.no_grad():  # dropout draws
-        ghost(torch.zeros(2, *in_shape, dtype=like.dtype, device=like.device))
+        ghost(blank(2, in_shape, like.device, like.dtype))
     turns: dict[str, int] = {}
     for name, module in ghost.named_modules():
         turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))

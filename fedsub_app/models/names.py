@@ -1,8 +1,5 @@
 """The names of the networks, and the settings that choose one as text; torch is not imported here."""
 
-import ast
-from typing import Any
-
 NETWORKS = {  # name → what it is; networks.py builds them
     "fedpews-mlp": "FedPeWS: MLP with hidden layers 32-64-128-32 (14,884 parameters for 5 inputs, 4 classes)",
     "fedpews-cnn": "FedPeWS, Table 5: 3 x (conv 3x3, ReLU, pool) with 32-64-128 channels, one linear layer",
@@ -26,23 +23,6 @@ NETWORKS = {  # name → what it is; networks.py builds them
 def model_names() -> dict[str, str]:
     """Return every network's name with a one-line description."""
     return dict(NETWORKS)
-
-
-def read_options(text: str) -> dict[str, Any]:
-    """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
-
-    Raises
-    ------
-    ValueError
-        The text is something else; the message says what is allowed.
-    """
-    try:
-        call = ast.parse(f"options({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
-            raise ValueError
-        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
 
 
 def is_sourced(model: str) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.networks import load_tensors, tensors_of, trainable
@@ -87,7 +88,7 @@ class Network:
     def _last(self) -> nn.Module:
         return self.module.get_submodule(head_layer(self.module))
 
-    def __call__(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Output:
+    def __call__(self, x: Batch, tensors: Mapping[str, Tensor] | None = None) -> Output:
         """Run the model, with ``tensors`` in the place of its own if given."""
         entered: list[Tensor] = []
         handle = self._last.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))

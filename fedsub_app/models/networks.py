@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.inputs import Shape
 from fedsub_app.common.memory import check_memory
+from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import brought
-from fedsub_app.models.names import is_sourced, read_options
-from fedsub_app.models.sources import Shape, adopted, from_source
+from fedsub_app.models.names import is_sourced
+from fedsub_app.models.sources import adopted, from_source, numbers
 
 
 def _fully_connected(
@@ -51,11 +53,13 @@ def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: b
     return _fully_connected(layers, [in_features, *hidden, num_classes], batch_norm=batch_norm)
 
 
-def _mlp(name: str, in_shape: Shape, num_classes: int, *, hidden: Sequence[int], batch_norm: bool = False) -> nn.Module:
+def _mlp(
+    name: str, in_shape: tuple[int, ...], num_classes: int, *, hidden: Sequence[int], batch_norm: bool = False
+) -> nn.Module:
     return mlp(math.prod(in_shape), num_classes, hidden, batch_norm)
 
 
-def _image_shape(name: str, in_shape: Shape, smallest: int) -> tuple[int, int, int]:
+def _image_shape(name: str, in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
     """Return ``in_shape`` as (channels, height, width); raise UserError unless it is one, of ``smallest`` or more."""
     if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
         raise UserError(
@@ -67,7 +71,7 @@ def _image_shape(name: str, in_shape: Shape, smallest: int) -> tuple[int, int, i
 
 def _conv_net(
     name: str,
-    in_shape: Shape,
+    in_shape: tuple[int, ...],
     num_classes: int,
     *,
     channels: Sequence[int],
@@ -98,7 +102,7 @@ def _conv_net(
     return _fully_connected(layers, [flat, *hidden, num_classes], relus=len(channels))
 
 
-def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = False) -> nn.Module:
+def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int, pretrained: bool = False) -> nn.Module:
     """torchvision's ResNet-18, with its 7 x 7 stem also for small images (as FedSelect's code has it).
 
     ``pretrained``: with ImageNet's weights, read from torch's hub folder or downloaded, and a fresh output layer.
@@ -127,7 +131,7 @@ def _resnet18(name: str, in_shape: Shape, num_classes: int, pretrained: bool = F
     return net
 
 
-def _resnet18_gn(name: str, in_shape: Shape, num_classes: int) -> nn.Module:
+def _resnet18_gn(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """torchvision's ResNet-18 with GroupNorm of 32 groups (Wu, He 2018) in the place of BatchNorm."""
     channels, _, _ = _image_shape(name, in_shape, 1)
     from torchvision.models import resnet18
@@ -175,7 +179,7 @@ def build_model(
         If the name is unknown, or the network cannot take inputs of this shape, or has no width to be set.
     """
     if is_sourced(name):
-        return _sourced(name, tuple(in_shape), num_classes, seed, width, options)
+        return _sourced(name, in_shape, num_classes, seed, width, options)
     if name not in _NETWORKS:
         of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
         raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}; {of_others}")
@@ -189,10 +193,10 @@ def build_model(
         settings = settings | {"hidden": [width] * len(settings["hidden"])}  # type: ignore[arg-type]
     if builder not in (_resnet18, _resnet18_gn):  # whose size does not depend on the images'
         with torch.device("meta"):  # without values
-            shapes = builder(name, tuple(in_shape), num_classes, **settings)
+            shapes = builder(name, numbers(in_shape, name), num_classes, **settings)
         check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in shapes.parameters()))
     with _seeded(seed):
-        return builder(name, tuple(in_shape), num_classes, **settings)
+        return builder(name, numbers(in_shape, name), num_classes, **settings)
 
 
 def _sourced(name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None, options: str) -> nn.Module:

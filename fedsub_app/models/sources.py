@@ -7,22 +7,20 @@ A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Ne
 import copy
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.code import text_digest
-from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.inputs import Form, Shape, blank, shape_shown, unpacking
+from fedsub_app.common.own_code import named_code
 from fedsub_app.models.names import is_sourced
 
-Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 _ABOUT = "_fedsub_about"
 BUNDLE = Path(__file__).parents[1] / "bundle"
@@ -33,7 +31,7 @@ class About(NamedTuple):
 
     Attributes
     ----------
-    in_shape : shape of one input without the batch axis: the network is traced with such inputs.
+    in_shape : form of one input without the batch axis: the network is traced with such inputs.
     """
 
     in_shape: Shape
@@ -97,25 +95,25 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
     Parameters
     ----------
     model : modified: its output becomes a tensor where it was a mapping or an object that holds ``logits``.
-    in_shape : shape of one input without the batch axis.
+    in_shape : form of one input without the batch axis.
     """
-    setattr(model, _ABOUT, About(tuple(in_shape)))
+    setattr(model, _ABOUT, About(in_shape))
     return with_logits(model)
 
 
 def with_logits(model: nn.Module) -> nn.Module:
-    """Return the network, modified: its output becomes a tensor where it was an object that holds ``logits``."""
+    """Return the network, modified: it takes several tensors, and answers a tensor where it answered ``logits``."""
     model.register_forward_hook(_logits)
-    return model
+    return unpacking(model)
 
 
-def check_network(model: nn.Module, name: str, in_shape: Shape, num_classes: int) -> None:
+def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
     """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was.
 
     Raises
     ------
     UserError
-        It cannot take such inputs, does not answer with [2, classes], or has no float32 parameters to train.
+        It cannot take such inputs, does not answer with [2, *outputs], or has no float32 parameters to train.
     """
     who = f"model = {name!r}"
     odd = {str(p.dtype) for p in model.parameters() if p.dtype != torch.float32}
@@ -125,12 +123,22 @@ def check_network(model: nn.Module, name: str, in_shape: Shape, num_classes: int
         ghost = copy.deepcopy(model).train(training)  # whose statistics may move
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                output = ghost(torch.zeros(2, *in_shape))
+                output = ghost(blank(2, in_shape))
         except Exception as error:  # code of others
-            raise UserError(f"{who}: cannot take inputs of shape {tuple(in_shape)}: {one_line(error)[:200]}") from error
-        if not isinstance(output, Tensor) or output.shape != (2, num_classes):
+            raise UserError(
+                f"{who}: cannot take inputs of shape {shape_shown(in_shape)}: {one_line(error)[:200]}"
+            ) from error
+        if not isinstance(output, Tensor) or output.shape != (2, *outputs):
             came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise UserError(f"{who}: answers 2 inputs with {came}; allowed is [2, {num_classes}], a logit a class")
+            raise UserError(f"{who}: answers 2 inputs with {came}; allowed is {[2, *outputs]}, a logit a class")
+
+
+def numbers(in_shape: Shape, model: str) -> tuple[int, ...]:
+    """Return the shape of one input; :class:`UserError` where it is not one tensor of numbers."""
+    if isinstance(in_shape, Form):
+        allowed = "a network of yours, 'FILE.py:NAME', or transformers:NAME"
+        raise UserError(f"model = {model!r}: takes one tensor of numbers, these inputs are tokens; allowed: {allowed}")
+    return tuple(in_shape)
 
 
 def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
@@ -146,19 +154,20 @@ def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
 def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
     from torchvision.models import get_model
 
+    channels, *_ = numbers(in_shape, model)
     net: nn.Module = get_model(name, **{"weights": None, "num_classes": num_classes} | dict(options))
     # Their networks take RGB images. The first convolution is made anew for other numbers of channels.
     first, stem = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d))
-    if stem.in_channels != in_shape[0]:
+    if stem.in_channels != channels:
         sizes: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
-        anew = nn.Conv2d(in_shape[0], stem.out_channels, **sizes, bias=stem.bias is not None)
+        anew = nn.Conv2d(channels, stem.out_channels, **sizes, bias=stem.bias is not None)
         net.set_submodule(first, anew)
     return net
 
 
 def _timm(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    timm = import_module("timm")
-    net: nn.Module = timm.create_model(name, **{"num_classes": num_classes, "in_chans": in_shape[0]} | dict(options))
+    timm, (channels, *_) = import_module("timm"), numbers(in_shape, model)
+    net: nn.Module = timm.create_model(name, **{"num_classes": num_classes, "in_chans": channels} | dict(options))
     return net
 
 
@@ -168,7 +177,7 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     given = dict(options)
     pretrained = given.pop("pretrained", False)
     config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
-    images = len(in_shape) == 3
+    images = not isinstance(in_shape, Form) and len(in_shape) == 3
     kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
     net: nn.Module = (
         # No pickle: weights are read from safetensors alone.
@@ -181,36 +190,11 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
 
 def _own(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> Any:
     """Call a class or function of the user with the options and with what its parameters name."""
-    source, _, name = model.rpartition(":")
-    path = own_file(model)
-    module = _file(path) if path else import_module(source)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        there = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise UserError(f"model = {model!r}: no {name!r} in {source}; allowed: {', '.join(there) or 'nothing in it'}")
-    known = {"num_classes": num_classes, "in_shape": in_shape}
+    factory = named_code("model", model, own_file(model))
+    tokens = in_shape.tokens if isinstance(in_shape, Form) else 0
+    known = {"num_classes": num_classes, "in_shape": shape_shown(in_shape), "num_tokens": tokens}
     named = inspect.signature(factory).parameters
     return factory(**{key: value for key, value in known.items() if key in named} | dict(options))
-
-
-def _file(path: Path) -> ModuleType:
-    """Return the module of a file, which is run once as long as its text stays the same."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"model = {shown(f'{path}')}: {error.strerror or error}") from error
-    name = f"fedsub_own_{hashlib.sha256(text).hexdigest()[:16]}"
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, path)
-        assert spec
-        assert spec.loader
-        sys.modules[name] = module_from_spec(spec)  # before it is run: dataclasses look themselves up
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 # prefix: builder of (the whole key's value, the name behind the prefix, shape of an input, classes, options)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from fedsub_app.common.score import Score
 from fedsub_app.common.text import markdown
-from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
-from fedsub_app.reports.records import COSTS, Group, kinds, read_run, run_labels, short, summary_table
-from fedsub_app.runs.rounds import ACCURACIES
+from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
+from fedsub_app.reports.records import COSTS, Group, Record, kinds_of, read_run, run_labels, short, summary_table
 
 
 def comparisons(folders: Sequence[Path]) -> str:
@@ -23,46 +23,51 @@ def comparisons(folders: Sequence[Path]) -> str:
 
 
 def compare(folders: Sequence[Path]) -> str:
-    """Return a Markdown table: each run's last accuracy beside the first run's at the same cost.
+    """Return a Markdown table: each run's last score beside the first run's at the same cost.
 
-    For every accuracy that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
+    For every score that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
     where the first run had not been evaluated yet.
     """
     records = [read_run(folder) for folder in folders]
-    first = records[0].lines
+    first, score = records[0].lines, records[0].score
     header = (
         "run",
-        "accuracy",
-        "at the end (%)",
-        *(text for cost in COSTS for text in (cost, "first run by then (%)")),
+        score.name,
+        score.titled("at the end"),
+        *(text for cost in COSTS for text in (cost, score.titled("first run by then"))),
     )
     rows = []
     for record, name in zip(records, run_labels(folders, [record.settings for record in records]), strict=True):
         lines = record.lines
-        for key in ACCURACIES:
+        for key in score.keys:
             if not any(key in line for line in first) or not any(key in line for line in lines):
                 continue
-            row = [name, key.removesuffix("-accuracy"), f"{[line[key] for line in lines if key in line][-1]:.2f}"]
+            row = [name, short(key), score.number([line[key] for line in lines if key in line][-1])]
             for cost in COSTS:
                 spent = lines[-1][cost]
                 by_then = [line[key] for line in first if key in line and line[cost] <= spent]
-                row += [f"{spent:.1f}", f"{by_then[-1]:.2f}" if by_then else "–"]
+                row += [f"{spent:.1f}", score.number(by_then[-1]) if by_then else "–"]
             rows.append(row)
     return markdown(header, rows)
 
 
 def compare_costs(folders: Sequence[Path]) -> str:
-    """Return what 90 % of the best run's accuracy has cost each run: a Markdown table for each accuracy of all runs."""
+    """Return what 90 % of the best run's score has cost each run: a Markdown table for each score of all runs."""
     records = [read_run(folder) for folder in folders]
     names = run_labels(folders, [record.settings for record in records])
     runs = {name: record.lines for name, record in zip(names, records, strict=True)}
     texts: list[str] = []
-    for key in ACCURACIES:
-        if all(averages(lines, key) for lines in runs.values()):
-            threshold, costs = costs_to_accuracy(runs, key)
-            table = markdown(("run", *COLUMNS), [[name, *cells([cost])] for name, cost in costs.items()])
-            texts.append(f"Cost of {threshold:.2f} % {short(key)} accuracy.{'' if texts else ' ' + ABOUT}\n\n{table}")
+    for key, score in shared_scores(records).items():
+        threshold, costs = costs_to_accuracy(runs, key, score)
+        table = markdown(("run", *columns(score)), [[name, *cells([cost], score)] for name, cost in costs.items()])
+        words = f"Cost of {score.text(threshold)} {short(key)} {score.name}.{'' if texts else ' ' + about(score)}"
+        texts.append(f"{words}\n\n{table}")
     return "\n\n".join(texts)
+
+
+def shared_scores(records: Sequence[Record]) -> dict[str, Score]:
+    """Return the scores that all of some runs have measured after round 0, by the key of the line."""
+    return {k: score for k, score in kinds_of(records).items() if all(averages(run.lines, k) for run in records)}
 
 
 def summary_text(groups: Sequence[Group]) -> str:
@@ -85,28 +90,29 @@ def summary_text(groups: Sequence[Group]) -> str:
     )
 
 
-NEAR = 0.9  # of the best accuracy: a run that reaches it is worth its savings
+NEAR = 0.9  # of the best score, or the best over it: a run that reaches it is worth its savings
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence for each accuracy: which group is within 90 % of the best one at the fewest bytes.
+    """Return a sentence for each score: which group is within 90 % of the best one at the fewest bytes.
 
     Groups of several sections (data sets) are not compared: no sentence.
     """
     if len(groups) < 2 or len({group.section for group in groups}) > 1:
         return []
     sentences = []
-    for key in kinds(record for group in groups for record in group.records):
+    for key, kind in kinds_of(record for group in groups for record in group.records).items():
         scores = {group.label: fmean(group.last(key)) for group in groups if group.last(key)}
         spent = {group.label: [fmean(group.cost(cost)) for cost in COSTS] for group in groups if group.label in scores}
-        best = max(scores, key=scores.__getitem__)
-        near = [label for label, score in scores.items() if score >= NEAR * scores[best]]
+        best = min(scores, key=lambda label: -scores[label] if kind.high_is_good else scores[label])
+        limit = NEAR * scores[best] if kind.high_is_good else scores[best] / NEAR
+        near = [label for label, score in scores.items() if kind.reached(score, limit)]
         cheap = min(near, key=lambda label: spent[label])
         if cheap == best or not spent[best][0]:
             cost = "without sending a byte" if not spent[best][0] else f"with {spent[best][0]:.3g} MB"
-            sentences.append(f"{best} has the best {short(key)} accuracy, {scores[best]:.2f} %, {cost}.")
+            sentences.append(f"{best} has the best {short(key)} {kind.name}, {kind.text(scores[best])}, {cost}.")
             continue
-        accuracy = f"{100 * scores[cheap] / scores[best]:.0f} % of {best}'s {short(key)} accuracy"
+        share = f"{100 * scores[cheap] / scores[best]:.0f} % of {best}'s {short(key)} {kind.name}"
         sent, flops, *_ = (100 * mine / theirs for mine, theirs in zip(spent[cheap], spent[best], strict=True))
-        sentences.append(f"{cheap} reaches {accuracy} with {sent:.0f} % of its bytes and {flops:.0f} % of its FLOPs.")
+        sentences.append(f"{cheap} reaches {share} with {sent:.0f} % of its bytes and {flops:.0f} % of its FLOPs.")
     return sentences

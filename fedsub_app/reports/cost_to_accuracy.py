@@ -21,12 +21,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fedsub_app.common.score import Score
 from fedsub_app.common.section import Json
 
 WINDOW = 10  # rounds of a mean
 ROUNDS_IN_A_ROW = 5  # at or above the threshold
 FRACTION = 0.9  # of the best accuracy
 
+ACCURACY = Score()
 Averages = list[tuple[int, float]]
 
 
@@ -44,7 +46,7 @@ class Reached(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A run's best ten-round accuracy (percent), and what the threshold has cost; ``None``: it was not reached."""
+    """A run's best ten-round score, and what the threshold has cost; ``None``: it was not reached."""
 
     best: float
     reached: Reached | None
@@ -56,7 +58,7 @@ def averages(lines: Sequence[Json], key: str) -> Averages:
     Parameters
     ----------
     lines : lines of a run's rounds, in order.
-    key : an accuracy, such as ``global-accuracy``, percent.
+    key : a score, such as ``global-accuracy``.
     """
     measured = [(line["round"], line[key]) for line in lines if line["round"] > 0 and key in line]
     means = []
@@ -66,17 +68,17 @@ def averages(lines: Sequence[Json], key: str) -> Averages:
     return means
 
 
-def best(means: Averages) -> float:
-    """Return the highest of :func:`averages`, of which there must be one, of whole windows where there are any."""
+def best(means: Averages, score: Score = ACCURACY) -> float:
+    """Return the best of :func:`averages`, of which there must be one, of whole windows where there are any."""
     whole = min(WINDOW, means[-1][0])
-    return max(mean for number, mean in means if number >= whole)
+    return score.best(mean for number, mean in means if number >= whole)
 
 
-def round_reached(means: Averages, threshold: float) -> int | None:
-    """Return the round at whose end the averages have been at or above the threshold for five rounds in a row."""
+def round_reached(means: Averages, threshold: float, score: Score = ACCURACY) -> int | None:
+    """Return the round at whose end the averages have been at the threshold or better for five rounds in a row."""
     since = None
     for number, mean in means:
-        if mean < threshold:
+        if score.better(threshold, mean):
             since = None
             continue
         since = number if since is None else since
@@ -85,20 +87,24 @@ def round_reached(means: Averages, threshold: float) -> int | None:
     return None
 
 
-def costs_to_accuracy(runs: Mapping[str, Sequence[Json]], key: str) -> tuple[float, dict[str, Cost]]:
-    """Return the threshold (percent) that the best of some runs sets, and what it has cost each of them.
+def costs_to_accuracy(
+    runs: Mapping[str, Sequence[Json]], key: str, score: Score = ACCURACY
+) -> tuple[float, dict[str, Cost]]:
+    """Return the threshold that the best of some runs sets, and what it has cost each of them.
 
     Parameters
     ----------
     runs : name -> the lines of its rounds, of which one after round 0 at least has ``key``.
-    key : an accuracy, such as ``global-accuracy``.
+    key : a score, such as ``global-accuracy``.
+    score : its direction; where a low one is good the threshold is the best value over ``FRACTION``.
     """
     smooth = {name: averages(lines, key) for name, lines in runs.items()}
-    threshold = FRACTION * max(best(means) for means in smooth.values())
+    top = score.best(best(means, score) for means in smooth.values())
+    threshold = FRACTION * top if score.high_is_good else top / FRACTION
     costs = {}
     for name, lines in runs.items():
-        number = round_reached(smooth[name], threshold)
-        costs[name] = Cost(best(smooth[name]), None if number is None else _spent(lines, number))
+        number = round_reached(smooth[name], threshold, score)
+        costs[name] = Cost(best(smooth[name], score), None if number is None else _spent(lines, number))
     return threshold, costs
 
 
@@ -117,18 +123,27 @@ def _spent(lines: Sequence[Json], last_round: int) -> Reached:
     )
 
 
-COLUMNS = ("best (%)", "rounds", "GB", "GFLOPs, paper's count", "GFLOPs")
-ABOUT = (
-    "Best: the highest mean accuracy of ten rounds. Threshold: 90 % of the highest of all methods. Rounds, GB (4 bytes "
-    "a number, down and up) and GFLOPs until the mean has been at or above it for five rounds in a row. "
-    "The paper's count: one MAC is one FLOP, no backward pass, MOON twice; the other: 2 x MAC, with the backward pass."
-)
+def columns(score: Score) -> tuple[str, ...]:
+    """Return the header of :func:`cells`."""
+    return (score.titled("best"), "rounds", "GB", "GFLOPs, paper's count", "GFLOPs")
 
 
-def cells(costs: Sequence[Cost]) -> list[str]:
-    """Return the text of ``COLUMNS`` for the runs of a row, one a seed."""
+def about(score: Score) -> str:
+    """Return what the columns mean."""
+    best = (f"highest mean {score.name}", "90 % of the highest", "at or above")
+    if not score.high_is_good:
+        best = (f"lowest mean {score.name}", "the lowest over 0.9", "at or below")
+    return (
+        f"Best: the {best[0]} of ten rounds. Threshold: {best[1]} of all methods. Rounds, GB (4 bytes a number, down "
+        f"and up) and GFLOPs until the mean has been {best[2]} it for five rounds in a row. The paper's count: one MAC "
+        "is one FLOP, no backward pass, MOON twice; the other: 2 x MAC, with the backward pass."
+    )
+
+
+def cells(costs: Sequence[Cost], score: Score = ACCURACY) -> list[str]:
+    """Return the text of :func:`columns` for the runs of a row, one a seed."""
     reached, never = [cost.reached for cost in costs], "not reached"
-    columns = [[f"{cost.best:.2f}" for cost in costs]]
+    columns = [[score.number(cost.best) for cost in costs]]
     columns.append([str(end.round) if end else never for end in reached])
     for part in Reached._fields[1:]:
         columns.append([_rounded(getattr(end, part)) if end else never for end in reached])

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
+from fedsub_app.common.score import KINDS
 from fedsub_app.common.section import Json
 from fedsub_app.methods import reported
-from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, averages, cells, costs_to_accuracy
+from fedsub_app.reports.compare import shared_scores
+from fedsub_app.reports.cost_to_accuracy import about as about_costs
+from fedsub_app.reports.cost_to_accuracy import cells, columns, costs_to_accuracy
 from fedsub_app.reports.pictures import (
     AXES,
     MAX_LABELS,
@@ -30,19 +33,19 @@ from fedsub_app.reports.records import (
     curves,
     differing_keys,
     kinds,
+    kinds_of,
     short,
     summary_table,
     table_of_rounds,
 )
 from fedsub_app.runs.masks import Masks, last_masks
-from fedsub_app.runs.rounds import ACCURACIES
 
 MEANING = {
-    "global-accuracy": "the global model on the global test set",
-    "global-local-accuracy": "the global model on each client's own test set, mean over the clients",
-    "personal-accuracy": "each client's own model on its own test set, mean over the clients",
-    "global-local-validation-accuracy": "the global model on each client's validation samples, mean over the clients",
-    "personal-validation-accuracy": "each client's own model on its validation samples, mean over the clients",
+    "global": "the global model on the global test set",
+    "global-local": "the global model on each client's own test set, mean over the clients",
+    "personal": "each client's own model on its own test set, mean over the clients",
+    "global-local-validation": "the global model on each client's validation samples, mean over the clients",
+    "personal-validation": "each client's own model on its validation samples, mean over the clients",
 }
 MAX_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 DARK = 0.55  # of a cell, from which on its number is white
@@ -126,8 +129,8 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     rows = curves(groups)
     one = len(groups) == 1
     return {
-        "meaning": {short(key): MEANING[key] for key in measured},
-        "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(ACCURACIES)))],
+        "meaning": {short(key): MEANING[short(key)] for key in measured},
+        "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(KINDS)))],
         "one": one,
         "summary": summary_table(groups),
         "curves": [_row(title, lines) for title, lines in rows.items()],
@@ -160,24 +163,29 @@ def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
 
 
 def _costs(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Return what 90 % of the best run's accuracy has cost, in each section by itself."""
+    """Return what 90 % of the best run's score has cost, in each section by itself."""
     rows = []
     for section in dict.fromkeys(group.section for group in groups):
         mine = [group for group in groups if group.section == section]
         runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
-        for key in (key for key in ACCURACIES if all(averages(lines, key) for lines in runs.values())):
-            threshold, costs = costs_to_accuracy(runs, key)
+        for key, score in shared_scores([record for group in mine for record in group.records]).items():
+            threshold, costs = costs_to_accuracy(runs, key, score)
             for k, group in enumerate(mine):
                 label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
-                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))])
-                rows.append((label, [f"{threshold:.2f}", short(key), *texts]))
-    return {"header": ("threshold (%)", "accuracy", *COLUMNS), "rows": rows, "about": ABOUT} if len(rows) > 1 else None
+                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))], score)
+                rows.append((label, [score.number(threshold), short(key), *texts]))
+    if len(rows) < 2:
+        return None
+    score = groups[0].records[0].score
+    header = (score.titled("threshold"), score.name, *columns(score))
+    return {"header": header, "rows": rows, "about": about_costs(score), "name": score.name}
 
 
 def _clients(groups: Sequence[Group]) -> list[str]:
-    """Return a picture for each accuracy: the clients of all seeds from the worst to the best."""
+    """Return a picture for each score: the clients of all seeds from the worst to the best."""
     pictures = []
-    for key in ACCURACIES[1:]:
+    every = kinds_of(record for group in groups for record in group.records)
+    for key, score in ((key, score) for key, score in every.items() if short(key) != "global"):
         lines = {}
         for number, group in enumerate(groups):
             values = sorted(c[key] for record in group.records for c in record.measured.values() if key in c)
@@ -185,7 +193,7 @@ def _clients(groups: Sequence[Group]) -> list[str]:
                 share = [100 * (k + 0.5) / len(values) for k in range(len(values))]
                 lines[number] = (group.label, share, values)
         if lines:
-            title = f"{short(key)} accuracy (%)"
+            title = score.titled(f"{short(key)} {score.name}")
             pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))
     return pictures
 
@@ -288,7 +296,7 @@ def _counts(counts: list[list[int]]) -> Heat:
 
 def _differing(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     firsts = [group.records[0] for group in groups]
-    keys = [key for key in differing_keys(firsts) if key != "target-accuracy"]
+    keys = [key for key in differing_keys(firsts) if key not in ("target-accuracy", "target-score")]
     return keys, [
         (group.label, [str(record.settings.get(key, "–")) for key in keys])
         for group, record in zip(groups, firsts, strict=True)

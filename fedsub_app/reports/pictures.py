@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
+from fedsub_app.common.score import Score
 from fedsub_app.reports.records import COSTS, Curve, Group, curves, grouped
 
 if TYPE_CHECKING:
@@ -137,12 +138,12 @@ def limits_of(lines: Sequence[Curve]) -> tuple[float, float]:
     """Return the range that holds some curves and their bands, with a margin."""
     low = min(min(line.low) for line in lines)
     high = max(max(line.high) for line in lines)
-    margin = max(1.0, 0.04 * (high - low))
+    margin = max(1.0 if lines[0].score.unit else 0.0, 0.04 * (high - low)) or 1.0
     return low - margin, high + margin
 
 
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
-    """Draw accuracy against rounds, bytes, FLOPs and seconds, a curve a group; returns the picture.
+    """Draw the score against rounds, bytes, FLOPs and seconds, a curve a group; returns the picture.
 
     Raises
     ------
@@ -160,7 +161,7 @@ def draw_curves(groups: Sequence[Group], target: Path) -> Path:
         for panels, (title, lines) in zip(grid, rows.items(), strict=True):
             for panel, axis in zip(panels, AXES, strict=True):
                 draw_lines(panel, lines, axis, limits_of(lines))
-            panels[0].set_ylabel(f"{title} (%)")
+            panels[0].set_ylabel(lines[0].score.titled(title))
             keys |= {name: line.label for name, line in zip(short_names(lines), lines, strict=True)}
         if any(name != label for name, label in keys.items()):
             text = "\n".join(f"{name}  {label}" for name, label in keys.items())
@@ -173,9 +174,9 @@ def draw_curves(groups: Sequence[Group], target: Path) -> Path:
 
 
 def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
-    """Return accuracy against bytes on a logarithmic axis, a panel an accuracy; ``None`` with fewer than two groups.
+    """Return the score against bytes on a logarithmic axis, a panel a score; ``None`` with fewer than two groups.
 
-    A group that sends nothing is a line at its last accuracy.
+    A group that sends nothing is a line at its last score.
     """
     axis = next(iter(COSTS))
     rows = {title: lines for title, lines in curves(groups).items() if any(line.x[axis][-1] > 0 for line in lines)}
@@ -193,15 +194,15 @@ def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
             else:
                 x, mean, low, high = (values[first:] for values in (line.x[axis], line.mean, line.low, line.high))
                 panel.plot(x[-1], mean[-1], "o", color=colour(line.number), gid=f"run{line.number}")
-            shown.append(Curve(line.label, line.number, {axis: x}, mean, low, high))
+            shown.append(line._replace(x={axis: x}, mean=mean, low=low, high=high))
         draw_lines(panel, shown, axis, limits_of(shown), log=True)
         panel.xaxis.set_major_formatter("{x:g}")
-        panel.set(xlabel="MB sent, both ways, by the papers' formula", ylabel=f"{title} (%)")
+        panel.set(xlabel="MB sent, both ways, by the papers' formula", ylabel=lines[0].score.titled(title))
     return drawing
 
 
 def draw_against_bytes(groups: Sequence[Group], target: Path) -> Path | None:
-    """Draw accuracy against bytes, what a sub-network saves; returns the picture, ``None`` where there is none."""
+    """Draw the score against bytes, what a sub-network saves; returns the picture, ``None`` where there is none."""
     with _as_text():
         if drawing := _against_bytes(groups):
             drawing.savefig(target, dpi=160)
@@ -212,13 +213,13 @@ def draw_against_bytes(groups: Sequence[Group], target: Path) -> Path | None:
 def against_bytes_svg(groups: Sequence[Group]) -> dict[str, str]:
     """Return the same picture for an HTML page, under its heading; empty where there is none."""
     with _as_text():
-        title = "Accuracy against bytes"
+        title = f"{groups[0].records[0].score.name.capitalize()} against bytes"
         drawing = _against_bytes(groups)
         return {title: svg(drawing, title)} if drawing else {}
 
 
-def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "accuracy (%)") -> str:
-    """Return one picture of curves for an HTML page."""
+def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "") -> str:
+    """Return one picture of curves for an HTML page; ``ylabel``: instead of the score."""
     from matplotlib.figure import Figure
 
     with _as_text():
@@ -229,7 +230,7 @@ def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "
         box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
         axes = drawing.add_axes(box)
         draw_lines(axes, lines, axis, limits_of(lines))
-        axes.set_ylabel(ylabel)
+        axes.set_ylabel(ylabel or lines[0].score.titled(lines[0].score.name))
         return svg(drawing, f"{title} against {axis}")
 
 
@@ -261,7 +262,12 @@ def svg(drawing: "Figure", title: str) -> str:
 
 
 def draw_sweep(
-    points: Sequence[tuple[Mapping[str, Any], float]], keys: Sequence[str], ylabel: str, logs: set[str], grid: bool
+    points: Sequence[tuple[Mapping[str, Any], float]],
+    keys: Sequence[str],
+    score: Score,
+    metric: str,
+    logs: set[str],
+    grid: bool,
 ) -> "Figure":
     """Draw the results of a sweep's trials: a grid of two keys as a heat map, else a panel a key.
 
@@ -270,7 +276,7 @@ def draw_sweep(
     points : values of the searched keys, and the metric in percent.
     logs : keys on a logarithmic axis.
     """
-    best = max(value for _, value in points)
+    best, ylabel = score.best(value for _, value in points), score.titled(metric)
     if grid and len(keys) == 2:
         (rows, columns), (down, right) = [list(dict.fromkeys(at.get(key) for at, _ in points)) for key in keys], keys
         drawing = figure(3 + 0.8 * len(columns), 1.6 + 0.5 * len(rows))
@@ -281,10 +287,11 @@ def draw_sweep(
             for k in range(len(rows))
         ]
         low = min(value for _, value in points)
-        shown = axes.imshow(values, cmap="cividis", aspect="auto", vmin=low, vmax=max(best, low + 1))
+        top = max(max(value for _, value in points), low + (1 if score.unit else 1e-9))
+        shown = axes.imshow(values, cmap="cividis", aspect="auto", vmin=low, vmax=top)
         for column, row, value in place:
-            dark = value < (low + max(best, low + 1)) / 2
-            text = f"{value:.2f}" + " ★" * (value == best)
+            dark = value < (low + top) / 2
+            text = score.number(value) + " ★" * (value == best)
             axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
         axes.set_xticks(range(len(columns)), [str(word) for word in columns])
         axes.set_yticks(range(len(rows)), [str(word) for word in rows])

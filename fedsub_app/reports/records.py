@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
+from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.config import base_keys, defaults
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.rounds import ACCURACIES, read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import LOCATION_KEYS
 
 # Costs of a run up to a round: the sum of these keys of its lines, over the unit.
@@ -51,6 +52,11 @@ class Record:
     def settings(self) -> dict[str, Value]:
         """All keys of the run in TOML spelling, the method's own as ``method.key``."""
         return dict(self.provenance["settings"])
+
+    @property
+    def score(self) -> Score:
+        """The score of the run's task; one whose settings.json names none is of a classification."""
+        return Score(**self.provenance.get("score", {}))
 
     @cached_property
     def summary(self) -> Json:
@@ -193,7 +199,7 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
 
 
 class Curve(NamedTuple):
-    """An accuracy (percent) against rounds and costs, over the seeds of a group.
+    """A score against rounds and costs, over the seeds of a group.
 
     ``x``: ``round`` and ``COSTS`` -> the mean over the seeds at each point. ``low``, ``high``: mean ∓ one standard
     deviation, the mean itself where there is one seed.
@@ -205,9 +211,10 @@ class Curve(NamedTuple):
     mean: list[float]
     low: list[float]
     high: list[float]
+    score: Score = Score()
 
 
-def curve(group: Group, key: str, label: str, number: int) -> Curve | None:
+def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curve | None:
     """Return the mean curve of ``key`` at the rounds that all runs of a group have measured; ``None`` without any."""
     measured = [{line["round"]: line for line in record.lines if key in line} for record in group.records]
     rounds = sorted(set.intersection(*(set(lines) for lines in measured)))
@@ -218,7 +225,7 @@ def curve(group: Group, key: str, label: str, number: int) -> Curve | None:
     spread = [deviation([line[key] for line in lines]) for lines in points]
     x = {axis: [statistics.fmean(line[axis] for line in lines) for lines in points] for axis in ("round", *COSTS)}
     low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-    return Curve(label, number, x, mean, low, high)
+    return Curve(label, number, x, mean, low, high, score)
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -227,35 +234,47 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def kinds(records: Iterable[Record]) -> list[str]:
-    """Return the accuracies that any of some runs has measured."""
-    measured = {key for record in records for line in record.lines for key in line}
-    return [key for key in ACCURACIES if key in measured]
+    """Return the scores' keys that any of some runs has measured."""
+    return list(kinds_of(records))
+
+
+def kinds_of(records: Iterable[Record]) -> dict[str, Score]:
+    """Return the scores that any of some runs has measured, by the key of the line."""
+    every = list(records)
+    measured = {key for record in every for line in record.lines for key in line}
+    return {key: record.score for record in every for key in record.score.keys if key in measured}
 
 
 def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
     """Return what is drawn of some groups: the title of a row of pictures -> its curves.
 
-    A row is an accuracy of all groups of a section, a curve a group; where there is one group alone, its accuracies
+    A row is a score of all groups of a section, a curve a group; where there is one group alone, its scores
     are the curves of one row.
     """
     if len(groups) == 1:
-        every = [(key, short(key)) for key in kinds(groups[0].records)]
-        found = [curve(groups[0], key, label, number) for number, (key, label) in enumerate(every)]
-        return {"accuracy": [line for line in found if line]} if any(found) else {}
+        score = groups[0].records[0].score
+        found = [curve(groups[0], key, short(key), k, score) for k, key in enumerate(kinds(groups[0].records))]
+        return {score.name: [line for line in found if line]} if any(found) else {}
     rows: dict[str, list[Curve]] = {}
     several = len({group.section for group in groups}) > 1
     for section in dict.fromkeys(group.section for group in groups):
         numbered = [(number, group) for number, group in enumerate(groups) if group.section == section]
-        for key in kinds(record for _, group in numbered for record in group.records):
-            title = f"{short(key)} accuracy" + f", {section}" * several
-            lines = (curve(group, key, group.label, number) for number, group in numbered)
+        for key, score in kinds_of(record for _, group in numbered for record in group.records).items():
+            title = f"{short(key)} {score.name}" + f", {section}" * several
+            lines = (curve(group, key, group.label, number, score) for number, group in numbered)
             rows[title] = [line for line in lines if line]
     return {title: lines for title, lines in rows.items() if lines}
 
 
 def short(key: str) -> str:
-    """Return an accuracy's name without that word: ``global`` for ``global-accuracy``."""
-    return key.removesuffix("-accuracy")
+    """Return a score's key without its last word: ``global`` for ``global-accuracy``."""
+    return kind_of(key)
+
+
+def _title(key: str, score: Score, others: Mapping[str, Score]) -> str:
+    """Return the title of a score's column: with its name where it is no accuracy, or others stand beside it."""
+    alone = all(other.name == score.name for other in others.values())
+    return short(key) if alone and score.unit else f"{short(key)} {score.name}"
 
 
 class Cell(NamedTuple):
@@ -265,11 +284,11 @@ class Cell(NamedTuple):
     value: float | str
 
 
-def _percent(values: Sequence[float]) -> Cell:
+def _scored(values: Sequence[float], score: Score) -> Cell:
     if not values:
         return Cell("–", -1.0)
-    mean, spread = statistics.fmean(values), f" ± {deviation(values):.2f}" if len(values) > 1 else ""
-    return Cell(f"{mean:.2f}{spread}", mean)
+    mean, spread = statistics.fmean(values), f" ± {score.number(deviation(values))}" if len(values) > 1 else ""
+    return Cell(f"{score.number(mean)}{spread}", mean)
 
 
 def _amount(values: Sequence[float]) -> Cell:
@@ -284,8 +303,16 @@ def three_digits(amount: float) -> str:
 
 def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
     """Return a table of the results and costs of some groups: its header, and a label and cells for each group."""
-    measured = kinds(record for group in groups for record in group.records)
-    header = ["seeds", *(f"{short(key)} (%)" for key in measured), "rounds", "MB down", "MB up", "GFLOPs", "seconds"]
+    measured = kinds_of(record for group in groups for record in group.records)
+    header = [
+        "seeds",
+        *(score.titled(_title(key, score, measured)) for key, score in measured.items()),
+        "rounds",
+        "MB down",
+        "MB up",
+        "GFLOPs",
+        "seconds",
+    ]
     several = len({group.section for group in groups}) > 1
     rows = []
     for group in groups:
@@ -296,7 +323,10 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, l
 
         last = [of[-1]["round"] for of in lines if of]
         states = Counter(record.status for record in group.records)
-        row = [Cell(str(len(group.records)), len(group.records)), *(_percent(group.last(key)) for key in measured)]
+        row = [
+            Cell(str(len(group.records)), len(group.records)),
+            *(_scored(group.last(key), score) for key, score in measured.items()),
+        ]
         row += [_amount(last or [0])]
         row += [total(f"formula-bytes-{direction}", 1e6) for direction in ("down", "up")]
         row += [total("flops", 1e9), total("seconds", 1)]

@@ -4,10 +4,10 @@ from itertools import groupby
 from pathlib import Path
 
 from fedsub_app.common.progress import human_seconds
+from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.data import Dataset
-from fedsub_app.runs.rounds import ACCURACIES
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
@@ -37,11 +37,11 @@ def stages_of(strategy: SubnetStrategy) -> list[tuple[str, str]]:
     return [(name, f"rounds {rounds[0]} to {rounds[-1]}") for name, rounds in parts]
 
 
-def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
+def round_line(line: Json, settings: Settings, score: Score, seconds_left: float) -> str:
     """Return one round as one line of text; ``line`` is its line of rounds.jsonl."""
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
     words += [line["stage"]] if "stage" in line else []
-    words += [f"{key.removesuffix('-accuracy')} {line[key]:.2f} %" for key in ACCURACIES if key in line]
+    words += [f"{kind_of(key)} {score.text(line[key])}" for key in score.keys if key in line]
     if line.get("train-loss") is not None:
         words.append(f"train loss {line['train-loss']:.4f}")
     dropped, others = line.get("dropped", ()), line.get("not-waited-for", ())
@@ -62,13 +62,13 @@ def round_line(line: Json, settings: Settings, seconds_left: float) -> str:
     return "  ".join(words)
 
 
-def summary_table(summary: Json) -> str:
+def summary_table(summary: Json, score: Score) -> str:
     """Return the summary as aligned lines."""
     rows = [("method", f"{summary['method']} on {summary['dataset']}, seed {summary['seed']}")]
-    for key in ACCURACIES:
+    for key in score.keys:
         if f"final-{key}" in summary:
-            best = summary[f"best-{key}"]
-            rows.append((key.replace("-", " "), f"{summary[f'final-{key}']:.2f} % at the end, {best:.2f} % at best"))
+            final, best = (score.text(summary[f"{when}-{key}"]) for when in ("final", "best"))
+            rows.append((key.replace("-", " "), f"{final} at the end, {best} at best"))
     if "rounds-to-target" in summary:
         rows.append(("rounds to target", str(summary["rounds-to-target"] or "not reached")))
     if summary.get("epsilon") is not None:

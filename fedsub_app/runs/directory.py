@@ -32,6 +32,7 @@ from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private, sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts, versions
+from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import own_digest
@@ -225,11 +226,14 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
         if settings.num_rounds != recorded["settings"].get(EXTENDED, settings.num_rounds):
             run.extend(recorded)
         return run
-    run_id, settings_digest = uuid.uuid4().hex[:12], settings.digest()
+    run_id, settings_digest, score = uuid.uuid4().hex[:12], settings.digest(), settings.score
     content = {
         "run-id": run_id,
         "digest": settings_digest,
         "settings": settings.flat(),
+        **(
+            {} if score == Score() else {"score": dict(zip(Score._fields, score[:3], strict=False))}
+        ),  # pages read it without the task's code
         "code": code_digest(),
         "commit": _commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__} | versions(),

@@ -1,7 +1,6 @@
 """The loop over rounds, the same for every engine: settings → data, model, strategy, rounds, run directory."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +13,13 @@ from torch import nn
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
+from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network, is_sourced, load_tensors
+from fedsub_app.models import Network, load_tensors
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.directory import Run, open_run
@@ -48,7 +48,7 @@ class GlobalTest:
         self.x, self.y = problem.data.test_x.to(device), problem.data.test_y.to(device)
 
     def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
-        """Return the task's metrics as ``global-<name>``, such as ``global-accuracy`` in percent, ``global-loss``."""
+        """Return the task's metrics as ``global-<name>``, such as ``global-loss``."""
         load_tensors(self.model, to_tensors(arrays))
         return {f"global-{name}": value for name, value in evaluate(self.task, self.model, self.x, self.y).items()}
 
@@ -77,28 +77,19 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     UserError
         Bad input; nothing is written.
     """
-    of_user = problem is not None or is_sourced(settings.model)
+    own = problem is not None or ":" in settings.model + settings.dataset + settings.task
     problem = problem or Problem.of(settings)
-    if settings.augment != "none" and len(problem.data.in_shape) != 3:
+    if own:  # what this package has never seen
+        problem.check_start()
+    if settings.augment != "none" and (isinstance(problem.data.in_shape, Form) or len(problem.data.in_shape) != 3):
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
     strategy = METHODS[settings.method].strategy(settings, problem.network())
     check_defences(strategy)
     check_tracker(settings.track)
-    if of_user:
-        _check_loss(settings, problem)
     if settings.stack_clients:
         _check_stacked(settings, strategy.model)
     return problem, partition, strategy
-
-
-def _check_loss(settings: Settings, problem: Problem) -> None:
-    """Raise :class:`UserError` where the loss of a user's network is not finite before any training."""
-    x, y = problem.data.train_x[:QUICK_SAMPLES], problem.data.train_y[:QUICK_SAMPLES]
-    with torch.no_grad():
-        loss = float(problem.task.loss(problem.network().eval()(x), y))
-    if not math.isfinite(loss):
-        raise UserError(f"model = {settings.model!r}: the loss of the first training samples is {loss} before round 1")
 
 
 def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
@@ -121,7 +112,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         run_settings = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
         if not partition:  # each node compares its own data with these
-            header |= {"shape": list(dataset.in_shape), "classes": dataset.num_classes}
+            header |= {"shape": shape_shown(dataset.in_shape), "classes": dataset.num_classes}
         global_test = GlobalTest(problem, device)
         sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients
@@ -190,7 +181,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     began = time.perf_counter()
     over = ended_by(run.lines, settings)
     if over:
-        log.info("the run is over: %s = %s", over, settings.flat()[over])
+        log.info("the run is over: %s = %s", over, settings.flat().get(over, settings.stop_at_score))
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
@@ -216,10 +207,12 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         pace = (time.perf_counter() - began) / (number - last)
         left = pace * (settings.num_rounds - number)
-        details = {"line": line, "rounds": settings.num_rounds, "left": left, "pace": pace}
-        log.info("%s", console.round_line(line, settings, left), extra=details)
+        details = {"line": line, "score": strategy.score, "rounds": settings.num_rounds, "left": left, "pace": pace}
+        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=details)
         if over:
-            log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
+            log.info(
+                "round %d was the last one: %s = %s", number, over, settings.flat().get(over, settings.stop_at_score)
+            )
         if over or abandoned >= settings.max_abandoned:
             break
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from fedsub_app.common.inputs import size_of
 from fedsub_app.common.text import human_bytes, markdown
 from fedsub_app.config import defaults
 from fedsub_app.data import Dataset, Partition
@@ -41,7 +42,7 @@ def plan(settings: Settings) -> str:
     rows = [
         ("settings", ", ".join(chosen) or "the defaults"),
         ("data", f"{settings.dataset}: {len(dataset.train_y):,} training and {len(dataset.test_y):,} test samples, "
-         f"{dataset.num_classes} classes"),
+         f"{dataset.num_classes} {'classes' if dataset.has_classes else 'outputs'}"),
         ("network", f"{settings.model}: {parameters:,} parameters, {human_bytes(_size(strategy))}"),
         ("rounds", "; ".join(f"{name}: {which}" if name else which for name, which in stages_of(strategy)[:5])),
         *((f"round {number}{f', {name}' if name else ''}", text) for number, name, text in _rounds(strategy)),
@@ -108,7 +109,7 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
     together = min(MAX_STACKED, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
-    samples = max(map(len, partition.train)) * 4 * math.prod(dataset.in_shape)  # as float32
+    samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
     client = (3 + state) * model + samples  # network, gradients, the received model
     worker = data + together * client + messages
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsub_app.common.progress import human_seconds
+from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.runs.console import LOST
-from fedsub_app.runs.rounds import ACCURACIES
 
 BAR = 20  # columns
 
@@ -65,7 +65,7 @@ class LiveHandler(logging.Handler):
     def __init__(self, file: TextIO) -> None:
         super().__init__()
         self._line = LiveLine(file)
-        self._accuracies: dict[str, float] = {}
+        self._scores: dict[str, float] = {}
         self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -82,10 +82,11 @@ class LiveHandler(logging.Handler):
                 return
             if line.get("dropped") or line["status"] != "ok" or any(key in line for key in LOST):
                 self._line.say(record.getMessage())
-            self._accuracies |= {key: line[key] for key in ACCURACIES if key in line}
+            score: Score = getattr(record, "score", Score())
+            self._scores |= {key: line[key] for key in score.keys if key in line}
             self._dropped += len(line.get("dropped", ()))
             rounds, left, pace = (getattr(record, key) for key in ("rounds", "left", "pace"))
-            numbers = measured(self._accuracies | {"train-loss": line.get("train-loss")})
+            numbers = measured(self._scores | {"train-loss": line.get("train-loss")}, score)
             speed = f"{1 / pace:.1f} rounds/s" if pace < 1 else f"{pace:.1f} s a round"
             stage = [line["stage"]] if "stage" in line else []
             words = [f"round {line['round']}/{rounds}", *stage, *numbers, speed, f"left {human_seconds(left)}"]
@@ -99,9 +100,9 @@ class LiveHandler(logging.Handler):
         super().close()
 
 
-def measured(numbers: Json) -> list[str]:
-    """Return the accuracies and the training loss of a round's line as words."""
-    words = [f"{key.removesuffix('-accuracy')} {numbers[key]:.2f} %" for key in ACCURACIES if key in numbers]
+def measured(numbers: Json, score: Score) -> list[str]:
+    """Return the scores and the training loss of a round's line as words."""
+    words = [f"{kind_of(key)} {score.text(numbers[key])}" for key in score.keys if key in numbers]
     if (loss := numbers.get("train-loss")) is not None:
         words.append(f"loss {loss:.4f}")
     return words

@@ -8,6 +8,7 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
+from fedsub_app.common.spelling import renamed
 from fedsub_app.config import canonical, resolve
 from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
 
@@ -34,9 +35,9 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
-    folder = Path(str(overrides["run-dir"]))
+    folder, overrides = Path(str(overrides["run-dir"])), renamed(overrides)
     content = read_recorded(folder)
-    recorded = content["settings"]
+    recorded = renamed(content["settings"])
     longer = {}
     for key, value in overrides.items():
         if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):

@@ -12,10 +12,6 @@ from fedsub_app.settings import Settings
 
 ROUNDS = "rounds.jsonl"
 _CHECKSUM_LENGTH = len(', "crc32": "01234567"}')
-ACCURACIES = (
-    *("global-accuracy", "global-local-accuracy", "personal-accuracy"),
-    *("global-local-validation-accuracy", "personal-validation-accuracy"),
-)
 TOTALS = (
     "bytes-down",
     "bytes-up",
@@ -86,7 +82,7 @@ def read_rounds(folder: Path) -> list[Json]:
 def ended_by(lines: list[Json], settings: Settings) -> str | None:
     """Return the setting that ends a run after these rounds, before ``num-rounds``; None where the run continues.
 
-    ``max-flops`` or ``max-bytes``: the budget is used up; ``stop-at-accuracy``: the accuracy is reached.
+    ``max-flops`` or ``max-bytes``: the budget is used up; ``stop-at-<score>``: the score is reached.
     """
     spent = {
         "max-flops": (settings.max_flops, ("flops",)),
@@ -95,12 +91,14 @@ def ended_by(lines: list[Json], settings: Settings) -> str | None:
     for key, (limit, counted) in spent.items():
         if limit and sum(line.get(count) or 0 for line in lines for count in counted) >= limit:
             return key
-    enough, key = settings.stop_at_accuracy, f"{settings.evaluations[0]}-accuracy"
-    return "stop-at-accuracy" if enough and any((line.get(key) or 0) >= enough for line in lines) else None
+    score, enough = settings.score, settings.stop_at_score
+    measured = [line.get(f"{settings.evaluations[0]}-{score.name}") for line in lines]
+    over = enough and any(value is not None and score.reached(value, enough) for value in measured)
+    return f"stop-at-{score.name}" if over else None
 
 
 def summarise(lines: list[Json], settings: Settings) -> Json:
-    """Return final and best accuracies (percent), rounds to the target, totals of bytes, FLOPs and seconds."""
+    """Return final and best scores, rounds to the target, totals of bytes, FLOPs and seconds."""
     summary: dict[str, Any] = {
         "method": settings.method,
         "dataset": settings.dataset,
@@ -109,13 +107,14 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
         "abandoned-rounds": sum(line.get("status") == "abandoned" for line in lines),
         "dropped-replies": sum(len(line.get("dropped", ())) for line in lines),
     }
-    for key in ACCURACIES:
+    score = settings.score
+    for key in score.keys:
         values = [(line["round"], line[key]) for line in lines if key in line]
         if values:
             summary[f"final-{key}"] = values[-1][1]
-            summary[f"best-{key}"] = max(value for _, value in values)
-            if settings.target_accuracy and key == settings.evaluations[0] + "-accuracy":
-                reached = [number for number, value in values if value >= settings.target_accuracy]
+            summary[f"best-{key}"] = score.best(value for _, value in values)
+            if settings.target_score and key == f"{settings.evaluations[0]}-{score.name}":
+                reached = [number for number, value in values if score.reached(value, settings.target_score)]
                 summary["rounds-to-target"] = reached[0] if reached else None
     if spent := [line for line in lines if "epsilon" in line]:
         summary |= {"epsilon": spent[-1]["epsilon"], "delta": spent[-1]["delta"]}

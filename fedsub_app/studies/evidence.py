@@ -25,12 +25,13 @@ def run_entry(folder: Path, metric: str) -> Json:
 
     Parameters
     ----------
-    metric : such as ``global-accuracy``, percent.
+    metric : such as ``global-accuracy``.
     """
     record = read_run(folder)
     summary, kept = record.summary, record.provenance | {"seed": record.settings["seed"]}
     lines = [line for line in record.lines if metric in line]
-    validation = metric.replace("-accuracy", "-validation-accuracy")
+    kind, _, score = metric.rpartition("-")
+    validation = f"{kind}-validation-{score}"
     entry = {key: kept[key] for key in MEASURED if key in kept} | {
         "rounds": summary["rounds"],
         "final": summary[f"final-{metric}"],

@@ -10,7 +10,6 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
 from fedsub_app.common.section import Json
 from fedsub_app.runs.progress import LiveLine, measured
-from fedsub_app.runs.rounds import ACCURACIES
 from fedsub_app.studies.job import Job
 
 
@@ -62,10 +61,11 @@ class BatchProgress:
             before, _, rounds = self._rounds[job.name]
             done = _last(lines, "round") or 0
             self._rounds[job.name] = (before, done, rounds)
-            numbers = {key: _last(lines, key) for key in (*ACCURACIES, "train-loss")}
-            accuracies = measured({key: value for key, value in numbers.items() if value is not None})
+            score = job.settings.score
+            numbers = {key: _last(lines, key) for key in (*score.keys, "train-loss")}
+            scores = measured({key: value for key, value in numbers.items() if value is not None}, score)
             dropped = sum(len(line.get("dropped", ())) for line in lines)
-            below.append("  ".join([f"  {job.name}  round {done:.0f}/{rounds:.0f}", *accuracies, f"dropped {dropped}"]))
+            below.append("  ".join([f"  {job.name}  round {done:.0f}/{rounds:.0f}", *scores, f"dropped {dropped}"]))
         before, done, known = (sum(counts) for counts in zip(*self._rounds.values(), strict=True))
         total = known + (self._total - len(self._rounds)) * known / len(self._rounds)
         # A resumed run first goes back to its last checkpoint.

@@ -15,17 +15,18 @@ from pathlib import Path
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.score import KINDS, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
 from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import summary_text, verdicts
-from fedsub_app.reports.cost_to_accuracy import ABOUT, COLUMNS, Cost, averages, costs_to_accuracy
+from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, columns, costs_to_accuracy
 from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
-from fedsub_app.reports.records import Group, as_argument, read_run, short
+from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.rounds import ACCURACIES, read_rounds
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
 from fedsub_app.studies.evidence import check, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
@@ -133,7 +134,7 @@ def _entry(row: Row, jobs: Sequence[RowJob]) -> Json:
     """Return what the table's JSON file holds of a row."""
     mine = [job for job in jobs if job.row is row]
     settings = mine[0].settings
-    metric = f"{settings.evaluations[0]}-accuracy"
+    metric = f"{settings.evaluations[0]}-{settings.score.name}"
     entry: Json = {"setting": row.setting, "method": row.label, "paper": row.paper.model_dump(exclude_defaults=True)}
     entry |= {"metric": metric, "rounds": settings.num_rounds, "dataset": settings.dataset}
     return entry | {"runs": [run_entry(job.folder, metric) for job in mine if job.summary()]}
@@ -192,23 +193,16 @@ def _notes(job: RowJob) -> str:
     return f" ({', '.join(notes)})" if notes else ""
 
 
-ON_TEST_DATA = [key for key in ACCURACIES if "validation" not in key]
-HEADER = (
-    "setting",
-    "method",
-    "rounds to target",
-    "paper",
-    "final accuracy (%)",
-    "paper",
-    "difference (95 %)",
-    *(f"final {short(key)} (%)" for key in ON_TEST_DATA),
-    "on validation data (%)",
-    "epsilon",
-    "MB down",
-    "MB up",
-    "GFLOPs",
-    "minutes",
-)
+ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
+
+
+def table_header(score: Score) -> tuple[str, ...]:
+    """Return the titles of a table's columns."""
+    return (
+        *("setting", "method", "rounds to target", "paper", score.titled(f"final {score.name}"), "paper"),
+        *("difference (95 %)", *(score.titled(f"final {kind}") for kind in ON_TEST_DATA)),
+        *(score.titled("on validation data"), "epsilon", "MB down", "MB up", "GFLOPs", "minutes"),
+    )
 
 
 SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum to maximum)"}
@@ -222,10 +216,13 @@ def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
     if not good:
         unknown = [""] * (len(ON_TEST_DATA) + 3 + len(COSTS))
         return [row.setting, row.label, "failed", row.paper.rounds, "failed", row.paper.final, *unknown]
-    key = f"final-{mine[0].settings.evaluations[0]}"
-    final, validation = (_over_seeds(good, f"{key}{kind}-accuracy", spread) for kind in ("", "-validation"))
-    first = f"{key}-accuracy"
-    others = ["" if f"final-{of}" == first else _over_seeds(good, f"final-{of}", spread) for of in ON_TEST_DATA]
+    score, first = mine[0].settings.score, mine[0].settings.evaluations[0]
+
+    def over(kind: str) -> str:
+        return _over_seeds(good, f"final-{kind}-{score.name}", score, spread)
+
+    final, validation = over(first), over(f"{first}-validation")
+    others = ["" if kind == first else over(kind) for kind in ON_TEST_DATA]
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
     epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
@@ -235,41 +232,45 @@ def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
     return [*before, *others, validation, epsilon, *costs]
 
 
-def _over_seeds(summaries: Sequence[Json], key: str, spread: str) -> str:
+def _over_seeds(summaries: Sequence[Json], key: str, score: Score, spread: str) -> str:
     values = [summary[key] for summary in summaries if key in summary]
     if not values:
         return ""
     if len(values) == 1:
-        return f"{values[0]:.2f}"
+        return score.number(values[0])
     if spread == "range":
-        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f}; {len(values)})"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} ({len(values)})"
+        middle, low, high = map(score.number, (statistics.median(values), min(values), max(values)))
+        return f"{middle} ({low} to {high}; {len(values)})"
+    return f"{score.number(statistics.mean(values))} ± {score.number(statistics.stdev(values))} ({len(values)})"
 
 
-COST_HEADER = ("setting", "method", "threshold (%)", *COLUMNS[:3], "paper", *COLUMNS[3:], "paper")
+def _cost_header(score: Score) -> tuple[str, ...]:
+    names = columns(score)
+    return ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:], "paper")
 
 
 def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
     """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed.
 
-    The accuracy is the one that the first of them names first; a row that has not measured it has empty cells.
+    The score is the one that the first of them names first; a row that has not measured it has empty cells.
     """
     costs_of: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
+    score = jobs[0].settings.score
     for setting, seed in dict.fromkeys((job.row.setting, job.seed) for job in jobs):
         group = [job for job in jobs if (job.row.setting, job.seed) == (setting, seed) and job.summary()]
         if group:
-            key = f"{group[0].settings.evaluations[0]}-accuracy"
+            key = f"{group[0].settings.evaluations[0]}-{score.name}"
             runs = {job.row.label: read_rounds(job.folder) for job in group}
             runs = {label: lines for label, lines in runs.items() if averages(lines, key)}
-            threshold, costs = costs_to_accuracy(runs, key) if runs else (0.0, {})
+            threshold, costs = costs_to_accuracy(runs, key, score) if runs else (0.0, {})
             for label, cost in costs.items():
                 costs_of.setdefault((setting, label), []).append((threshold, cost))
     cells = []
     for row in rows:
         mine = costs_of.get((row.setting, row.label), [])
         finished = any(job.summary() for job in jobs if job.row is row)
-        thresholds = ", ".join(f"{threshold:.2f}" for threshold, _ in mine) or "failed" * (not finished)
-        best, rounds, gigabytes, published, gflops = reached_cells([cost for _, cost in mine])
+        thresholds = ", ".join(score.number(threshold) for threshold, _ in mine) or "failed" * (not finished)
+        best, rounds, gigabytes, published, gflops = reached_cells([cost for _, cost in mine], score)
         shown = [thresholds, best, rounds, gigabytes, row.paper.gigabytes, published, gflops, row.paper.gflops]
         cells.append([row.setting, row.label, *shown])
     return cells
@@ -278,14 +279,15 @@ def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
 def _write(
     out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[RowJob], content: Json
 ) -> None:
-    spread = table.spread
+    spread, score = table.spread, jobs[0].settings.score
     apart = [compared(content, row) for row in content["rows"]]
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
-        name: (HEADER, [_cells(row, jobs, spread, text) for row, text in zip(rows, apart, strict=True)])
+        name: (table_header(score), [_cells(row, jobs, spread, text) for row, text in zip(rows, apart, strict=True)])
     }
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [
-        f"Rounds to target: per seed, × = not reached. Accuracy at the end: {SPREADS[spread]} over (n) seeds.",
+        f"Rounds to target: per seed, × = not reached. {score.name.capitalize()} at the end: {SPREADS[spread]} over (n)"
+        " seeds.",
         f"Difference: to {content['reference']} of the same setting and seed, points [95 % t-interval] (seeds).",
         "MB by the papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
         "",
@@ -293,8 +295,8 @@ def _write(
         "",
     ]
     if table.cost_to_accuracy:
-        costs = tables[f"{name}-cost-to-accuracy"] = (COST_HEADER, _cost_cells(rows, jobs))
-        lines += ["## Cost to accuracy", "", f"Per seed, among the methods of this table. {ABOUT}", ""]
+        costs = tables[f"{name}-cost-to-accuracy"] = (_cost_header(score), _cost_cells(rows, jobs))
+        lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
         lines += [_filled_columns(*costs), ""]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -126,8 +126,10 @@ def draw(space: Space, seed: int) -> dict[str, Value]:
     return _rounded(space, drawn)
 
 
-def propose(space: Space, seed: int, ended: Iterable[tuple[Mapping[str, Value], float]]) -> dict[str, Value]:
-    """Return the point that Optuna's TPE proposes after those that have ended, each with its metric: high is good."""
+def propose(
+    space: Space, seed: int, ended: Iterable[tuple[Mapping[str, Value], float]], high_is_good: bool = True
+) -> dict[str, Value]:
+    """Return the point that Optuna's TPE proposes after those that have ended, each with its metric."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -139,7 +141,8 @@ def propose(space: Space, seed: int, ended: Iterable[tuple[Mapping[str, Value], 
             spread[key] = optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
         else:
             spread[key] = optuna.distributions.FloatDistribution(values.low, values.high, log=values.log)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed % 2**32))
+    direction: Literal["maximize", "minimize"] = "maximize" if high_is_good else "minimize"
+    study = optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=seed % 2**32))
     for keys, value in ended:
         params = {key: keys[key] for key in spread}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=spread, value=value))

@@ -42,7 +42,7 @@ def sweep(
     pairs : ``key=values``, see :func:`~fedsub_app.studies.search_space.read_space`.
     trials : how many settings to try, ``None`` for all points of a space without ranges.
     method : ``"grid"``, ``"random"`` or ``"optuna"``; ``None``: random with ranges or ``trials``, else a grid.
-    metric : accuracy at the end that ranks the trials, ``None`` for the first one of validation data.
+    metric : score at the end that ranks the trials, ``None`` for the first one of validation data.
     seeds : runs of a trial.
     workers : runs at a time, ``None`` for the number of GPUs or cores.
     out : folder of the sweep, ``None`` for one named by its content.
@@ -62,7 +62,8 @@ def sweep(
     chosen_metric = metric_of(settings[0], metric)
     planned = Sweep(search, chosen_metric, seeds, out or _folder(search, chosen_metric))
     planned.claim()
-    print(f"{search.count} trials in {planned.out}, chosen by {metric_in_words(chosen_metric)}", flush=True)
+    chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
+    print(f"{search.count} trials in {planned.out}, chosen by {chosen_by}", flush=True)
     if search.method == "optuna":
         done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
         failures = run_all(planned.jobs(), workers, gpus_of(settings), seeds * search.count - done)
@@ -75,12 +76,12 @@ def sweep(
 
 
 def metric_of(settings: Settings, metric: str | None) -> str:
-    """Return the accuracy that ranks the trials; ``None`` chooses the first one of validation data.
+    """Return the score that ranks the trials; ``None`` chooses the first one of validation data.
 
     Raises
     ------
     UserError
-        The runs do not measure it; without ``metric``, they measure no validation accuracy.
+        The runs do not measure it; without ``metric``, they measure no validation score.
     """
     client_kinds = [kind for kind in settings.evaluations if kind != "global"]
     if metric is None:
@@ -90,7 +91,7 @@ def metric_of(settings: Settings, metric: str | None) -> str:
                 f"--metric {settings.evaluations[0]} would compare on test data"
             )
         if not client_kinds:
-            raise UserError("evaluate = 'global': must name global-local or personal, which have validation accuracies")
+            raise UserError("evaluate = 'global': must name global-local or personal, which have validation scores")
         return f"{client_kinds[0]}-validation"
     allowed = [*settings.evaluations, *(f"{kind}-validation" for kind in client_kinds if settings.validation_fraction)]
     if metric not in allowed:

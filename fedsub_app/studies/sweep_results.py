@@ -24,15 +24,21 @@ TEST = ("global", "global-local", "personal")
 
 
 class Result(NamedTuple):
-    """A trial and its final metric in each run, percent; no values unless all runs are complete."""
+    """A trial and its final metric in each run; no values unless all runs are complete."""
 
     trial: Trial
     values: list[float]
 
     @property
     def mean(self) -> float:
-        """Mean of the values, -1 without any."""
-        return statistics.fmean(self.values) if self.values else -1.0
+        """Mean of the values, of which there must be one."""
+        return statistics.fmean(self.values)
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts results, the best first; those without values last."""
+        sign = -1 if self.trial.score.high_is_good else 1
+        return not self.values, sign * self.mean if self.values else 0.0
 
 
 def write_results(sweep: Sweep, command: str) -> None:
@@ -40,12 +46,15 @@ def write_results(sweep: Sweep, command: str) -> None:
     ``report.html``; print the table and the files.
     """
     results = [Result(trial, trial.values(sweep.metric)) for trial in sweep.started()]
-    ranked = sorted(results, key=lambda result: -result.mean)
+    ranked = sorted(results, key=lambda result: result.rank)
     best = ranked[0].trial if ranked[0].values else None
     verdict = _verdict(best, sweep.metric) if best else "No trial has a result."
     keys = list(sweep.search.space)
     title = f"Sweep: {', '.join(keys)}" + (f" of {sweep.search.experiment}" if sweep.search.experiment else "")
-    header, rows = ["trial", *keys, f"{sweep.metric} (%)", *COSTS], [_row(result, keys) for result in ranked]
+    header, rows = (
+        ["trial", *keys, results[0].trial.score.titled(sweep.metric), *COSTS],
+        [_row(result, keys) for result in ranked],
+    )
     table = markdown(header, rows)
     facts = (f"- {key}: {value}" for key, value in _facts(sweep, [r.trial for r in results], command).items())
     files = {
@@ -62,11 +71,11 @@ def write_results(sweep: Sweep, command: str) -> None:
     print(f"\n{table}\n\n{verdict}\n", *paths, sep="\n")
 
 
-def metric_in_words(metric: str) -> str:
+def metric_in_words(metric: str, score: str) -> str:
     """Return a metric as a sentence has it, with a warning where it is of test data."""
     if metric in TEST:
-        return f"{metric} TEST accuracy at the end (so the best one's is too high: it was chosen by it)"
-    return f"{metric.replace('-validation', ' validation')} accuracy at the end"
+        return f"{metric} TEST {score} at the end (so the best one's is too high: it was chosen by it)"
+    return f"{metric.replace('-validation', ' validation')} {score} at the end"
 
 
 def _facts(sweep: Sweep, trials: Sequence[Trial], command: str) -> dict[str, str]:
@@ -76,7 +85,8 @@ def _facts(sweep: Sweep, trials: Sequence[Trial], command: str) -> dict[str, str
     notes = load_dataset(jobs[0].settings.data).notes
     return {
         "command": f"`{command}`",
-        "chosen by": metric_in_words(sweep.metric) + (f", mean of {sweep.seeds} seeds" if sweep.seeds > 1 else ""),
+        "chosen by": metric_in_words(sweep.metric, trials[0].score.name)
+        + (f", mean of {sweep.seeds} seeds" if sweep.seeds > 1 else ""),
         "commit": commits(jobs),
         "seeds": ", ".join(str(sweep.search.seed + number) for number in range(sweep.seeds)),
         "machine": machine(),
@@ -89,21 +99,23 @@ def _row(result: Result, keys: Sequence[str]) -> list[str]:
     cells = [str(trial.number), *(str(trial.keys.get(key, "")) for key in keys)]
     if not values:
         return [*cells, "no result", *("" for _ in COSTS)]
-    accuracy = f"{result.mean:.2f}" + (f" ± {deviation(values):.2f}" if len(values) > 1 else "")
+    score = trial.score.number(result.mean)
+    score += f" ± {trial.score.number(deviation(values))}" if len(values) > 1 else ""
     summaries = [summary for job in trial.jobs if (summary := job.summary())]
     costs = [
         f"{statistics.fmean(sum(summary[f'total-{count}'] for count in counts) / unit for summary in summaries):.2f}"
         for counts, unit in COSTS.values()
     ]
-    return [*cells, accuracy, *costs]
+    return [*cells, score, *costs]
 
 
 def _verdict(best: Trial, metric: str) -> str:
-    """Return the best trial's accuracies, of the data that ranked it and of the test data."""
-    words = [f"{statistics.fmean(best.values(metric)):.2f} % by {metric_in_words(metric)}"]
+    """Return the best trial's scores, of the data that ranked it and of the test data."""
+    score = best.score
+    words = [f"{score.text(statistics.fmean(best.values(metric)))} by {metric_in_words(metric, score.name)}"]
     for kind in TEST:
         if kind != metric and (values := best.values(kind)):
-            words.append(f"{statistics.fmean(values):.2f} % {kind} test accuracy")
+            words.append(f"{score.text(statistics.fmean(values))} {kind} test {score.name}")
     keys = ", ".join(f"{key} = {value}" for key, value in best.keys.items())
     return f"Best: trial {best.number} ({keys}): {'; '.join(words)}."
 
@@ -140,7 +152,7 @@ def _draw(
     points: list[tuple[Mapping[str, object], float]] = [(r.trial.keys, r.mean) for r in results if r.values]
     logarithmic = {key for key, values in space.items() if isinstance(values, Range) and values.log}
     grid = sweep.search.method == "grid"
-    drawing = draw_sweep(points, list(space), f"{sweep.metric} (%)", logarithmic, grid=grid)
+    drawing = draw_sweep(points, list(space), results[0].trial.score, sweep.metric, logarithmic, grid=grid)
     picture, page = sweep.out / "sweep.png", sweep.out / "report.html"
     drawing.savefig(picture, dpi=120)
     write_html(groups, page, title, command, verdict, {"The search": svg(drawing, title)})

@@ -36,7 +36,7 @@ class Entry(BaseModel):
 
 
 class Paper(Entry):
-    """The paper's numbers of a row, as text: rounds to the target, final accuracy in percent, cost to accuracy."""
+    """The paper's numbers of a row, as text: rounds to the target, final score, cost to accuracy."""
 
     rounds: str = ""
     final: str = ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.files import read_json, write_json
+from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.config import applicable_keys, defaults
@@ -94,9 +95,14 @@ class Trial:
         """The searched keys in one line."""
         return _label(self.keys)
 
+    @property
+    def score(self) -> Score:
+        """The score of its runs' task."""
+        return self.jobs[0].settings.score
+
     def values(self, metric: str) -> list[float]:
-        """Return the final metric of every run, percent; empty unless all runs are complete."""
-        values = [(job.summary() or {}).get(f"final-{metric}-accuracy") for job in self.jobs]
+        """Return the final metric of every run; empty unless all runs are complete."""
+        values = [(job.summary() or {}).get(f"final-{metric}-{self.score.name}") for job in self.jobs]
         return [] if None in values else [float(value) for value in values if value is not None]
 
 
@@ -106,7 +112,7 @@ class Sweep:
 
     Parameters
     ----------
-    metric : an accuracy at the end of a run, such as ``"personal-validation"``.
+    metric : a kind of score at the end of a run, such as ``"personal-validation"``.
     seeds : runs of a trial.
     out : folder of the trials and their runs.
     """
@@ -165,7 +171,8 @@ class Sweep:
             return self.search.plan[number]
         results = [(trial.keys, trial.values(self.metric)) for trial in self.started()]
         ended = [(keys, statistics.fmean(values)) for keys, values in results if values]
-        return propose(self.search.space, derive(self.search.seed, "sweep", number), ended)
+        high_is_good = self.trial(0).score.high_is_good if number else True
+        return propose(self.search.space, derive(self.search.seed, "sweep", number), ended, high_is_good)
 
 
 def _label(keys: Mapping[str, Value]) -> str:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
+from fedsub_app.data import LazySamples
 from fedsub_app.models import Output
 from fedsub_app.training import costs
 from fedsub_app.training.local import crop_and_flip, epoch, evaluation_batches
@@ -60,12 +62,12 @@ class ClientTools:
     # --- data and random numbers ------------------------------------------------------------------------------------
 
     @cached_property
-    def _training_samples(self) -> tuple[Tensor, Tensor]:
+    def _training_samples(self) -> tuple[Batch | LazySamples, Tensor]:
         return self.samples("train")
 
     @cached_property
-    def x(self) -> Tensor:
-        """Training samples, float32 [n, ...], on the device."""
+    def x(self) -> Batch | LazySamples:
+        """Training samples, float32 [n, ...], on the device; several tensors, or tokens, of other data sets."""
         return self._training_samples[0]
 
     @cached_property
@@ -73,7 +75,7 @@ class ClientTools:
         """Training labels, int64 [n], on the device."""
         return self._training_samples[1]
 
-    def samples(self, split: Split) -> tuple[Tensor, Tensor]:
+    def samples(self, split: Split) -> tuple[Batch | LazySamples, Tensor]:
         """Return the client's samples and labels of a split; there may be none for validation."""
         place = self.place
         index = getattr(place.partition, split)[self.id].to(place.device)
@@ -82,8 +84,8 @@ class ClientTools:
         if split == "test" and not len(index):
             raise UserError(f"client {self.id} has no test samples")
         if split == "train" and self.attack == "label-flip":
-            return x[index], place.problem.data.num_classes - 1 - y[index]
-        return x[index], y[index]
+            return x.part(index), place.problem.data.num_classes - 1 - y[index]
+        return x.part(index), y[index]
 
     def generator(self, purpose: str) -> torch.Generator:
         """Return the generator of this client, round and purpose."""
@@ -187,12 +189,12 @@ class ClientTools:
     @torch.no_grad()
     def outputs(self, split: Split = "train") -> Output:
         """Return the network's logits and features on a split, in evaluation mode."""
-        x, _ = self.samples(split)
+        x, y = self.samples(split)
         self.network.module.eval()
-        batches = evaluation_batches(self.network.module, len(x), x.device)
+        batches = evaluation_batches(self.network.module, len(x), y.device)
         outputs = [self.network(x[batch]) for batch in batches]
         self.flops += len(x) * self.place.forward_flops(self.network)
-        seen = torch.cat([torch.arange(len(x), device=x.device)[batch] for batch in batches])
+        seen = torch.cat([torch.arange(len(x), device=y.device)[batch] for batch in batches])
         return Output(*(torch.cat(parts)[seen.argsort()] for parts in zip(*outputs, strict=True)))
 
     def score(self, split: Split) -> float:
@@ -233,7 +235,7 @@ class Training:
         *,
         lr: float | None = None,
         loss: Loss | None = None,
-        step: "Callable[[Training, Tensor, Tensor], Tensor] | None" = None,
+        step: "Callable[[Training, Batch, Tensor], Tensor] | None" = None,
         correct: Correct | None = None,
         keep: Mapping[str, Tensor] | None = None,
         objective: Objective | None = None,
@@ -260,11 +262,14 @@ class Training:
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
         before, extra = self.samples, self._extra
-        device = client.x.device
+        device = client.y.device
         total, seen = torch.zeros((), device=device), 0
         for index in batches:
             batch = index.to(device)
-            x = client.x[batch] if draws is None else crop_and_flip(client.x[batch], client.place.black, draws)
+            x = client.x[batch]
+            if draws is not None:
+                assert isinstance(x, Tensor)
+                x = crop_and_flip(x, client.place.black, draws)
             total += self.step(self, x, client.y[batch]) * len(batch)
             seen += len(batch)
         if not seen:
@@ -276,13 +281,13 @@ class Training:
         client.published_flops += (self.samples - before) * costs.published_flops(forward, self.objective.forwards > 0)
         client.state |= self.objective.remember(self.network.tensors)
 
-    def descend(self, x: Tensor, y: Tensor, forward: Forward | None = None) -> Tensor:
+    def descend(self, x: Batch, y: Tensor, forward: Forward | None = None) -> Tensor:
         """Make one optimizer step on a mini-batch and return the loss before it, detached.
 
         ``forward`` runs the network in another way, under a mask for example.
         """
         if self.compiled and forward is None and len(y) == self.client.settings.batch_size:
-            loss = self.network.compiled(self.client.place.problem.task.loss)(x, y)
+            loss = self.network.compiled(self.client.place.problem.task.loss)(x, y)  # type: ignore[arg-type]
         else:
             forward = forward or self.network
             output = forward(x, None)

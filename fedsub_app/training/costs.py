@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fedsub_app.common.inputs import blank
 from fedsub_app.models import UnitGroup, narrowed, trainable
 from fedsub_app.problem import Problem
 
@@ -85,7 +86,7 @@ def _flops_by_layer(
     copied, counter = copy.deepcopy(model).cpu(), _Counter()
     counter.watch(copied)
     with torch.random.fork_rng(devices=[]), _unfused(), counter, torch.set_grad_enabled(training):
-        out = copied.train(training)(torch.zeros(2, *problem.data.in_shape))
+        out = copied.train(training)(blank(2, problem.data.in_shape))
         trained = [p for name, p in trainable(copied).items() if names is None or name in names] if training else []
         if trained:
             torch.autograd.grad(out.sum(), trained, allow_unused=True)

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator as seeded
-from fedsub_app.data import Samples
-from fedsub_app.problem import Task
+from fedsub_app.data import AnySamples
+from fedsub_app.tasks import Sums, Task
 
 EVALUATION_BATCH = 512  # samples, at most
 CPU = torch.device("cpu")
@@ -64,11 +65,11 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, x: Tensor | Samples, y: Tensor) -> dict[str, float]:
+def evaluate(task: Task, model: nn.Module, x: Batch | AnySamples, y: Tensor) -> dict[str, float]:
     """Return the task's metrics of ``model`` in evaluation mode, by name; restores the model's mode."""
     training = model.training
     model.eval()
-    sums: dict[str, float] = {}
+    sums: Sums = {}
     for part in evaluation_batches(model, len(y), y.device):
         for name, value in task.sums(model(x[part]), y[part]).items():
             sums[name] = sums.get(name, 0) + value

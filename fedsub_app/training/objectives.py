@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.models import Output
 
 # Runs a network on a batch, with its own tensors or with others of the same names.
-Forward = Callable[[Tensor, Mapping[str, Tensor] | None], Output]
+Forward = Callable[[Batch, Mapping[str, Tensor] | None], Output]
 
 PREVIOUS = "previous/"  # prefix of MOON's model of the last round in a client's state
 
@@ -25,7 +26,7 @@ class Objective:
 
     forwards = 0
 
-    def term(self, x: Tensor, output: Output, forward: Forward) -> Tensor | float:
+    def term(self, x: Batch, output: Output, forward: Forward) -> Tensor | float:
         """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``."""
         return 0.0
 
@@ -80,12 +81,12 @@ class Moon(Objective):
         self.others = (received, previous)
         self.mu, self.temperature = mu, temperature
 
-    def term(self, x: Tensor, output: Output, forward: Forward) -> Tensor:
+    def term(self, x: Batch, output: Output, forward: Forward) -> Tensor:
         """Return mu times the contrastive loss, a mean over the batch."""
         with torch.no_grad():
             others = [forward(x, tensors).features for tensors in self.others]
         likeness = torch.stack([F.cosine_similarity(output.features, other) for other in others], dim=1)
-        first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        first = torch.zeros(len(likeness), dtype=torch.int64, device=likeness.device)
         return self.mu * F.cross_entropy(likeness / self.temperature, first)
 
     def remember(self, trained: Mapping[str, Tensor]) -> Tensors:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from fedsub_app.common.errors import one_line
+from fedsub_app.common.inputs import blank, joined
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models import Network
 from fedsub_app.models.sources import about
@@ -35,7 +36,7 @@ def unstackable(settings: Settings, network: Network) -> str:
         return f"model = {settings.model}: has BatchNorm, whose running statistics are one client's"
     if known := about(network.module):
         stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
-        x = torch.zeros(2, 2, *known.in_shape, device=network.device)
+        x = joined([blank(2, known.in_shape, network.device)] * 2, torch.stack)
         network.training_mode()
         try:
             vmap(lambda own, batch: functional_call(network.module, own, (batch,)))(stacked, x)
@@ -60,14 +61,15 @@ def fit_together(clients: Sequence[ClientTools], sent: Sequence[Tensors]) -> lis
     tensors = {name: tensor.clone().requires_grad_(name in network.parameters) for name, tensor in there.items()}
     optimizer = Optimizer(settings, {name: tensors[name] for name in network.parameters}, settings.lr_at(first.round))
     orders = [list(client.batches()) for client in clients]
-    x, y = (torch.stack(parts) for parts in zip(*((client.x, client.y) for client in clients), strict=True))
+    x = joined([client.x[:] for client in clients], torch.stack)
+    y = torch.stack([client.y for client in clients])
     forward = vmap(lambda weights, batch: functional_call(network.module, weights, (batch,)))
-    each = torch.arange(count, device=x.device)[:, None]
-    total, seen = torch.zeros(count, device=x.device), sum(map(len, orders[0]))
+    each = torch.arange(count, device=y.device)[:, None]
+    total, seen = torch.zeros(count, device=y.device), sum(map(len, orders[0]))
     for batches in zip(*orders, strict=True):
-        batch = torch.stack(batches).to(x.device)
+        batch = torch.stack(batches).to(y.device)
         logits: Tensor = forward(tensors, x[each, batch])
-        losses = task.loss(logits.flatten(0, 1), y[each, batch].flatten(), "none").view(count, -1)
+        losses = task.loss(logits.flatten(0, 1), y[each, batch].flatten(0, 1), "none").view(count, -1)
         optimizer.step(optimizer.gradients(losses.mean(1).sum()))  # a client's weights move only its own loss
         total += losses.detach().sum(1)
     for client, loss in zip(clients, total.tolist(), strict=True):

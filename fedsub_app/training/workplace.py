@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.data import Partition, Samples, make_partition
+from fedsub_app.data import AnySamples, Partition, make_partition
 from fedsub_app.models import Network, narrowed, tensors_of, widths_of
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
@@ -26,9 +26,9 @@ class Workplace:
     partition: Partition
     network: Network
     device: torch.device
-    train_x: Samples
+    train_x: AnySamples
     train_y: Tensor
-    test_x: Samples
+    test_x: AnySamples
     test_y: Tensor
     first: Callable[[], Tensors] | None = None  # returns the initial global model that no seed gives
     optimizer: Callable[[Settings, Mapping[str, Tensor], float], Optimizer] = Optimizer  # of parameters and an lr

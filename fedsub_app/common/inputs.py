@@ -1,0 +1,194 @@
+"""Inputs of a network: one tensor of numbers, one of tokens, or several tensors by name or in order."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Several tensors of the same samples, such as token ids and mask; indexing takes the samples of all of them.
+
+    Parameters
+    ----------
+    tensors : each [n, ...].
+    names : the keyword arguments of the network that they are; () for its arguments in order.
+    """
+
+    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(parts: Mapping[str, Tensor] | Sequence[Tensor]) -> "Inputs":
+        """Return tensors by name, or in order."""
+        if isinstance(parts, Mapping):
+            return Inputs(tuple(parts.values()), tuple(map(str, parts)))
+        return Inputs(tuple(parts))
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, chosen: Any) -> "Inputs":
+        return self.map(lambda tensor: tensor[chosen])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """Return the function of each tensor."""
+        return Inputs(tuple(map(function, self.tensors)), self.names)
+
+    def to(self, device: torch.device) -> "Inputs":
+        """Return them on a device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tensors[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+_pytree.register_pytree_node(Inputs, lambda x: (list(x.tensors), x.names), lambda t, names: Inputs(tuple(t), names))
+Batch = Tensor | Inputs
+
+
+class Part(NamedTuple):
+    """One tensor of an input: its shape without the batch axis, its dtype, and the number that integers stay below."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of one input that is not one tensor of numbers.
+
+    Parameters
+    ----------
+    parts : its tensors.
+    names : as of :class:`Inputs`.
+    single : whether it is one tensor, not :class:`Inputs` of one.
+    """
+
+    parts: tuple[Part, ...]
+    names: tuple[str, ...] = ()
+    single: bool = False
+
+    @property
+    def given(self) -> Any:
+        """The shapes, as a network's parameter ``in_shape`` is given them: a tuple, several, or by name."""
+        shapes = tuple(part.shape for part in self.parts)
+        if self.single:
+            return shapes[0]
+        return dict(zip(self.names, shapes, strict=True)) if self.names else shapes
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, 0 without any."""
+        return max(part.limit for part in self.parts)
+
+
+Shape = tuple[int, ...] | Form  # of one input; a tuple: one tensor of float32
+
+
+def form_of(*stored: Batch, tokens: int = 0) -> Shape:
+    """Return the form of one of some samples; ``tokens``: the number that tokens stay below, else one above the last.
+
+    Parameters
+    ----------
+    stored : samples of the same form, [n, ...].
+    """
+    first = stored[0]
+    if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype == torch.uint8):
+        return tuple(first.shape[1:])
+    every = [x.tensors if isinstance(x, Inputs) else (x,) for x in stored]
+    parts = []
+    for same in zip(*every, strict=True):
+        limit = 0
+        if not same[0].is_floating_point():
+            last = max((int(tensor.max()) for tensor in same if tensor.numel()), default=0)
+            limit = max(last + 1, tokens if last > 1 else 0)
+        parts.append(Part(tuple(same[0].shape[1:]), same[0].dtype, limit))
+    return Form(tuple(parts), first.names if isinstance(first, Inputs) else (), isinstance(first, Tensor))
+
+
+def blank(
+    count: int, shape: Shape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Batch:
+    """Return inputs of zeros, masks of ones; ``dtype``: of floating-point tensors."""
+    if not isinstance(shape, Form):
+        return torch.zeros(count, *shape, device=device, dtype=dtype)
+
+    def made(part: Part) -> Tensor:
+        kind = dtype if dtype and part.dtype.is_floating_point else part.dtype
+        return torch.full((count, *part.shape), int(_is_mask(part)), dtype=kind, device=device)
+
+    return _batch(shape, made)
+
+
+def drawn(count: int, shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+    """Return random inputs on the CPU: normal numbers, tokens all alike likely, masks of ones."""
+    if not isinstance(shape, Form):
+        return torch.randn(count, *shape, generator=generator, dtype=dtype)
+
+    def made(part: Part) -> Tensor:
+        size = (count, *part.shape)
+        if part.dtype.is_floating_point:
+            return torch.randn(size, generator=generator, dtype=dtype)
+        return (
+            torch.full(size, 1, dtype=part.dtype)
+            if _is_mask(part)
+            else torch.randint(part.limit, size, generator=generator)
+        )
+
+    return _batch(shape, made)
+
+
+def _batch(form: Form, made: Callable[[Part], Tensor]) -> Batch:
+    tensors = tuple(map(made, form.parts))
+    return tensors[0] if form.single else Inputs(tensors, form.names)
+
+
+def _is_mask(part: Part) -> bool:
+    return not part.dtype.is_floating_point and part.limit <= 2
+
+
+def joined(parts: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
+    """Return batches of one form as one: ``torch.cat`` or ``torch.stack`` of each tensor."""
+    first = parts[0]
+    if isinstance(first, Inputs):
+        columns = zip(*(part.tensors for part in parts if isinstance(part, Inputs)), strict=True)
+        return Inputs(tuple(join(list(column)) for column in columns), first.names)
+    return join([part for part in parts if isinstance(part, Tensor)])
+
+
+def shape_shown(shape: Shape) -> Any:
+    """Return the shape of one input as users see it: a tuple, or one of each tensor."""
+    return shape.given if isinstance(shape, Form) else tuple(shape)
+
+
+def size_of(shape: Shape) -> int:
+    """Return the bytes of one input in memory."""
+    if not isinstance(shape, Form):
+        return 4 * prod(shape)
+    return sum(prod(part.shape) * part.dtype.itemsize for part in shape.parts)
+
+
+def unpacking(model: nn.Module) -> nn.Module:
+    """Return the model, which from now on takes :class:`Inputs` as its arguments."""
+    model.register_forward_pre_hook(_arguments, with_kwargs=True)
+    return model
+
+
+def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if not inputs or not isinstance(x := inputs[0], Inputs):
+        return None
+    return ((), dict(zip(x.names, x.tensors, strict=True)) | named) if x.names else (x.tensors, named)

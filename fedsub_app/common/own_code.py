@@ -1,0 +1,81 @@
+"""Code of the user, by a setting's text: ``"FILE.py:NAME"`` or ``"package.module:NAME"``.
+
+It may do what the user may.
+"""
+
+import ast
+import hashlib
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fedsub_app.common.errors import UserError, one_line, shown
+
+
+def named_code(key: str, text: str, file: Path | None = None) -> Callable[..., Any]:
+    """Return the class or function that a setting names; ``file``: instead of the file in it.
+
+    Raises
+    ------
+    UserError
+        The file, the module or the name is not there, or running it fails.
+    """
+    source, _, name = text.rpartition(":")
+    try:
+        module = _file(file or Path(source)) if file or source.endswith(".py") else import_module(source)
+    except OSError as error:
+        raise UserError(f"{key} = {shown(text)}: {error.strerror or error}") from error
+    except ImportError as error:
+        raise UserError(f"{key} = {shown(text)}: {one_line(error)}; `pip install {source}` may help") from error
+    except Exception as error:  # code of others
+        raise UserError(f"{key} = {shown(text)}: {one_line(error)[:300]}") from error
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if found is None or not callable(found):
+        there = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise UserError(
+            f"{key} = {shown(text)}: no {name!r} in {source}; allowed: {', '.join(there) or 'nothing in it'}"
+        )
+    return found
+
+
+def _file(path: Path) -> ModuleType:
+    """Return the module of a file, which is run once as long as its text stays the same."""
+    name = f"fedsub_own_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        assert spec
+        assert spec.loader
+        sys.modules[name] = module_from_spec(spec)  # before it is run: dataclasses look themselves up
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
+
+    Raises
+    ------
+    ValueError
+        The text is something else; the message says what is allowed.
+    """
+    try:
+        call = ast.parse(f"options({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
+
+
+def readable(options: str) -> str:
+    """Return a text that :func:`read_options` reads; ValueError for others."""
+    read_options(options)
+    return options

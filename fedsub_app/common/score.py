@@ -1,0 +1,79 @@
+"""The score of a task: its name in reports, its unit, and which of two values is the better one."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+CLASSES = ("classification",)  # tasks in which a sample is of one class
+OWN = "own:"  # begins the name of an object of the program
+KINDS = ("global", "global-local", "personal", "global-local-validation", "personal-validation")  # of evaluation
+
+
+class Score(NamedTuple):
+    """A number by which models are compared.
+
+    Attributes
+    ----------
+    name : one word without hyphens; keys of reports end with it: ``global-accuracy``.
+    high_is_good : whether a higher value is a better one.
+    unit : ``"%"``, or "" for a number without a unit.
+    low, high : least and greatest value that a client may report.
+    others : names of the further metrics that the task reports.
+    losses : range of the loss; a model with a larger one has diverged.
+    """
+
+    name: str = "accuracy"
+    high_is_good: bool = True
+    unit: str = "%"
+    low: float = 0.0
+    high: float = 100.0
+    others: tuple[str, ...] = ()
+    losses: tuple[float, float] = (0.0, 1e4)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a round's line that hold this score."""
+        return tuple(f"{kind}-{self.name}" for kind in KINDS)
+
+    def better(self, value: float, other: float) -> bool:
+        """Say whether ``value`` is strictly better than ``other``."""
+        return value > other if self.high_is_good else value < other
+
+    def reached(self, value: float, threshold: float) -> bool:
+        """Say whether ``value`` is at least as good as ``threshold``."""
+        return not self.better(threshold, value)
+
+    def best(self, values: Iterable[float]) -> float:
+        """Return the best of some values."""
+        return (max if self.high_is_good else min)(values)
+
+    def number(self, value: float) -> str:
+        """Return a value as text without its unit: two decimals of a percentage, else four digits."""
+        return f"{value:.2f}" if self.unit == "%" else f"{value:.4g}"
+
+    def text(self, value: float) -> str:
+        """Return a value as text with its unit: ``93.21 %``, ``0.4321``."""
+        return f"{self.number(value)} {self.unit}".rstrip()
+
+    def titled(self, title: str) -> str:
+        """Return a column's or axis' title with the unit: ``global (%)``."""
+        return f"{title} ({self.unit})" if self.unit else title
+
+
+SCORES = {  # of the tasks of tasks.py, by the setting ``task``
+    "classification": Score(),
+    "multi-label": Score("auroc", others=("f1",)),
+    "regression": Score("rmse", False, "", 0.0, 1e9, ("mae",), (0.0, 1e12)),
+    "next-token": Score(others=("perplexity",)),
+}
+
+
+def kind_of(key: str) -> str:
+    """Return the kind of evaluation of a score's key: ``global`` for ``global-accuracy``."""
+    return key.rpartition("-")[0]
+
+
+def checked_task(text: str) -> str:
+    """Return the text of the setting ``task``; ValueError where it can name none. Code of the user is not run."""
+    if text not in SCORES and ":" not in text:
+        raise ValueError(f"allowed are {', '.join(SCORES)}, or a class of your own, 'FILE.py:NAME'")
+    return text

@@ -1,0 +1,237 @@
+"""Data in a source: ``dataset = "csv:FILE"``, ``tsv:``, ``parquet:``, ``jsonl:``, ``hf:NAME`` or ``FILE.py:NAME``.
+
+The columns of a table are numbers, texts or images: the keys ``input``, ``label`` and ``group`` name them.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.inputs import Inputs, Shape, form_of
+from fedsub_app.common.own_code import named_code
+from fedsub_app.data.files import HOLD_OUT, hold_out
+from fedsub_app.data.names import data_folder
+from fedsub_app.data.own import Split, dataset_of, own_dataset
+from fedsub_app.data.samples import Dataset, Samples, normalised
+from fedsub_app.data.settings import DataSettings, is_source
+from fedsub_app.data.text import next_tokens, padded, tokenizer_of
+from fedsub_app.tasks import NextToken, Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+IDS = ("input_ids", "attention_mask")  # as transformers names them
+SPLIT, FILE = "split", "file"  # column that says "train" or "test"; column that is made: name of a row's file
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # function of pandas, its options
+    "csv": ("read_csv", {}),
+    "tsv": ("read_csv", {"sep": "\t", "quoting": 3}),
+    "parquet": ("read_parquet", {}),
+    "jsonl": ("read_json", {"lines": True}),
+}
+HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
+
+
+def is_own_code(dataset: str) -> bool:
+    """Say whether the setting names code of the user."""
+    return is_source(dataset) and dataset.partition(":")[0] not in (*READERS, "hf")
+
+
+def load_source(wanted: DataSettings, task: Task) -> Dataset:
+    """Return the data set of a source.
+
+    Raises
+    ------
+    UserError
+        A file, a column or a value of it is not as it must be; one line names it.
+    """
+    if is_own_code(wanted.dataset):
+        return _of_code(wanted, task)
+    train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
+    if test is None:
+        held_out = _held_out(train, wanted, task)
+        train, test, notes = train[~held_out], train[held_out], (*notes, HELD_OUT)
+    for name, part in (("training", train), ("test", test)):
+        if not len(part):
+            raise UserError(f"dataset = {wanted.dataset!r}: no {name} samples")
+    return _dataset(wanted, task, train, test, notes)
+
+
+# --- where rows come from ---------------------------------------------------------------------------------------------
+
+
+def _of_code(wanted: DataSettings, task: Task) -> Dataset:
+    """Call a function of the user with those of ``seed`` and ``folder`` (the data folder) that it names."""
+    load = named_code("dataset", wanted.dataset)
+    known = {"seed": wanted.seed, "folder": data_folder(wanted.data_dir)}
+    try:
+        named = inspect.signature(load).parameters
+        data = load(**{key: value for key, value in known.items() if key in named})
+    except Exception as error:  # code of others
+        raise UserError(f"dataset = {wanted.dataset!r}: {one_line(error)[:300]}") from error
+    return own_dataset(data, task, name=wanted.dataset)
+
+
+def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]":
+    """Return training and test rows of files; a column ``split`` says which are which, else there are no test rows."""
+    import pandas as pd
+
+    kind, _, pattern = wanted.dataset.partition(":")
+    folders = (Path(), data_folder(wanted.data_dir))
+    files = next((some for folder in folders if (some := sorted(folder.glob(pattern)))), []) if pattern else []
+    if Path(pattern).is_absolute():
+        files = sorted(Path("/").glob(pattern.lstrip("/")))
+    if not files:
+        raise UserError(f"dataset = {wanted.dataset!r}: no such file here or in {folders[1]}")
+    reader, options = READERS[kind]
+    tables = []
+    for file in files:
+        try:
+            tables.append(getattr(pd, reader)(file, **options).assign(**{FILE: file.stem}))
+        except Exception as error:  # pandas and pyarrow raise many types on damaged files
+            raise UserError(f"{file}: not a readable {kind} file ({one_line(error)[:200]})") from error
+    rows = pd.concat(tables, ignore_index=True)
+    if SPLIT not in rows:
+        return rows, None, ()
+    if odd := set(rows[SPLIT]) - {"train", "test"}:
+        raise UserError(f"{files[0]}: column {SPLIT!r} has {shown(min(map(str, odd)))}: must be 'train' or 'test'")
+    test = rows[SPLIT] == "test"
+    return rows[~test].drop(columns=SPLIT), rows[test].drop(columns=SPLIT), ()
+
+
+def _of_hub(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]":
+    """Return training and test rows of a data set of the package datasets, a folder's or the hub's, cached there."""
+    from datasets import load_dataset
+
+    name = wanted.dataset.removeprefix("hf:")
+    try:
+        splits = load_dataset(name)
+    except Exception as error:  # no network, no such name, a script of theirs
+        raise UserError(f"dataset = {wanted.dataset!r}: {one_line(error)[:300]}") from error
+    other = next((split for split in ("test", "validation") if split in splits), None)
+    if "train" not in splits:
+        raise UserError(f"dataset = {wanted.dataset!r}: has {', '.join(splits)}; must have train")
+    frames = [_frame(splits[split]) for split in ("train", other) if split]
+    return frames[0], frames[1] if other else None, (f"tested on its {other} split",) * (other == "validation")
+
+
+def _frame(rows: Any) -> "pd.DataFrame":
+    """Return a split as a table, in which an image is an array."""
+    import pandas as pd
+
+    images = [name for name, kind in rows.features.items() if type(kind).__name__ == "Image"]
+    table: pd.DataFrame = rows.remove_columns(images).to_pandas()
+    for name in images:
+        table[name] = [np.asarray(image.convert("RGB")) for image in rows[name]]
+    return table
+
+
+def _held_out(rows: "pd.DataFrame", wanted: DataSettings, task: Task) -> "pd.Series[bool]":
+    """Return which rows are for testing: every sixth of a class, or of a group where there are no classes."""
+    import pandas as pd
+
+    by = wanted.label if task.classes else (wanted.group,) if wanted.group else ()
+    kinds = pd.factorize(_column(rows, wanted, by[0]))[0] if by else np.zeros(len(rows), dtype=np.int64)
+    return pd.Series(hold_out(torch.from_numpy(kinds.astype(np.int64))).numpy(), index=rows.index)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _dataset(
+    wanted: DataSettings, task: Task, train: "pd.DataFrame", test: "pd.DataFrame", notes: tuple[str, ...]
+) -> Dataset:
+    both = (train, test)
+    groups = [list(map(str, _column(rows, wanted, wanted.group))) if wanted.group else [] for rows in both]
+    y = [] if isinstance(task, NextToken) else _labels(wanted, task, both)
+    names = wanted.input or tuple(n for n in train.columns if n not in (*wanted.label, wanted.group, FILE))
+    columns = [[_column(rows, wanted, name) for name in names] for rows in both]
+    if not names:
+        raise UserError(f"dataset = {wanted.dataset!r}: no column of inputs besides {', '.join(train.columns)}")
+    if isinstance(columns[0][0].iloc[0], np.ndarray):
+        x = _images(wanted, [part[0] for part in columns])
+    elif all(column.dtype.kind in "biuf" for column in columns[0]):
+        x = _numbers(wanted, columns)
+    elif len(names) == 1:
+        texts = [[str(text) for text in part[0]] for part in columns]
+        encode, size = tokenizer_of(wanted.tokenizer, texts[0], wanted.vocabulary)
+        if isinstance(task, NextToken):
+            return _of_next_tokens(wanted, task, [encode(part) for part in texts], groups, size, notes)
+        stored = [Inputs.of(dict(zip(IDS, padded(encode(part), wanted.tokens), strict=True))) for part in texts]
+        x = [Samples(part) for part in stored]
+        form: Shape = form_of(*stored, tokens=size)
+        splits = [Split(*parts) for parts in zip(x, y, groups, strict=True)]
+        return dataset_of(wanted.dataset, splits[0], splits[1], task, form, None, notes)
+    else:
+        kinds = ", ".join(f"{name} ({column.dtype})" for name, column in zip(names, columns[0], strict=True))
+        raise UserError(f"input = {', '.join(names)!r}: must be numbers, or one column of texts; they are {kinds}")
+    splits = [Split(*parts) for parts in zip(x, y, groups, strict=True)]
+    return dataset_of(wanted.dataset, splits[0], splits[1], task, tuple(x[0].shape[1:]), None, notes)
+
+
+def _of_next_tokens(
+    wanted: DataSettings,
+    task: Task,
+    tokens: Sequence[list[list[int]]],
+    groups: Sequence[Sequence[str]],
+    size: int,
+    notes: tuple[str, ...],
+) -> Dataset:
+    splits = []
+    for texts, of in zip(tokens, groups, strict=True):
+        x, y, text = next_tokens(texts, wanted.tokens)
+        splits.append(Split(Samples(x), y, [of[number] for number in text.tolist()] if of else ()))
+    form = form_of(*(torch.as_tensor(one.x[:]) for one in splits), tokens=size)
+    return dataset_of(wanted.dataset, splits[0], splits[1], task, form, (wanted.tokens, size), notes)
+
+
+def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series[Any]":
+    """Return a column without empty values."""
+    if name not in rows:
+        allowed = ", ".join(map(str, rows.columns))
+        raise UserError(f"dataset = {wanted.dataset!r}: no column {name!r}; allowed: {allowed}")
+    column = rows[name]
+    if empty := int(column.isna().sum()):
+        raise UserError(f"dataset = {wanted.dataset!r}: column {name!r} has {empty} empty values; must have none")
+    return column
+
+
+def _images(wanted: DataSettings, columns: "Sequence[pd.Series[Any]]") -> list[Samples]:
+    shapes = sorted({image.shape for column in columns for image in column})
+    if len(shapes) > 1:
+        raise UserError(f"dataset = {wanted.dataset!r}: images of {shapes[0]} and {shapes[-1]}: must be of one size")
+    x = [torch.from_numpy(np.stack(list(column))).permute(0, 3, 1, 2).contiguous() for column in columns]
+    return list(normalised(x[0], x[1], wanted.normalise))
+
+
+def _numbers(wanted: DataSettings, columns: "Sequence[Sequence[pd.Series[Any]]]") -> list[Samples]:
+    """Return columns of numbers, normalised by the training rows unless ``normalise`` is "none"."""
+    x = [torch.from_numpy(np.stack([column.to_numpy(dtype=np.float64) for column in part], 1)) for part in columns]
+    if wanted.normalise != "none":
+        mean, deviation = x[0].mean(0), x[0].std(0, correction=0)
+        deviation[deviation < 1e-9] = 1.0  # a constant column stays constant
+        x = [(part - mean) / deviation for part in x]
+    return [Samples(part.float()) for part in x]
+
+
+def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") -> list[Tensor]:
+    columns = [[_column(rows, wanted, name) for name in wanted.label] for rows in both]
+    if not task.classes:
+        try:
+            return [
+                torch.from_numpy(np.stack([c.to_numpy(dtype=np.float64) for c in part], 1)).float() for part in columns
+            ]
+        except ValueError as error:
+            raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
+    if len(wanted.label) != 1:
+        raise UserError(f"label = {', '.join(wanted.label)!r}: must be one column with task = {wanted.task!r}")
+    every = sorted(set(columns[0][0]) | set(columns[1][0]), key=lambda value: (isinstance(value, str), value))
+    if any(isinstance(value, float) and value != int(value) for value in every):
+        raise UserError(f"label = {wanted.label[0]!r}: {every[0]} is no class; must be integers or words")
+    numbers = {value: number for number, value in enumerate(every)}
+    return [torch.tensor([numbers[value] for value in part[0]]) for part in columns]

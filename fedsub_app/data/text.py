@@ -1,0 +1,131 @@
+"""Texts as tokens: tokenizers, samples of a fixed length, and the sources of Python's standard library."""
+
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.tasks import IGNORED
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+PAD, UNKNOWN = 0, 1  # the first two tokens of a tokenizer that is made of the training texts
+TRAINED = ("characters", "words", "bpe")
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # of Python's sources; other characters are unknown
+PACKAGE_CHARACTERS = 60_000  # of each package, at most
+SOURCE_LENGTH = 80  # characters of a sample of sources
+TEST_SHARE = 6  # every sixth sample of a package is for testing
+
+
+def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, int]:
+    """Return a function from texts to tokens, and the number of tokens.
+
+    Parameters
+    ----------
+    name : one of ``TRAINED``, made of the texts, or ``transformers:FOLDER`` or a name on the hub.
+    texts : the training texts.
+    vocabulary : greatest number of tokens of one that is made.
+
+    Raises
+    ------
+    UserError
+        There is none of this name, or its package is missing.
+    """
+    if name == "characters":
+        return _of_characters([letter for letter, _ in Counter("".join(texts)).most_common(vocabulary - 2)])
+    try:
+        if name in TRAINED:
+            return _trained(name, texts, vocabulary)
+        kind, _, folder = name.partition(":")
+        if kind == "transformers" and folder:
+            tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return lambda some: tokenizer(list(some), add_special_tokens=True)["input_ids"] if some else [], len(
+                tokenizer
+            )
+    except ImportError as error:
+        package = "tokenizers" if name in TRAINED else "transformers"
+        raise UserError(f"tokenizer = {name!r}: needs the package {package}; `pip install {package}`") from error
+    except Exception as error:  # code of others
+        raise UserError(f"tokenizer = {name!r}: {one_line(error)[:200]}") from error
+    raise UserError(f"tokenizer = {name!r}: allowed are {', '.join(TRAINED)}, or 'transformers:FOLDER'")
+
+
+def _of_characters(alphabet: Sequence[str]) -> tuple[Encode, int]:
+    numbers = {letter: number for number, letter in enumerate(alphabet, 2)}
+    return lambda texts: [[numbers.get(letter, UNKNOWN) for letter in text] for text in texts], len(alphabet) + 2
+
+
+def _trained(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, int]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns of every fork
+    package = import_module("tokenizers")
+    kind, trainer_kind = ("WordLevel", "WordLevelTrainer") if name == "words" else ("BPE", "BpeTrainer")
+    tokenizer = package.Tokenizer(getattr(package.models, kind)(unk_token="[UNK]"))
+    tokenizer.normalizer = package.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = package.pre_tokenizers.Whitespace()
+    trainer = getattr(package.trainers, trainer_kind)(
+        vocab_size=vocabulary, special_tokens=["[PAD]", "[UNK]"], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+
+    def encode(some: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(list(some))]
+
+    return encode, tokenizer.get_vocab_size()
+
+
+def padded(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
+    """Return the first tokens of each text, int64 [n, length], and their mask, int64 [n, length] of 1 and 0.
+
+    The first position of an empty text counts, so that attention has one.
+    """
+    ids, mask = (torch.zeros(len(tokens), length, dtype=torch.int64) for _ in range(2))
+    for row, text in enumerate(tokens):
+        some = torch.tensor(text[:length], dtype=torch.int64)
+        ids[row, : len(some)] = some
+        mask[row, : max(len(some), 1)] = 1
+    return ids, mask
+
+
+def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return samples of the texts in a row, without overlap.
+
+    Returns
+    -------
+    x, y : tokens and the next ones, int64 [n, length]; y is -100 behind the end of a text.
+    text : number of the text that a sample is of, int64 [n].
+    """
+    starts = [(number, k) for number, text in enumerate(tokens) for k in range(0, max(len(text) - 1, 0), length)]
+    x = torch.zeros(len(starts), length, dtype=torch.int64)
+    y = torch.full((len(starts), length), IGNORED)
+    for row, (number, k) in enumerate(starts):
+        some = torch.tensor(tokens[number][k : k + length + 1], dtype=torch.int64)
+        x[row, : len(some) - 1], y[row, : len(some) - 1] = some[:-1], some[1:]
+    return x, y, torch.tensor([number for number, _ in starts], dtype=torch.int64)
+
+
+def python_packages() -> dict[str, Path]:
+    """Return the packages of Python's standard library that have enough sources, by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    without = {"site-packages", "test", "idlelib", "encodings", "turtledemo", "pydoc_data", "ensurepip"}
+    folders = [file.parent for file in sorted(root.glob("*/__init__.py")) if file.parent.name not in without]
+    enough = 20 * SOURCE_LENGTH
+    return {folder.name: folder for folder in folders if sum(f.stat().st_size for f in folder.glob("*.py")) > enough}
+
+
+def package_text(folder: Path) -> str:
+    """Return the sources of a package in the order of their names, cut to ``PACKAGE_CHARACTERS``."""
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.py")))
+    return text[:PACKAGE_CHARACTERS]
+
+
+def source_samples(folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return (x, y) of a package for training and for testing: characters and the next ones, int64 [n, 80]."""
+    encode, _ = _of_characters(ALPHABET)
+    x, y, _ = next_tokens(encode([package_text(folder)]), SOURCE_LENGTH)
+    test = torch.arange(1, len(x) + 1) % TEST_SHARE == 0
+    return (x[~test], y[~test]), (x[test], y[test])

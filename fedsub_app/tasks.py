@@ -1,0 +1,349 @@
+"""Tasks: the loss of a network's output, the metrics that are reported of it, and the one that is the score."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.own_code import named_code
+from fedsub_app.common.score import OWN, Score
+
+Reduction = Literal["mean", "sum", "none"]
+Loss = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> the mean of a batch
+Metrics = Callable[[Tensor, Tensor], Mapping[str, float]]  # (output, y) -> means of a batch by name
+Sums = dict[str, float | Tensor]
+CROSS_ENTROPIES = (0.0, 1e4)  # a larger one has diverged: guessing among 10^6 classes costs 14
+IGNORED = -100  # the target of a position that does not count, as in torch
+
+
+class Task:
+    """A task; derive from it for one of your own: :meth:`loss`, :meth:`sums`, :meth:`metrics` and the attributes.
+
+    Attributes
+    ----------
+    score : the metric by which models are compared, one word; report keys end with it: ``global-<score>``.
+    high_is_good : whether a higher score is a better one.
+    unit : ``"%"``, or "" for a number without a unit.
+    low, high : least and greatest score that a client may report.
+    others : names of the further metrics besides the score and ``loss``.
+    losses : range of the loss; a model with a larger one has diverged.
+    classes : whether y is one class a sample, int64 [n], as methods with class means need it.
+    """
+
+    score = "score"
+    high_is_good = True
+    unit = ""
+    low, high = -1e9, 1e9
+    others: tuple[str, ...] = ()
+    losses: tuple[float, float] = (-1e12, 1e12)
+    classes = False
+
+    @property
+    def about(self) -> Score:
+        """The score with its unit and direction."""
+        return Score(self.score, self.high_is_good, self.unit, self.low, self.high, self.others, self.losses)
+
+    def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the loss of a batch, differentiable: its mean, its sum, or one number a sample."""
+        raise NotImplementedError
+
+    def sums(self, output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
+        """Return the sums from which the metrics are computed; sums of several batches or clients can be added."""
+        raise NotImplementedError
+
+    def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return the metrics of all samples in ``sums``: the score, ``loss`` (the mean), and the others."""
+        raise NotImplementedError
+
+    def count(self, y: Tensor) -> int:
+        """Return the number of terms whose mean is the loss: the samples."""
+        return len(y)
+
+    def outputs(self, y: Tensor) -> int:
+        """Return the number of a network's outputs that y needs: by default y's own numbers a sample."""
+        return math.prod(y.shape[1:])
+
+    def output(self, y: Tensor, outputs: int) -> tuple[int, ...]:
+        """Return the shape of a network's output for one sample, from all y and the number of its outputs."""
+        return (outputs,)
+
+    def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Return y in the dtype that the loss takes, checked against the shape of a network's output for one sample.
+
+        Raises
+        ------
+        ValueError
+            What y is and what it must be.
+        """
+        return y
+
+
+class Classification(Task):
+    """Cross-entropy of the logits [n, classes] with int64 labels [n]; the score is the accuracy in percent."""
+
+    score, unit, low, high = "accuracy", "%", 0.0, 100.0
+    losses = CROSS_ENTROPIES
+    classes = True
+
+    def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the cross-entropy of a batch."""
+        return F.cross_entropy(output, y, reduction=reduction)
+
+    def sums(self, output: Tensor, y: Tensor) -> Sums:
+        """Return ``correct`` and ``count`` of the samples, and the sum of their ``loss``."""
+        correct = int((output.argmax(1) == y).sum())
+        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": len(y)}
+
+    def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return ``accuracy`` in percent and the mean ``loss``."""
+        return {"accuracy": float(100.0 * sums["correct"] / sums["count"]), "loss": _mean(sums)}
+
+    def outputs(self, y: Tensor) -> int:
+        """Return the number of classes: one above the last label."""
+        return _above(y)
+
+    def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Return int64 labels [n] from 0 to classes - 1."""
+        if y.is_floating_point() or y.ndim != 1:
+            raise ValueError(f"y of shape {tuple(y.shape)}, {y.dtype}: must be [n], integers")
+        return _in_range(y.long(), output, low=0)
+
+
+class MultiLabel(Task):
+    """Binary cross-entropy of the logits [n, labels] with y [n, labels] of 0 and 1.
+
+    The score is the area under the ROC curve in percent, the mean over the labels of which there are positive and
+    negative samples; 50 without any. Logits are counted in bins of 0.01 from -10 to 10, so that the counts of
+    batches add up. ``f1`` (percent): of all labels together, at the logit 0.
+    """
+
+    score, unit, low, high = "auroc", "%", 0.0, 100.0
+    others, losses = ("f1",), CROSS_ENTROPIES
+    BINS, LARGEST = 2000, 10.0
+
+    def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the binary cross-entropy, of a sample the mean over its labels."""
+        each = F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1)
+        return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+
+    def sums(self, output: Tensor, y: Tensor) -> Sums:
+        """Return counts of positive and negative samples, int64 [labels, bins], of hits and misses, and the loss."""
+        scaled = (output / self.LARGEST + 1) / 2 * self.BINS
+        labels = torch.arange(y.shape[1], device=y.device) * self.BINS
+        bins = scaled.long().clamp(0, self.BINS - 1) + labels
+        true, said = y.bool(), output > 0
+
+        def counts(which: Tensor) -> Tensor:
+            return torch.bincount(bins[which], minlength=labels.numel() * self.BINS).view(-1, self.BINS)
+
+        hits, wrong = int((said & true).sum()), int((said != true).sum())
+        loss = float(self.loss(output, y, "sum"))
+        return {
+            "positive": counts(true),
+            "negative": counts(~true),
+            "hits": hits,
+            "wrong": wrong,
+            "loss": loss,
+            "count": len(y),
+        }
+
+    def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return ``auroc`` and ``f1`` in percent and the mean ``loss``."""
+        positive, negative = (torch.as_tensor(sums[name]).double() for name in ("positive", "negative"))
+        below = negative.cumsum(1) - negative / 2
+        pairs = positive.sum(1) * negative.sum(1)
+        areas = ((positive * below).sum(1) / pairs)[pairs > 0]
+        f1 = 2 * float(sums["hits"]) / max(2 * float(sums["hits"]) + float(sums["wrong"]), 1)
+        return {
+            "auroc": 100.0 * float(areas.mean()) if len(areas) else 50.0,
+            "f1": 100.0 * f1,
+            "loss": _mean(sums),
+        }
+
+    def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Return float32 [n, labels] of 0 and 1."""
+        if tuple(y.shape[1:]) != output:
+            raise ValueError(f"y of shape {tuple(y.shape)}: must be [n, {output[-1]}], a column an output")
+        if not bool(((y == 0) | (y == 1)).all()):
+            raise ValueError(f"y from {float(y.min()):g} to {float(y.max()):g}: must be 0 or 1")
+        return y.float()
+
+
+class Regression(Task):
+    """Squared error of the outputs [n, k] with numbers [n, k] or, of one output, [n].
+
+    The score is the root of the mean squared error, of which a lower one is better; ``mae`` is the mean absolute error.
+    """
+
+    score, high_is_good, low = "rmse", False, 0.0
+    others, losses = ("mae",), (0.0, 1e12)
+
+    def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the squared error, of a sample the mean over its numbers."""
+        each = F.mse_loss(output, y, reduction="none").flatten(1).mean(1)
+        return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+
+    def sums(self, output: Tensor, y: Tensor) -> Sums:
+        """Return the sums of squared errors, of absolute ones, and of the loss."""
+        errors = (output - y).flatten(1).double()
+        squares, sizes = float(errors.square().mean(1).sum()), float(errors.abs().mean(1).sum())
+        return {"squares": squares, "sizes": sizes, "loss": float(self.loss(output, y, "sum")), "count": len(y)}
+
+    def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return ``rmse``, ``mae`` and the mean ``loss``."""
+        count = float(sums["count"])
+        return {
+            "rmse": math.sqrt(float(sums["squares"]) / count),
+            "mae": float(sums["sizes"]) / count,
+            "loss": _mean(sums),
+        }
+
+    def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Return float32 numbers of the outputs' shape."""
+        y = y.float().view(-1, 1) if y.ndim == 1 else y.float()
+        if tuple(y.shape[1:]) != output:
+            raise ValueError(f"y of shape {tuple(y.shape)}: must be [n, {', '.join(map(str, output))}] as the outputs")
+        if not bool(y.isfinite().all()):
+            raise ValueError("y: must be finite numbers")
+        return y
+
+
+class NextToken(Task):
+    """Cross-entropy of the logits [n, length, tokens] with the next tokens, int64 [n, length]; -100 does not count.
+
+    The score is the accuracy of the next token in percent; ``perplexity`` is e to the mean loss, at most e^20.
+    """
+
+    score, unit, low, high = "accuracy", "%", 0.0, 100.0
+    others, losses = ("perplexity",), CROSS_ENTROPIES
+
+    def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the cross-entropy over all tokens that count, with ``"none"`` each sample's mean over its own."""
+        each = F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="none").view(
+            len(y), -1
+        )
+        if reduction == "sum":
+            return each.sum()
+        counted = (y != IGNORED).view(len(y), -1)
+        if reduction == "none":
+            return each.sum(1) / counted.sum(1).clamp(min=1)
+        return each.sum() / counted.sum().clamp(min=1)
+
+    def sums(self, output: Tensor, y: Tensor) -> Sums:
+        """Return ``correct`` and ``count`` of the tokens, and the sum of their ``loss``."""
+        correct = int((output.argmax(-1) == y).sum())
+        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": self.count(y)}
+
+    def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return ``accuracy`` in percent, ``perplexity`` and the mean ``loss``."""
+        count = max(float(sums["count"]), 1.0)
+        loss = float(sums["loss"]) / count
+        return {"accuracy": 100.0 * float(sums["correct"]) / count, "perplexity": math.exp(min(loss, 20)), "loss": loss}
+
+    def count(self, y: Tensor) -> int:
+        """Return the number of tokens that count."""
+        return int((y != IGNORED).sum())
+
+    def outputs(self, y: Tensor) -> int:
+        """Return the number of tokens: one above the last."""
+        return _above(y)
+
+    def output(self, y: Tensor, outputs: int) -> tuple[int, ...]:
+        """Return (length, tokens)."""
+        return (*y.shape[1:], outputs)
+
+    def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Return int64 tokens [n, length]."""
+        if y.is_floating_point() or tuple(y.shape[1:]) != output[:-1]:
+            raise ValueError(f"y of shape {tuple(y.shape)}, {y.dtype}: must be [n, {output[0]}], integers")
+        return _in_range(y.long(), output, low=IGNORED)
+
+
+def _above(y: Tensor) -> int:
+    if y.is_floating_point():
+        raise ValueError(f"y of {y.dtype}: must be integers")
+    return max(int(y.max()) if y.numel() else 0, 0) + 1
+
+
+def _mean(sums: Mapping[str, float | Tensor]) -> float:
+    return float(sums["loss"] / sums["count"])
+
+
+def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
+    outputs = output[-1]
+    wrong = y[((y < 0) & (y != low)) | (y >= outputs)]
+    if len(wrong):
+        raise ValueError(
+            f"label {int(wrong.flatten()[0])}: must be 0 to {outputs - 1}, the network has {outputs} outputs"
+        )
+    return y
+
+
+TASKS: dict[str, Task] = {
+    "classification": Classification(),
+    "multi-label": MultiLabel(),
+    "regression": Regression(),
+    "next-token": NextToken(),
+}
+
+
+def registered(task: Task) -> str:
+    """Return the name by which settings name a task that is an object of this program; its processes know it too."""
+    if not isinstance(task, Task):
+        raise UserError(f"task = {task!r}: must be one of {', '.join(TASKS)}, or an object derived from fedsub.Task")
+    name = next((name for name, known in TASKS.items() if known is task), f"{OWN}{type(task).__name__}")
+    TASKS[name] = task
+    return name
+
+
+def task_of(name: str) -> Task:
+    """Return the task that the setting names; a file of the user is run.
+
+    Raises
+    ------
+    UserError
+        There is none, or it is no task.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    if name.startswith(OWN):
+        raise UserError(f"task = {name!r}: an object that this process has not; give client_app task= as well")
+    made = named_code("task", name)
+    task = made() if isinstance(made, type) and issubclass(made, Task) else made
+    if not isinstance(task, Task) or "-" in task.score:
+        raise UserError(f"task = {name!r}: must be a class derived from fedsub.Task, whose score is one word")
+    return task
+
+
+def with_loss(task: Task, mean: Loss) -> Task:
+    """Return a task with another loss, of which the mean of a batch alone is known: one number a sample is refused."""
+
+    def loss(output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        if reduction == "none":
+            raise ValueError("loss=: gives the mean of a batch, not one number a sample")
+        return mean(output, y) * (task.count(y) if reduction == "sum" else 1)
+
+    changed = copy.copy(task)
+    changed.__dict__["loss"] = loss
+    return changed
+
+
+def with_metrics(task: Task, means: Metrics) -> Task:
+    """Return a task that reports further metrics, each the mean over the samples of a batch's means."""
+
+    def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
+        further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
+        return {**task.sums(output, y), **further, "own/": len(y)}
+
+    def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
+        return {name: value for name, value in further.items() if name} | task.metrics(sums)
+
+    changed = copy.copy(task)
+    changed.__dict__ |= {"sums": sums, "metrics": metrics}
+    return changed

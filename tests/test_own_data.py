@@ -1,0 +1,360 @@
+"""Data of one's own: tensors by name, data sets that are read lazily, tables, texts, code, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
+
+import fedsub_app
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Form, Inputs, blank, drawn, form_of, joined
+from fedsub_app.config import resolve
+from fedsub_app.data import LazySamples, load_dataset, make_partition, own
+from fedsub_app.data.own import own_dataset
+from fedsub_app.data.text import next_tokens, padded, python_packages, tokenizer_of
+from fedsub_app.models import adopted, layer_groups, unit_groups
+from fedsub_app.node import settings_from
+from fedsub_app.tasks import TASKS
+
+CLASSES, TOKENS = TASKS["classification"], TASKS["next-token"]
+
+
+# --- inputs of several tensors ----------------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    """A mean of embeddings under a mask: by hand what a batch must be."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.hidden, self.head = nn.Linear(8, 6), nn.Linear(6, outputs)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask[..., None]
+        mean = (self.embed(input_ids) * mask).sum(-2) / mask.sum(-2)
+        return self.head(self.hidden(mean).relu())
+
+
+def text_pair(count: int = 30) -> tuple[dict[str, Tensor], Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(20, (count, 5), generator=draws)
+    mask = (torch.arange(5) < torch.randint(1, 6, (count, 1), generator=draws)).long()
+    return {"input_ids": ids, "attention_mask": mask}, torch.arange(count) % 3
+
+
+def test_inputs_are_taken_together() -> None:
+    x, _ = text_pair()
+    inputs = Inputs.of(x)
+    some = inputs[torch.tensor([4, 1])]
+    assert (len(inputs), len(some), some.names) == (30, 2, ("input_ids", "attention_mask"))
+    assert torch.equal(some.tensors[0][1], x["input_ids"][1])
+    both = joined([some, inputs[:1]], torch.cat)
+    assert isinstance(both, Inputs)
+    assert torch.equal(both.tensors[1], x["attention_mask"][[4, 1, 0]])
+
+
+def test_a_network_takes_them_by_name_and_its_units_are_found() -> None:
+    x, _ = text_pair()
+    form = form_of(Inputs.of(x))
+    assert isinstance(form, Form)
+    assert (form.given, form.tokens) == ({"input_ids": (5,), "attention_mask": (5,)}, 20)
+    model = adopted(Bag(), form)
+    assert torch.equal(model(Inputs.of(x)), model(**x))
+    assert [group.name for group in unit_groups(model)] == ["hidden"]
+    assert sum(map(len, layer_groups(model))) == 5
+    for made in (blank(3, form), drawn(3, form, torch.Generator(), torch.float64)):
+        assert model(made).shape == (3, 3)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "moon", "optimizer": "adam", "lr": 0.01},
+        {"method": "fedavg", "stack-clients": True},
+        {"method": "fedpews", "fedpews.warmup-rounds": 1},
+        {"method": "ist"},
+    ],
+    ids=["moon", "stacked", "fedpews", "ist"],
+)
+def test_methods_train_on_several_tensors(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    pair = text_pair(60)
+    general = {"num-rounds": 2, "partition": "iid", "evaluate": "global, personal"}
+    record = fedsub_app.run(general | keys, model=Bag, data=(pair, pair))
+    assert record.lines[-1]["status"] == "ok"
+    assert record.lines[-1]["global-loss"] < record.lines[0]["global-loss"]
+
+
+# --- map-style data sets ----------------------------------------------------------------------------------------------
+
+
+class Rows(TorchDataset[Any]):
+    """Items that count how often they are read."""
+
+    reads = 0
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Any:
+        Rows.reads += 1
+        return self.items[number]
+
+
+def rows(count: int = 12) -> Rows:
+    x, y = text_pair(count)
+    return Rows([({key: value[k] for key, value in x.items()}, int(y[k])) for k in range(count)])
+
+
+def test_a_large_data_set_is_read_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "IN_MEMORY", 100)
+    Rows.reads = 0
+    lazy = own_dataset((rows(), rows()), CLASSES)
+    assert isinstance(lazy.train_x, LazySamples)
+    assert Rows.reads <= 2 * (12 + 3)  # once each for y, and the first for its form
+    client = lazy.train_x.part(torch.tensor([3, 5, 7]))
+    before = Rows.reads
+    batch = client[torch.tensor([2, 0])]
+    assert Rows.reads == before + 2
+    monkeypatch.setattr(own, "IN_MEMORY", 10**9)
+    whole = own_dataset((rows(), rows()), CLASSES)
+    expected = whole.train_x[torch.tensor([7, 3])]
+    assert isinstance(batch, Inputs)
+    assert isinstance(expected, Inputs)
+    assert all(torch.equal(a, b) for a, b in zip(batch.tensors, expected.tensors, strict=True))
+    assert torch.equal(lazy.train_y, whole.train_y)
+
+
+@pytest.mark.run
+def test_a_lazy_run_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    models = []
+    for limit in (0, 10**9):
+        monkeypatch.setattr(own, "IN_MEMORY", limit)
+        record = fedsub_app.run(
+            {"method": "fedavg", "num-rounds": 2, "partition": "iid"}, model=Bag, data=(rows(40), rows(10))
+        )
+        models.append((record.folder / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
+def test_the_package_datasets_and_collate() -> None:
+    from datasets import Dataset as Table
+
+    table = Table.from_dict({"ids": [[1, 2], [3, 4], [5, 6]], "label": [0, 1, 1]})
+    data = own_dataset((table, table), CLASSES)
+    assert data.train_x[:].tolist() == [[1, 2], [3, 4], [5, 6]]  # type: ignore[union-attr]
+    assert (data.train_y.tolist(), data.num_classes) == ([0, 1, 1], 2)
+
+    def collate(items: list[Any]) -> Any:
+        return {
+            "input_ids": torch.stack([item["ids"] for item in items]) + 1,
+            "labels": [int(i["label"]) for i in items],
+        }
+
+    data = own_dataset((table, table), CLASSES, collate=collate)
+    assert data.train_x[:].tolist() == [[2, 3], [4, 5], [6, 7]]  # type: ignore[union-attr]
+
+
+def broken(items: list[Any]) -> Any:
+    raise KeyError("ids")
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("data", "collate", "message"),
+    [
+        ((X, Y), None, r"data = .*|train"),
+        (((["a"], Y), (X, Y)), None, "train: a sample is no tensor but 'a' \\(str\\)"),
+        ((({"ids": X.byte()}, Y), (X, Y)), None, "train: 'ids': x of dtype torch.uint8|train: x of dtype torch.uint8"),
+        (((X, Y[:3]), (X, Y)), None, r"train: x of shape \(4, 3\), y of shape \(3,\), torch.int64"),
+        (((X, Y, ["a"]), (X, Y)), None, "train: 1 groups for 4 samples: must be one a sample"),
+        (((X, Y), (X[:, :2], Y)), None, r"test: samples of shape \(2,\): the training samples' is \(3,\)"),
+        ((Rows([(X[0], 1), (X[0, :2], 1)]), (X, Y)), None, "train: x of shapes"),
+        ((Rows([X[0]]), (X, Y)), None, "an item is no"),
+        ((Rows([("text", 1)]), (X, Y)), None, "train: an item of samples \\[0\\]"),
+        ((Rows([(X[0], 1)]), (X, Y)), broken, "train: collate of samples \\[0\\]: KeyError: 'ids'"),
+        ((Rows([]), (X, Y)), None, "train: no samples"),
+        (((X, Y - 1), (X, Y)), None, "train: label -1: must be 0 to 0"),
+    ],
+)
+def test_data_that_are_none(data: Any, collate: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        own_dataset(data, CLASSES, collate=collate)
+
+
+# --- tables and texts -------------------------------------------------------------------------------------------------
+
+TEXTS = ["a good film", "bad, very bad", "good", "so bad", "a film", "very good film"]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    frame = pd.DataFrame(
+        {
+            "text": TEXTS * 5,
+            "size": range(30),
+            "width": [k / 7 for k in range(30)],
+            "kind": ["yes", "no", "yes", "no", "yes", "yes"] * 5,
+            "site": ["north", "south", "west"] * 10,
+            "split": (["train"] * 4 + ["test"]) * 6,
+        }
+    )
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_csv(tmp_path / "t.tsv", index=False, sep="\t")
+    frame.to_parquet(tmp_path / "t.parquet")
+    frame.to_json(tmp_path / "t.jsonl", lines=True, orient="records")
+    (tmp_path / "folder").mkdir()
+    for split, part in frame.groupby("split"):
+        part.drop(columns="split").to_csv(tmp_path / "folder" / f"{split}.csv", index=False)
+    return tmp_path
+
+
+def keys_of(table: Path, source: str, **keys: Any) -> dict[str, Any]:
+    return {"dataset": source, "data-dir": str(table), "method": "fedavg"} | {
+        k.replace("_", "-"): v for k, v in keys.items()
+    }
+
+
+@pytest.mark.parametrize("source", ["csv:t.csv", "tsv:t.tsv", "parquet:t.parquet", "jsonl:t.jsonl", "hf:{}/folder"])
+def test_columns_of_numbers(table: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(table / "cache"))
+    keys = keys_of(table, source.format(table), input="size, width", label="kind", group="site")
+    data = load_dataset(resolve(keys).data)
+    assert (len(data.train_y), len(data.test_y), data.in_shape, data.num_classes) == (24, 6, (2,), 2)
+    assert data.sources == ("north", "south", "west")
+    x = torch.as_tensor(data.train_x[:])
+    assert torch.allclose(x.mean(0), torch.zeros(2), atol=1e-6)
+    assert torch.allclose(x.std(0, correction=0), torch.ones(2))
+    assert data.train_y[:4].tolist() == [1, 0, 1, 0]
+    clients = make_partition(data, resolve(keys | {"partition": "column", "num-clients": 3}).partitioning)
+    assert [len(data.train_source[own].unique()) for own in clients.train] == [1, 1, 1]
+
+
+def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
+    for name in ("one", "two"):
+        pd.DataFrame({"x": range(12), "label": [0, 1] * 6}).to_csv(table / f"s-{name}.csv", index=False)
+    data = load_dataset(resolve(keys_of(table, "csv:s-*.csv", group="file")).data)
+    assert (len(data.train_y), len(data.test_y), data.sources) == (20, 4, ("s-one", "s-two"))
+    assert "every 6th sample" in data.notes[0]
+
+
+def test_a_column_of_texts(table: Path) -> None:
+    keys = keys_of(table, "csv:t.csv", input="text", label="kind", tokens=6)
+    data = load_dataset(resolve(keys).data)
+    assert isinstance(data.in_shape, Form)
+    assert data.in_shape.given == {"input_ids": (6,), "attention_mask": (6,)}
+    x = data.train_x[:]
+    assert isinstance(x, Inputs)
+    assert x.tensors[1][2].tolist() == [1, 1, 1, 1, 0, 0]  # "good"
+    keys |= {"task": "next-token"}
+    data = load_dataset(resolve(keys).data)
+    assert data.in_shape.single  # type: ignore[union-attr]
+    assert data.train_y.shape[1:] == (6,)
+    assert data.num_classes == data.in_shape.tokens  # type: ignore[union-attr]
+
+
+def test_next_tokens_by_hand() -> None:
+    x, y, text = next_tokens([[1, 2, 3, 4, 5, 6], [7], [8, 9]], 3)
+    assert x.tolist() == [[1, 2, 3], [4, 5, 0], [8, 0, 0]]
+    assert y.tolist() == [[2, 3, 4], [5, 6, -100], [9, -100, -100]]
+    assert text.tolist() == [0, 0, 2]
+    ids, mask = padded([[1, 2, 3, 4], []], 3)
+    assert (ids.tolist(), mask.tolist()) == ([[1, 2, 3], [0, 0, 0]], [[1, 1, 1], [1, 0, 0]])
+
+
+@pytest.mark.parametrize("name", ["characters", "words", "bpe"])
+def test_tokenizers_of_the_training_texts(name: str) -> None:
+    if name != "characters":
+        pytest.importorskip("tokenizers")
+    encode, size = tokenizer_of(name, TEXTS, 30)
+    tokens = encode([*TEXTS, "zebra ~"])
+    assert 0 < size <= 30
+    assert all(0 < token < size for text in tokens for token in text)
+    assert tokens[0] == encode(TEXTS)[0]
+    assert 1 in tokens[-1]  # unknown
+
+
+def test_the_sources_of_the_standard_library() -> None:
+    assert {"asyncio", "email", "json"} <= python_packages().keys()
+    keys = {"dataset": "python-sources", "domains": "json, email", "task": "next-token", "partition": "source"}
+    data = load_dataset(resolve(keys).data)
+    assert (data.sources, data.num_classes, data.in_shape.tokens) == (("json", "email"), 98, 98)  # type: ignore
+    assert torch.equal(torch.as_tensor(data.train_x[:1])[0, 1:], data.train_y[0, :-1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dataset": "csv:gone.csv"}, "dataset = 'csv:gone.csv': no such file here or in"),
+        ({"label": "sort"}, "no column 'sort'; allowed: text, size, width, kind, site, file"),
+        ({"group": "where"}, "no column 'where'; allowed"),
+        ({"input": "text, size"}, "input = 'text, size': must be numbers, or one column of texts"),
+        ({"input": "size", "label": "width"}, "label = 'width': .* is no class; must be integers or words"),
+        ({"input": "size", "task": "regression"}, "label = 'kind': must be numbers"),
+        ({"input": "text", "tokenizer": "letters"}, "tokenizer = 'letters': allowed are characters, words, bpe"),
+        ({"input": "size", "label": "kind, site"}, "label = 'kind, site': must be one column"),
+        ({"dataset": "hf:/nowhere/at/all"}, "dataset = 'hf:/nowhere/at/all': "),
+        ({"dataset": "my_data.py:load"}, "dataset = 'my_data.py:load': No such file"),
+        ({"input": "size", "partition": "column", "num-clients": 4}, "partition = 'column' has 1 groups"),
+        (
+            {"input": "text", "partition": "iid"},
+            "model = 'feature-mlp': takes one tensor of numbers, these inputs are tokens",
+        ),
+        ({"input": "size", "partition": "flwr:No"}, "partition = 'flwr:No': must be 'iid'"),
+        ({"input": "size", "partition": "flwr:NoPartitioner"}, "flwr-datasets has no NoPartitioner; allowed are"),
+        (
+            {"input": "size", "partition": "flwr:LinearPartitioner", "partition-options": "a=1"},
+            "partition-options = 'a=1': TypeError",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_read(table: Path, keys: dict[str, Any], message: str, monkeypatch: Any) -> None:
+    monkeypatch.chdir(table)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=message):
+        fedsub_app.run(keys_of(table, "csv:t.csv", label="kind", model="feature-mlp", num_rounds=1) | keys)
+
+
+def test_a_partitioner_of_flwr_datasets(table: Path) -> None:
+    keys = keys_of(table, "csv:t.csv", input="size", label="kind", partition="flwr:LinearPartitioner", num_clients=3)
+    data = load_dataset(resolve(keys).data)
+    sizes = [len(own) for own in make_partition(data, resolve(keys).partitioning).train]
+    assert sizes == [4, 8, 12]
+
+
+def test_a_node_reads_no_file_and_runs_no_code_that_a_server_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["flwr-clientapp"])
+    for key, value in (("dataset", "csv:/etc/passwd"), ("dataset", "my.py:load"), ("task", "my.py:Task")):
+        with pytest.raises(UserError, match=f"{key} = '{value}': a node runs"):
+            settings_from(json.dumps({key: value}), "")
+
+
+@pytest.mark.run
+def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_data.py").write_text(
+        "import torch\n"
+        "def load(seed, folder):\n"
+        "    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(seed))\n"
+        "    site = ['a', 'b', 'c'] * 20\n"
+        "    return (x, (x.sum(1) > 0).long(), site), (x[:20], (x[:20].sum(1) > 0).long(), site[:20])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    keys = {"dataset": "my_data.py:load", "model": "feature-mlp", "method": "fedavg", "partition": "column"}
+    record = fedsub_app.run(keys | {"num-clients": 2, "num-rounds": 2, "run-dir": "run"})
+    assert record.lines[-1]["global-loss"] < record.lines[0]["global-loss"]
+    assert sorted(record.partition["train"]) == [20, 40]

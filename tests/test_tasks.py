@@ -1,0 +1,312 @@
+"""Tasks: losses and metrics by hand, sums that add up, scores of which a low one is good, refusals in one line."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fedsub_app
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.score import Score
+from fedsub_app.config import resolve
+from fedsub_app.data import load_dataset
+from fedsub_app.reports.compare import compare, compare_costs
+from fedsub_app.reports.cost_to_accuracy import costs_to_accuracy
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.rounds import ended_by, summarise
+from fedsub_app.tasks import TASKS, MultiLabel, NextToken, Regression, Task, task_of, with_loss, with_metrics
+
+RMSE = TASKS["regression"].about
+
+
+def batch(name: str) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    output = torch.randn(12, 5, 4, generator=draws)
+    labels = torch.randint(4, (12, 5), generator=draws)
+    labels[::3, 2:] = -100
+    return {
+        "classification": (output[:, 0], torch.arange(12) % 4),
+        "multi-label": (output[:, 0], (output[:, 1] > 0).float()),
+        "regression": (output[:, 0], output[:, 1]),
+        "next-token": (output, labels),
+    }[name]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_sums_of_parts_add_up_to_the_whole(name: str) -> None:
+    task, (output, y) = TASKS[name], batch(name)
+    parts = [task.sums(output[part], y[part]) for part in (slice(0, 3), slice(3, 4), slice(4, 12))]
+    added = task.metrics({key: sum(part[key] for part in parts) for key in parts[0]})
+    whole = task.metrics(task.sums(output, y))
+    assert added == pytest.approx(whole)
+    assert whole.keys() == {task.score, "loss", *task.others}
+    assert task.low <= whole[task.score] <= task.high
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_mean_loss_is_that_of_the_metrics(name: str) -> None:
+    task, (output, y) = TASKS[name], batch(name)
+    mean, total, each = (task.loss(output, y, how) for how in ("mean", "sum", "none"))
+    assert each.shape == (len(y),)
+    assert float(total / task.count(y)) == pytest.approx(float(mean))
+    assert task.metrics(task.sums(output, y))["loss"] == pytest.approx(float(mean))
+
+
+def test_a_regression_by_hand() -> None:
+    """Errors 1, 3 and 1, 1 of two samples: squares 10 / 2 and 2 / 2, sizes 4 / 2 and 2 / 2."""
+    output, y = torch.tensor([[1.0, 3.0], [0.0, 2.0]]), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    task = Regression()
+    assert task.loss(output, y, "none").tolist() == [5.0, 1.0]
+    assert task.metrics(task.sums(output, y)) == {"rmse": math.sqrt(3), "mae": 1.5, "loss": 3.0}
+
+
+def test_the_area_under_the_curve_is_scikit_learns() -> None:
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    draws = torch.Generator().manual_seed(1)
+    y = (torch.rand(300, 3, generator=draws) < 0.2).float()
+    output = (torch.randn(300, 3, generator=draws) + y).mul(100).round() / 100 + 0.005  # amid the bins
+    task = MultiLabel()
+    found = task.metrics(task.sums(output, y))
+    assert found["auroc"] == pytest.approx(100 * roc_auc_score(y, output), abs=1e-3)
+    assert found["f1"] == pytest.approx(100 * f1_score(y, output > 0, average="micro"))
+    assert task.metrics(task.sums(output[:2], torch.zeros(2, 3)))["auroc"] == 50.0
+
+
+def test_tokens_that_do_not_count_are_left_out() -> None:
+    output, y = torch.randn(2, 3, 4), torch.tensor([[1, -100, -100], [2, 0, 3]])
+    task = NextToken()
+    expected = F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=-100)
+    assert torch.allclose(task.loss(output, y), expected)
+    found = task.metrics(task.sums(output, y))
+    assert found["perplexity"] == pytest.approx(math.exp(float(expected)))
+    assert task.count(y) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "y", "output", "message"),
+    [
+        ("classification", torch.tensor([0, 3]), (3,), "label 3: must be 0 to 2, the network has 3 outputs"),
+        ("classification", torch.tensor([0.5]), (3,), r"y of shape \(1,\), torch.float32: must be \[n\], integers"),
+        ("multi-label", torch.ones(2, 3), (2,), r"y of shape \(2, 3\): must be \[n, 2\], a column an output"),
+        ("multi-label", torch.full((2, 2), 2.0), (2,), "y from 2 to 2: must be 0 or 1"),
+        ("regression", torch.ones(2, 3), (2,), r"y of shape \(2, 3\): must be \[n, 2\] as the outputs"),
+        ("regression", torch.tensor([math.nan]), (1,), "y: must be finite numbers"),
+        ("next-token", torch.zeros(2, 3).long(), (4, 9), r"must be \[n, 4\], integers"),
+        ("next-token", torch.full((2, 3), 9), (3, 9), "label 9: must be 0 to 8"),
+    ],
+)
+def test_targets_of_another_form_are_refused(name: str, y: Tensor, output: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TASKS[name].targets(y, output)
+
+
+def test_a_loss_and_metrics_of_ones_own() -> None:
+    output, y = torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])
+    task = with_metrics(
+        with_loss(Regression(), lambda o, t: (o - t).abs().mean()), lambda o, t: {"top": float(o.max())}
+    )
+    assert task.metrics(task.sums(output, y)) == {"top": 3.0, "rmse": math.sqrt(5), "mae": 2.0, "loss": 2.0}
+    with pytest.raises(ValueError, match="loss=: gives the mean of a batch"):
+        task.loss(output, y, "none")
+
+
+# --- the score in lines, summaries and comparisons --------------------------------------------------------------------
+
+
+def test_a_low_score_can_be_the_better_one() -> None:
+    assert (RMSE.best([3.0, 1.0]), RMSE.better(1.0, 3.0), RMSE.reached(2.0, 2.0)) == (1.0, True, True)
+    assert Score().better(93.0, 90.0)
+    assert not Score().better(90.0, 90.0)
+    assert (Score().text(93.214), RMSE.text(0.123456), RMSE.titled("global")) == ("93.21 %", "0.1235", "global")
+
+
+def test_a_run_stops_at_a_low_score_and_names_its_best() -> None:
+    lines = [{"round": number, "global-rmse": value} for number, value in enumerate((9.0, 5.0, 4.0, 6.0))]
+    keys = {"task": "regression", "method": "fedavg", "target-score": 5.0}
+    summary = summarise(lines, resolve(keys))
+    assert (summary["final-global-rmse"], summary["best-global-rmse"], summary["rounds-to-target"]) == (6.0, 4.0, 1)
+    assert ended_by(lines, resolve(keys | {"stop-at-score": 4.0})) == "stop-at-rmse"
+    assert ended_by(lines, resolve(keys | {"stop-at-score": 3.9})) is None
+
+
+def test_the_cost_of_a_low_score() -> None:
+    """The best mean is 4.5, its threshold 5; the other run never comes there."""
+    runs = {
+        name: [{"round": k, "global-rmse": value, "flops": 1e9} for k, value in enumerate([8.0] + [level] * 5)]
+        for name, level in (("good", 4.5), ("bad", 6.0))
+    }
+    threshold, costs = costs_to_accuracy(runs, "global-rmse", RMSE)
+    assert threshold == pytest.approx(5.0)
+    assert (costs["good"].reached is not None, costs["bad"].reached) == (True, None)
+
+
+def test_keys_as_they_were_written_for_accuracies() -> None:
+    settings = resolve({"method": "subfedavg", "target-accuracy": 90.0, "subfedavg.accuracy": 40.0})
+    assert (settings.target_score, settings.flat()["subfedavg.score"]) == (90.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"task": "ranking"}, "task = 'ranking': allowed are classification, multi-label, regression, next-token, or"),
+        ({"target-accuracy": 101.0}, "target-score = 101: must be less than or equal to 100"),
+        ({"task": "regression", "attack": "label-flip"}, "attack = 'label-flip': needs classes"),
+    ],
+)
+def test_settings_that_no_task_takes(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve({"method": "fedavg"} | keys)  # type: ignore[operator]
+
+
+# --- data sets -------------------------------------------------------------------------------------------------------
+
+DIABETES = {"task": "regression", "dataset": "diabetes", "model": "feature-mlp", "partition": "iid", "lr": 0.001}
+
+
+def test_diabetes() -> None:
+    data = load_dataset(resolve(DIABETES).data)
+    assert (data.train_x.shape, data.train_y.shape, data.test_y.shape) == ((354, 10), (354, 1), (88, 1))
+    assert data.num_classes == 1
+    every = torch.cat((data.train_x[:], data.test_x[:]))
+    assert torch.allclose(every.mean(0), torch.zeros(10), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"task": "classification"}, "dataset = 'diabetes': not with this task: y of shape"),
+        ({"partition": "classes"}, "partition = 'classes': needs classes, diabetes has none; allowed are 'iid'"),
+        ({"train-per-class": 5}, "train-per-class = 5: diabetes has no classes; must be 0"),
+        ({"method": "fedpac"}, "task = 'regression': has no classes, whose means fedpac aligns"),
+        ({"method": "heterofl"}, "heterofl.masked-loss = True: needs classes, task = 'regression' has none"),
+    ],
+)
+def test_what_needs_classes_says_so(
+    keys: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        fedsub_app.run(DIABETES | {"method": "fedavg", "num-rounds": 1} | keys)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.run
+def test_a_regression_end_to_end(tmp_path: Path) -> None:
+    keys = DIABETES | {"method": "ditto", "evaluate": "global, personal", "num-rounds": 3, "validation-fraction": 0.2}
+    runs = [fedsub_app.run(keys | {"run-dir": str(tmp_path / f"{s}"), "seed": s}) for s in range(2)]  # type: ignore
+    lines = runs[0].lines
+    measured = {"global-rmse", "global-mae", "personal-rmse", "personal-mae", "personal-validation-rmse"}
+    assert measured <= lines[-1].keys()
+    assert lines[-1]["global-rmse"] < lines[0]["global-rmse"]
+    assert not any("accuracy" in key for key in [*lines[-1], *runs[0].summary])
+    assert runs[0].score[:3] == RMSE[:3]
+    folders = [run.folder for run in runs]
+    assert "| rmse | at the end |" in compare(folders)
+    assert compare_costs(folders).startswith("Cost of ")
+    assert (folders[0] / "curve.png").exists()
+
+
+@pytest.fixture
+def chest(tmp_path: Path) -> Path:
+    import numpy as np
+
+    draws = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", 80), ("val", 8), ("test", 40)):
+        labels = draws.integers(0, 2, (count, 14), dtype=np.uint8)
+        images = draws.integers(0, 99, (count, 28, 28), dtype=np.uint8)
+        images[:, :14] += 100 * labels[:, :1, None]  # bright above: the first label
+        arrays |= {f"{split}_images": images, f"{split}_labels": labels}
+    np.savez(tmp_path / "chestmnist.npz", **arrays)
+    return tmp_path
+
+
+@pytest.mark.run
+def test_several_labels_an_image_end_to_end(chest: Path) -> None:
+    keys = {"task": "multi-label", "dataset": "chestmnist", "data-dir": str(chest), "model": "lenet5"}
+    keys |= {"partition": "iid", "method": "fedavg", "num-rounds": 2, "evaluate": "global, global-local"}
+    record = fedsub_app.run(keys | {"run-dir": str(chest / "run")})  # type: ignore[arg-type]
+    assert {"global-auroc", "global-f1", "global-local-auroc"} <= record.lines[-1].keys()
+    assert record.summary["best-global-auroc"] >= record.summary["final-global-auroc"]
+
+
+# --- tasks of one's own -----------------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+import fedsub
+
+class Quantile(fedsub.Task):
+    score, high_is_good, low = "pinball", False, 0.0
+
+    def loss(self, output, y, reduction="mean"):
+        error = y - output
+        each = torch.maximum(0.9 * error, -0.1 * error).mean(1)
+        return each if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
+
+    def sums(self, output, y):
+        return {"loss": float(self.loss(output, y, "sum")), "count": len(y)}
+
+    def metrics(self, sums):
+        return {"pinball": sums["loss"] / sums["count"], "loss": sums["loss"] / sums["count"]}
+
+    def targets(self, y, output):
+        return y.view(-1, 1)
+
+class Not: pass
+"""
+
+
+@pytest.mark.run
+def test_a_task_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(OWN)
+    keys = DIABETES | {"task": f"{tmp_path}/my_task.py:Quantile", "method": "fedavg", "num-rounds": 2}
+    record = fedsub_app.run(keys | {"evaluate": "global, global-local", "run-dir": str(tmp_path / "run")})  # type: ignore
+    assert record.lines[-1]["global-pinball"] < record.lines[0]["global-pinball"]
+    assert json.loads((tmp_path / "run/settings.json").read_text())["score"]["high_is_good"] is False
+    (tmp_path / "my_task.py").unlink()
+    assert read_run(tmp_path / "run").score.name == "pinball"  # pages need no code
+    (tmp_path / "my_task.py").write_text(OWN + "#\n")
+    with pytest.raises(UserError, match=r"must be a class derived from fedsub\.Task"):
+        task_of(f"{tmp_path}/my_task.py:Not")
+
+
+@pytest.mark.run
+def test_objects_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+
+    class Halved(Regression):
+        score = "half"
+
+        def metrics(self, sums):  # type: ignore[no-untyped-def]
+            return {"half": super().metrics(sums)["rmse"] / 2, "mae": 0.0, "loss": 1.0}
+
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    pair = (x, x.sum(1))
+    net: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))  # noqa: E731
+    record = fedsub_app.run(
+        {"method": "fedavg", "num-rounds": 3, "partition": "iid"}, model=net, data=(pair, pair), task=Halved()
+    )
+    assert record.lines[-1]["global-half"] < record.lines[0]["global-half"]
+    assert isinstance(task_of("own:Halved"), Task)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("output.mean() * float('nan')", "the loss of the first 32 training samples is nan before round 1"),
+        ("output @ y", "the first 32 training samples have no loss: RuntimeError"),
+    ],
+)
+def test_a_loss_that_cannot_be_computed_is_said_before_round_1(tmp_path: Path, loss: str, message: str) -> None:
+    (tmp_path / "my_task.py").write_text(OWN.replace("        error = y - output\n", f"        return {loss}\n"))
+    keys = DIABETES | {"task": f"{tmp_path}/my_task.py:Quantile", "method": "fedavg", "run-dir": str(tmp_path / "run")}
+    with pytest.raises(UserError, match=message):
+        fedsub_app.run(keys)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
