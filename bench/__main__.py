@@ -26,6 +26,7 @@ MEASURES = OTHERS | {measure.__name__: measure for measure in (uneven_over_pool,
 TO_REACH: dict[str, float] = {
     "local_over_loop": 1.10,
     "workers_over_loop": 0.60,
+    "evaluated_over_pool": 1.15,
     "stacked_over_loop": 0.35,
     "graph_over_eager": 1.0,
     "uneven_over_pool": 1.15,

@@ -32,6 +32,7 @@ from fedsub_app.subnets.averaging import Contribution, masked_mean
 CLIENTS, SAMPLES, BATCH, WORKERS = 10, 500, 10, 2
 POOL_EPOCHS = 5
 MANY_CLIENTS = 1000
+TESTED = 10_000
 UPDATES = 10
 DATASET = "random-images"
 # What a short run needs to show all phases of a method, and the variants that send different things.
@@ -184,6 +185,28 @@ def _over_loop(effort: Effort, device: str, workers: int) -> Result:
 def worker_grid(_: Any, overrides: Any, workers: int) -> Any:
     """Return the local engine's grid with so many processes, as ``run_local`` wants it."""
     return local_grid("fedsub_app.client_app", overrides, workers)
+
+
+# --- evaluated_over_pool ----------------------------------------------------------------------------------------------
+
+
+def evaluated_over_pool(effort: Effort, device: str) -> Result:
+    """Round and test on 10,000 images with two workers over half of what one takes: LeNet-5, ten clients; in turn."""
+    return apart(_evaluated_over_pool, effort, device)
+
+
+def _evaluated_over_pool(effort: Effort, device: str) -> Result:
+    seconds: dict[int, list[float]] = {WORKERS: [], 1: []}
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), CLIENTS * SAMPLES, TESTED)
+        settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device) | {"eval-every": 1}
+        for _ in range(effort.repeats):
+            for workers, found in seconds.items():
+                lines, grid = run_local(settings, worker_grid, workers)
+                grid.close()
+                found += [line["seconds"] + line["evaluate-seconds"] for line in counted(lines, skip=1)]
+    value, sides = ratio(seconds[WORKERS], [one / WORKERS for one in seconds[1]], ("two workers", "half of one"))
+    return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES, "test-samples": TESTED})
 
 
 # --- stacked_over_loop ------------------------------------------------------------------------------------------------
@@ -472,6 +495,7 @@ MEASURES: dict[str, Callable[[Effort, str], Result]] = {
     for measure in (
         local_over_loop,
         workers_over_loop,
+        evaluated_over_pool,
         stacked_over_loop,
         graph_over_eager,
         flwr_over_pool,

@@ -30,7 +30,7 @@ class NodeApp(ClientApp):
         super().__init__()
         self.source, self.module = source, module
         self.query()(_roll_call)
-        for verb in (self.train(), self.evaluate(), self.query("measure")):
+        for verb in (self.train(), self.evaluate(), self.query("measure"), self.query("test")):
             verb(self._answer)
 
     def prepare(self, message: Message, context: Context) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from flwr.app import Context, MessageType, RecordDict
+from torch import Tensor
 
 from fedsub_app.common.code import code_digest, text_digest, versions
 from fedsub_app.common.errors import UserError, one_line, printable, shown
@@ -30,7 +31,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import is_own_code as is_own_data
-from fedsub_app.federation.protocol import MEASURE, Update
+from fedsub_app.federation.protocol import MEASURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.models import bundled, is_own_code
@@ -38,6 +39,7 @@ from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import TASKS
 from fedsub_app.training.client_state import ClientState, StateGone
+from fedsub_app.training.local import evaluation_batches, sums_of
 from fedsub_app.training.stacked import MAX_STACKED
 from fedsub_app.training.workplace import Workplace, workplace
 
@@ -102,7 +104,9 @@ def _content(
         if not initial_file(folder).exists():
             write_tensors(initial_file(folder), sent)
     places = source(text, header, context)
-    if settings.stack_clients and header["phase"] == MessageType.TRAIN:
+    if header["phase"] == TEST:
+        updates = _tested(places(0), tasks)
+    elif settings.stack_clients and header["phase"] == MessageType.TRAIN:
         updates = _run_together(places(0), header, tasks)
     else:
         updates = [_run(places, settings.num_clients, folder, header, task, tensors) for task, tensors in tasks]
@@ -132,6 +136,19 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         return replace(update, state=(before, update.state[1] or before))
     except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
         return _failed(client, error)
+
+
+def _tested(place: Workplace, tasks: Sequence[tuple[Json, Tensors]]) -> list[Update]:
+    """Return the sums of batches of the global test set as updates without tensors; a task has a batch's number."""
+    place.network.load(tasks[0][1])  # all have the one global model
+    model, task = place.network.module.eval(), place.problem.task
+    batches = evaluation_batches(model, len(place.test_y), place.device)
+    updates = []
+    for number, batch in ((asked["client"], batches[asked["client"]]) for asked, _ in tasks):
+        x, y = place.test_x[batch], place.test_y[batch]
+        sums: Json = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in sums_of(task, model, x, y).items()}
+        updates.append(Update(number, {}, sums, len(y)))
+    return updates
 
 
 def _failed(client: int, error: BaseException) -> Update:

@@ -45,7 +45,9 @@ def ask(
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task = partial(_with_state, strategy, strategy.task)
-    strategy.phase = strategy.federation.ask(kind, server_round, clients, task, _checkpoints(config), strategy.expected)
+    strategy.phase = strategy.federation.ask(
+        kind, server_round, clients, task, _checkpoints(config), strategy.expected, strategy.max_samples
+    )
     strategy.phase.report["clients"] = list(clients)
     return strategy.phase
 

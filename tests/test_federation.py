@@ -24,7 +24,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import Spec, Task
+from fedsub_app.federation.protocol import Spec, Task, specs
 from fedsub_app.federation.roll import Node
 from fedsub_app.federation.wire import (
     HEADER,
@@ -146,6 +146,27 @@ def test_more_nodes_than_clients(placement: str) -> None:
     assert len(list(phase)) == 2
     assert sorted(phase.asked) == [0, 1]
     assert phase.dropped == []
+
+
+@pytest.mark.parametrize(
+    ("simulated", "message_mb", "asked"),
+    [
+        # Of 16 units of work a message takes at least 4, so the long client goes alone; of the other 6 at least 1.5.
+        (True, 192.0, [[2], [0], [1]]),
+        (True, 1e-9, [[0], [1], [2]]),  # replies to be merged in order would wait beside the long client's
+        (False, 192.0, [[0, 1], [2]]),
+    ],
+)
+def test_long_clients_begin(simulated: bool, message_mb: float, asked: list[list[int]]) -> None:
+    fed = federation(num_clients=3, placement="balanced", message_mb=message_mb)
+    fed.roll.nodes = nodes(2, simulated=simulated)
+    expected = specs({"w": torch.zeros(4)})
+    phase = fed.ask("train", 1, [0, 1, 2], Task, {}, lambda _: expected, {0: 3, 1: 3, 2: 10}.__getitem__)
+    while any(phase.outbox.queues.values()):
+        for node_id in (2, 3):
+            phase.outbox.next_message(node_id, phase.outbox.limit)
+    assert [clients for _, clients in phase.outbox.sent] == asked
+    assert phase.clients == [0, 1, 2], "replies are merged in this order"
 
 
 def test_clients_of_an_absent_node_are_dropped() -> None:

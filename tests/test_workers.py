@@ -21,6 +21,7 @@ from fedsub_app.federation import workers
 from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.training.client_state import ClientState
+from fedsub_app.training.local import sums_of
 
 APP = "fedsub_app.client_app"
 
@@ -70,6 +71,31 @@ def test_any_number_of_workers_gives_the_same_bits(method, run_local, grids):
     for count, clients in ((2, 1), (3, 7)):
         _, folder = run_local(f"workers-{count}", grid=grids(count), message_clients=clients, **keys)
         assert result(folder) == result(alone)
+
+
+@pytest.mark.parametrize("model", ["lenet5-bn", "feature-mlp"])  # the second one's batches are drawn at random
+def test_workers_test_the_global_model(model, run_local, grids, monkeypatch):
+    """Batch by batch, and the numbers are those of one process; a batch that is not answered is the server's."""
+    monkeypatch.setattr("fedsub_app.training.local.EVALUATION_BATCH", 100)  # four batches of 359 samples
+    keys = {"num_clients": 4, "model": model, "image_size": 32, "num_rounds": 2}
+    _, alone = run_local("alone", **keys)
+    here: list[int] = []
+    server = os.getpid()
+
+    def counted(task: Any, network: Any, x: Any, y: Any) -> dict[str, float]:
+        if os.getpid() == server:
+            here.append(len(y))
+        elif lost:
+            raise RuntimeError("lost")
+        return sums_of(task, network, x, y)
+
+    for module in ("fedsub_app.node", "fedsub_app.runs.global_test"):
+        monkeypatch.setattr(f"{module}.sums_of", counted)
+    for count, lost in ((2, False), (3, False), (2, True)):
+        here.clear()
+        _, folder = run_local(f"{count}-{lost}", grid=grids(count), message_clients=count, **keys)
+        assert result(folder) == result(alone)
+        assert len(here) == (12 if lost else 4), "those of round 0, before the workers are there"
 
 
 def test_spawned_workers_give_the_same_bits(run_local, grids):

@@ -102,7 +102,7 @@ class Federation:
             self.late.discard(reply.metadata.reply_to_message_id)
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
-        """Return node id -> queue of the sorted clients that it serves, and the clients whose node is away, dropped.
+        """Return node id -> queue of the clients that it serves, and the clients whose node is away, dropped.
 
         Simulated nodes share one queue, and a fast node takes more of it; a real node has its own.
         """
@@ -134,15 +134,21 @@ class Federation:
         task: Callable[[int], Task],
         extra: Json,
         expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
+        work: Callable[[int], float] = lambda _: 1.0,
     ) -> Phase:
         """Return a phase that asks each client for its task; clients that no node hosts now are dropped.
 
-        ``task`` and ``expected`` are :class:`Outbox`'s; ``extra`` goes into every message's header.
+        ``task``, ``expected`` and ``work`` are :class:`Outbox`'s; ``extra`` goes into every message's header. Simulated
+        nodes begin with the clients that compute longest, where all replies may wait for the first client's.
         """
-        queues, dropped = self.hosts(sorted(clients))
+        order = sorted(clients)
+        reply = sum(spec.nbytes for spec in expected(order[0]).values()) if order else 0
+        if self.simulated and reply * len(order) <= MAX_WAITING * self.settings.message_mb * 2**20:
+            order.sort(key=work, reverse=True)  # stable: clients of equal work stay in order
+        queues, dropped = self.hosts(order)
         stamp = {"phase": kind, "round": server_round, "nonce": secrets.token_hex(8)}  # no reply can be sent twice
         header = self.header | extra | stamp | {"code": code_digest()}
-        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, self._initial_for)
+        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work)
         return Phase(outbox, dropped)
 
     def _initial_for(self, node_id: int) -> Tensors:

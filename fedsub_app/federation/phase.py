@@ -1,5 +1,6 @@
 """One phase of a round: its messages, the clients that they ask, and the outcome."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,13 @@ class Outbox:
     Parameters
     ----------
     header : header of every message; has Flower's message type as ``phase``.
-    queues : node id -> clients that the node may be asked for, sorted; nodes that share a queue take turns.
+    queues : node id -> clients that the node may be asked for, in this order; nodes that share a queue take turns.
     settings : bounds of a message's clients, bytes and lifetime.
     task : client -> its task; called when its message is made.
     expected : client -> the tensors of its reply, which count in ``message-mb``.
     run_settings : entries that the header of a repeated message has in addition.
     initial : node id -> the run's initial global model where the node lacks it, else nothing.
+    work : client -> how long it computes, in any unit.
 
     Attributes
     ----------
@@ -57,32 +59,30 @@ class Outbox:
         expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
         run_settings: Json | None = None,
         initial: Callable[[int], Tensors] = lambda _: {},
+        work: Callable[[int], float] = lambda _: 1.0,
     ) -> None:
         self.header, self.queues = header, dict(queues)
         self.sent: list[tuple[Metadata, list[int]]] = []
         self.bytes_down = self.formula_down = 0
         self._settings, self._run_settings = settings, run_settings or {}
-        self._task, self._expected, self._initial = task, expected, initial
+        self._task, self._expected, self._initial, self._work = task, expected, initial, work
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
+        self._left = sum(map(work, next(iter(self.queues.values())))) if self.shared else 0.0
 
     @property
-    def limit(self) -> int:
-        """Upper bound on the next message's clients; read it once for nodes that are free at the same time.
+    def limit(self) -> float:
+        """Work from which on a message takes no further client; read it once for nodes that are free at the same time.
 
         Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
         """
-        limit = self._settings.message_clients
-        if self.shared and self.queues:
-            left = len(next(iter(self.queues.values())))
-            limit = min(limit, -(-left // (2 * len(self.queues))))
-        return limit
+        return self._left / (2 * len(self.queues)) if self.shared and self.queues else math.inf
 
-    def next_message(self, node_id: int, limit: int) -> Message | None:
-        """Return the next message to a node, for ``limit`` clients at most; ``None`` where no client is left for it."""
-        queue, size = self.queues.get(node_id, deque()), 0
+    def next_message(self, node_id: int, limit: float) -> Message | None:
+        """Return the next message to a node, with work of about ``limit``; ``None`` where no client is left for it."""
+        queue, size, work = self.queues.get(node_id, deque()), 0, 0.0
         tasks: list[Task] = []
         packed: set[int] = set()  # tensor objects in the message, which carries each of them once
-        while queue and len(tasks) < limit:
+        while queue and len(tasks) < self._settings.message_clients and (work < limit or not tasks):
             task = self._task(queue[0])
             new = {id(tensor): tensor.nbytes for tensor in task.tensors.values() if id(tensor) not in packed}
             size += sum(new.values()) + sum(spec.nbytes for spec in self._expected(queue[0]).values())
@@ -90,7 +90,8 @@ class Outbox:
                 break
             packed |= new.keys()
             tasks.append(task)
-            queue.popleft()
+            work += self._work(queue.popleft())
+        self._left -= work
         if not tasks:
             return None
         self.formula_down += sum(formula_bytes(task.tensors) for task in tasks)

@@ -46,6 +46,28 @@ class Gate:
         return Gate()
 
 
+class Tap:
+    """A hook that keeps what enters a layer while it is open; it stays on its layer, as a gate does.
+
+    A copy of the layer has a closed one of its own.
+
+    Attributes
+    ----------
+    entered : the last input, None while nothing has entered the open layer.
+    """
+
+    is_open = False
+    entered: Tensor | None = None
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the input."""
+        if self.is_open:
+            self.entered = inputs[0]
+
+    def __deepcopy__(self, memo: object) -> "Tap":
+        return Tap()
+
+
 class Network:
     """One model object, whose weights are loaded before each use.
 
@@ -85,18 +107,23 @@ class Network:
         return {name: module for name, module in self.module.named_modules() if isinstance(module, _BATCH_NORM)}
 
     @cached_property
-    def _last(self) -> nn.Module:
-        return self.module.get_submodule(head_layer(self.module))
+    def _tap(self) -> Tap:
+        tap = Tap()
+        self.module.get_submodule(head_layer(self.module)).register_forward_pre_hook(tap)
+        return tap
 
     def __call__(self, x: Batch, tensors: Mapping[str, Tensor] | None = None) -> Output:
         """Run the model, with ``tensors`` in the place of its own if given."""
-        entered: list[Tensor] = []
-        handle = self._last.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+        tap = self._tap
+        tap.is_open = True
         try:
             logits: Tensor = self.module(x) if tensors is None else functional_call(self.module, dict(tensors), (x,))
+            entered = tap.entered
         finally:
-            handle.remove()
-        return Output(logits, entered[-1].flatten(1))
+            tap.is_open, tap.entered = False, None
+        if entered is None:
+            raise RuntimeError("the network's head was not run")
+        return Output(logits, entered.flatten(1))
 
     @cached_property
     def compiled(self) -> Callable[[Loss], Loss]:
@@ -106,6 +133,7 @@ class Network:
         """
 
         def made(loss: Loss) -> Loss:
+            _ = self._tap  # before it is compiled: a hook that comes later has it compiled again
             mode = "reduce-overhead" if self.device.type == "cuda" else "default"
             return torch.compile(lambda x, y: loss(self.module(x), y), dynamic=False, mode=mode)
 

@@ -14,57 +14,28 @@ from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json
 from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network, load_tensors
+from fedsub_app.models import Network
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.directory import Run, open_run
+from fedsub_app.runs.global_test import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import ended_by
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
-from fedsub_app.training.local import evaluate
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.hooks import Facts
 from strategies.rounds import check_defences, evaluation_due
 
 log = logging.getLogger("fedsub")
-QUICK_SAMPLES = 32
 Measure = Callable[[ArrayRecord], dict[str, float]]  # of the global model, for the round's line
-
-
-class GlobalTest:
-    """Score and loss of the global model on the global test set, on the server."""
-
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self.task = problem.task
-        self.model = problem.network().to(device)
-        self.x, self.y = problem.data.test_x.to(device), problem.data.test_y.to(device)
-
-    def __call__(self, arrays: ArrayRecord) -> dict[str, float]:
-        """Return the task's metrics as ``global-<name>``, such as ``global-loss``."""
-        load_tensors(self.model, to_tensors(arrays))
-        return {f"global-{name}": value for name, value in evaluate(self.task, self.model, self.x, self.y).items()}
-
-    @torch.no_grad()
-    def quick_loss(self, tensors: Tensors) -> float:
-        """Return the loss on a few test samples, which keeps a diverged model from being merged in any round.
-
-        BatchNorm uses the samples' own statistics: with some methods the running statistics stay with the clients, and
-        the global model's do not fit any data.
-        """
-        load_tensors(self.model, tensors)
-        some = torch.arange(0, len(self.y), max(1, len(self.y) // QUICK_SAMPLES))[:QUICK_SAMPLES].to(self.y.device)
-        x, y = self.x[some], self.y[some]  # evenly: a test set may be sorted by class
-        self.model.train(len(x) > 1)  # one sample has no statistics
-        with torch.no_grad():
-            return float(self.task.loss(self.model(x), y))
 
 
 def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem, Partition | None, SubnetStrategy]:
@@ -121,6 +92,8 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         limit = max(map(len, held_out), default=settings.private_examples)
         facts = Facts(examples, sample_flops, global_test.quick_loss, limit, exact=bool(partition))
         strategy.connect(Federation(settings, header, run_settings, device.type), facts)
+        if partition and device.type == "cpu":  # a GPU takes less time than it takes to ask for help
+            global_test.share(strategy.federation, grid)
         if partition:
             run.write_json("partition.json", partition_summary(dataset, partition))  # also on resume: it may be damaged
         notes = dataset.notes

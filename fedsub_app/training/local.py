@@ -1,5 +1,7 @@
 """Passes over samples that are already in memory: mini-batches, augmentation, evaluation."""
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -65,13 +67,26 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
 
 
 @torch.no_grad()
+def sums_of(task: Task, model: nn.Module, x: Batch, y: Tensor) -> Mapping[str, float | Tensor]:
+    """Return the task's sums of one batch; the model is in evaluation mode."""
+    return task.sums(model(x), y)
+
+
+def added(parts: Iterable[Mapping[str, float | Tensor]]) -> Sums:
+    """Return the sums of several batches, added in their order."""
+    sums: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+@torch.no_grad()
 def evaluate(task: Task, model: nn.Module, x: Batch | AnySamples, y: Tensor) -> dict[str, float]:
     """Return the task's metrics of ``model`` in evaluation mode, by name; restores the model's mode."""
     training = model.training
     model.eval()
-    sums: Sums = {}
-    for part in evaluation_batches(model, len(y), y.device):
-        for name, value in task.sums(model(x[part]), y[part]).items():
-            sums[name] = sums.get(name, 0) + value
+    batches = evaluation_batches(model, len(y), y.device)
+    sums = added(sums_of(task, model, x[batch], y[batch]) for batch in batches)
     model.train(training)
     return task.metrics(sums)
