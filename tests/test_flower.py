@@ -217,3 +217,9 @@ def test_a_superlink_of_others_is_refused(
     else:
         assert flower.stop() == "stopped the SuperLink, process 345, and what it had started"
         assert stopped == [flower.processes.Process([link], 345)]
+
+
+def test_warnings_that_do_not_concern_the_user_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = ["round 1/2", "x.py:1: FutureWarning: Tip: In future versions of Ray, …", "  warnings.warn(", "round 2/2"]
+    flower._stream([sys.executable, "-c", f"print(*{lines}, sep='\\n')"], {})
+    assert capfd.readouterr().out == "round 1/2\nround 2/2\n"
