@@ -32,7 +32,12 @@ PUBLIC = {
     "Finished runs": [
         *("fedsub_app.reports.records.read_run", "fedsub_app.reports.records.Record"),
         *("fedsub_app.reports.records.grouped", "fedsub_app.reports.html.write_html"),
-        *("fedsub_app.analysis.clients.client_of", "fedsub_app.models.load_tensors", "fedsub_app.config.resolve"),
+        *(
+            "fedsub_app.analysis.clients.client_of",
+            "fedsub_app.models.load_tensors",
+            "fedsub_app.config.resolve",
+            "fedsub_app.problem.Problem",
+        ),
     ],
     "Errors": ["fedsub_app.common.errors.UserError", "fedsub_app.runs.directory.RunFailed"],
 }
