@@ -115,7 +115,7 @@ def setup(cluster: int | None = None) -> list[str]:
         hook.write_text(line)
         what = "replaces its earlier defaults with those" if written else "has defaults"
         lines.append(f"{hook}: {what} of {', '.join(environment())}")
-    return lines if len(lines) > 1 else ["nothing to do"]
+    return lines if len(lines) > 1 else [*lines, "nothing to do"]
 
 
 def connections() -> dict[str, Any]:
