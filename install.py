@@ -16,7 +16,7 @@ from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON = Path(".venv", "Scripts" if os.name == "nt" else "bin", "python")
-SIZES = {"cpu": "1.7 GB", "cuda": "5.3 GB"}  # on disk
+SIZES = {"cpu": "2 GB", "cuda": "6.5 GB"}  # on disk
 
 
 def has_driver() -> bool:

@@ -1,4 +1,4 @@
-"""The pages of the site that are not files in docs/: made from README, changelog, bench, methods, settings, docstrings.
+"""The pages of the site that are not files in docs/: made from README, changelog, bench, methods, settings, commands.
 
 A MkDocs hook (``mkdocs.yml``). Links are those of the repository, bent to the site's pages.
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -21,10 +22,27 @@ sys.path.insert(0, str(ROOT))
 COPIED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "bench/README.md": "bench.md",
     "docs/notebook.ipynb": "notebook.md",
 }
-API = {
+PUBLIC = {
+    "In a Flower app": ["fedsub_app.library.client.client_app", "fedsub_app.library.loop.start"],
+    "Runs from Python": ["fedsub_app.run", "fedsub_app.register"],
+    "Finished runs": [
+        *("fedsub_app.reports.records.read_run", "fedsub_app.reports.records.Record"),
+        *("fedsub_app.reports.records.grouped", "fedsub_app.reports.html.write_html"),
+        *(
+            "fedsub_app.analysis.clients.client_of",
+            "fedsub_app.models.load_tensors",
+            "fedsub_app.config.resolve",
+            "fedsub_app.problem.Problem",
+        ),
+    ],
+    "Errors": ["fedsub_app.common.errors.UserError", "fedsub_app.runs.directory.RunFailed"],
+}
+SHORT = {name: f"fedsub.{name.rpartition('.')[2]}" for name in PUBLIC["In a Flower app"]}  # as a user imports them
+INTERNAL = {
     "What is learned": ["fedsub_app.problem", "fedsub_app.tasks"],
     "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
@@ -42,6 +60,11 @@ API = {
         "fedsub_app.reports.cost_to_accuracy",
     ],
 }
+FAMILIES = {
+    "Sub-networks": ("fedpews", "fedselect", "fedpart", "subfedavg", "ist", "istprox", "heterofl", "fedrolex"),
+    "Personal models": (*("local", "fedavg-ft", "ditto", "fedper", "fedrep", "fedbabu", "lg-fedavg", "fedpac", "mtl"),),
+    "One global model": ("fedavg", "fedprox", "moon", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad"),
+}
 # Which page of results/ a method's figures are on; the baselines stand beside the paper that compares with them.
 RESULTS = {
     "fedpews": ["fedavg", "fedprox", "fedpews"],
@@ -58,7 +81,8 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     pages = {target: bent(text_of(ROOT / source), source, target) for source, target in COPIED.items()}
-    pages |= methods() | {"settings.md": settings(), "api.md": api()}
+    pages |= methods() | {"settings.md": settings(), "commands.md": commands()}
+    pages |= {"api.md": api("API", PUBLIC), "internals.md": api("Internals", INTERNAL)}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -97,55 +121,164 @@ def bent(text: str, source: str, target: str) -> str:
     return LINK.sub(bend, text)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the methods' pages to the menu, a group a family; a method without a family is in the last one."""
+    from fedsub_app.methods import METHODS
+
+    named = {name for names in FAMILIES.values() for name in names}
+    *families, last = FAMILIES
+    groups = {family: FAMILIES[family] for family in families}
+    groups[last] = (*FAMILIES[last], *(name for name in METHODS if name not in named))
+    entries: list[Any] = [{family: [{_title(n): f"methods/{n}.md"} for n in names]} for family, names in groups.items()]
+    for entry in config.nav or ():
+        if "Methods" in entry:
+            entry["Methods"] = [*entry["Methods"], *entries]
+    return config
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Turn the roles of docstrings, ``:meth:`` and others, into plain code."""
+    return re.sub(r":\w+:<code>~?([^<]+)</code>", r"<code>\1</code>", content)
+
+
+def _title(name: str) -> str:
+    from fedsub_app.library.keywords import title
+
+    return title(name)
+
+
+class Described(griffe.Extension):
+    """Read ``name : text`` of our docstrings as a parameter and its meaning; its type is that of the signature."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Put the text on a line of its own."""
+        if obj.docstring:
+            obj.docstring.value = re.sub(r"(?m)^(\w[\w, ]*) : (.+)$", r"\1\n    \2", obj.docstring.value)
+
+
 def methods() -> dict[str, str]:
-    """Return a page for every method: what it is, where it leaves its paper, its settings, where its figures are."""
+    """Return a page for every method: idea, cost, settings, result, deviations from its paper."""
     from fedsub_app.config import describe
     from fedsub_app.methods import METHODS
 
     known, pages = describe(), {}
-    rows = ["# Methods", "", "| `method` | what |", "|---|---|"]
+    families = {name: family for family, names in FAMILIES.items() for name in names}
+    rows = ["# Methods", "", "| method | `method` | family | source |", "|---|---|---|---|"]
     for name, method in METHODS.items():
-        rows.append(f"| [`{name}`]({name}.md) | {method.description} |")
-        parts = [f"# {name}", method.description + ".", ""]
+        rows.append(f"| [{_title(name)}]({name}.md) | `{name}` | {families.get(name, '')} | {method.description} |")
+        parts = [
+            f"# {_title(name)}",
+            "",
+            f"{method.description}.",
+            "",
+            f"    fedsub run quickstart/digits method={name}",
+            "",
+        ]
         if method.preset:
-            parts += ["Sets " + ", ".join(f"`{key} = {value!r}`" for key, value in method.preset.items()) + ".", ""]
+            parts += ["It sets " + ", ".join(f"`{key} = {value!r}`" for key, value in method.preset.items()) + ".", ""]
+        parts += ["## Cost", "", _cost(name), "", "## Settings", ""]
+        own = {key: text for key, text in known.items() if key.startswith(f"{name}.")}
+        parts += [_settings_table(own) if own else "It has no settings of its own.", "", "## Results", ""]
+        pages_of = [page for page, names in RESULTS.items() if name in names]
+        parts += [f"- [{page}](../results/{page}.md): accuracy, bytes, FLOPs" for page in pages_of]
+        parts += [] if pages_of else ["No table of its paper has been run."]
         for side, cls in (("server", method.strategy), ("client", method.client)):
             module = sys.modules[cls.__module__]
-            parts += [f"## On the {side}", f"`{cls.__module__}`", "", _prose(inspect.getdoc(module) or ""), ""]
-        own = {key: text for key, text in known.items() if key.startswith(f"{name}.")}
-        parts += ["## Settings", "", _settings_table(own) if own else "None of its own.", ""]
-        pages_of = [page for page, names in RESULTS.items() if name in names]
-        parts += ["## Figures", ""]
-        parts += [f"- [{page}](../results/{page}.md): accuracy, bytes, FLOPs" for page in pages_of]
-        parts += [] if pages_of else ["None yet."]
+            parts += ["", f"## On the {side}", "", f"`{cls.__module__}`", "", _prose(inspect.getdoc(module) or "")]
         pages[f"methods/{name}.md"] = "\n".join(parts) + "\n"
     return pages | {"methods/index.md": "\n".join(rows) + "\n"}
 
 
-def settings() -> str:
-    """Return the page of all settings."""
-    from fedsub_app.config import describe
+def _cost(name: str) -> str:
+    """Return a method's bytes and FLOPs on the quickstart, as ``--dry-run`` counts them, or why it cannot run."""
+    from fedsub_app.common.errors import UserError
+    from fedsub_app.config import resolve
+    from fedsub_app.runs.plan import plan
 
-    about = "Every key, its default, what is allowed, what it means; made from the classes that check them."
-    return f"# Settings\n\n{about}\n\n{_settings_table(describe())}\n"
+    try:
+        text = plan(resolve({"experiment": "quickstart/digits", "method": name}))
+    except UserError as error:
+        return f"The quickstart does not run it as it is: `{error}`."
+    lines = [line.split("  ", 1) for line in text.splitlines() if line.startswith("round ")]
+    about = "On the quickstart (ten clients, 77,010 parameters; FedAvg: 3.08 MB down and up), by `--dry-run`:"
+    rows = [f"| {what} | {amount.strip()} |" for what, amount in lines]
+    return "\n".join([about, "", "| round | sent |", "|---|---|", *rows])
+
+
+def settings() -> str:
+    """Return the page of all settings: a section a class of keys, then one a method."""
+    from fedsub_app.config import describe
+    from fedsub_app.settings import Settings
+
+    known = describe()
+    sections: dict[str, dict[str, str]] = {}
+    for field_name, field in Settings.model_fields.items():
+        if not field.exclude:
+            home = next(base for base in reversed(Settings.__mro__) if field_name in getattr(base, "model_fields", ()))
+            heading = (home.__doc__ or "").partition("\n")[0].rstrip(".")
+            sections.setdefault(heading, {})[str(field.alias)] = known[str(field.alias)]
+    for key, text in known.items():
+        if "." in key:
+            sections.setdefault(_title(key.partition(".")[0]), {})[key] = text
+    parts = ["# Settings", "", "Every key with its default, its allowed values and its meaning.", ""]
+    for heading, keys in sections.items():
+        parts += [f"## {heading}", "", _settings_table(keys), ""]
+    return "\n".join(parts)
 
 
 def _settings_table(known: dict[str, str]) -> str:
-    rows = ["| key | default and what is allowed | meaning |", "|---|---|---|"]
+    rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for key, text in known.items():
         first, _, rest = text.partition("\n")
-        first, rest = (html.escape(re.sub(r"\s+", " ", part)).replace("|", "&#124;") for part in (first, rest))
-        rows.append(f"| `{key}` | <code>{first}</code> | {rest} |")
+        default, _, allowed = first.partition(" ")
+        words = (re.sub(r"\s+", " ", part).strip() for part in (default, allowed, rest))
+        default, allowed, rest = (html.escape(part, quote=False).replace("|", "&#124;") for part in words)
+        rest = re.sub("`([^`]+)`", r"<code>\1</code>", _prose(rest))  # in Markdown's own code nothing is escaped
+        rows.append(f'| <code id="{key}">{key}</code> | <code>{default}</code> | {allowed} | {rest} |')
     return "\n".join(rows)
 
 
-def api() -> str:
-    """Return the page of docstrings."""
-    parts = ["# API", ""]
-    for title, modules in API.items():
-        parts += [f"## {title}", ""]
-        for module in modules:
-            parts += [f"::: {module}", "    options:", "      heading_level: 3", ""]
+def commands() -> str:
+    """Return the page of the command: each of its commands with arguments and options."""
+    import click
+    from typer.main import get_command
+
+    from fedsub_app.cli.main import app
+
+    parts = ["# Commands", ""]
+
+    def add(command: click.Command, name: str) -> None:
+        context = click.Context(command, info_name=name)
+        usage = " ".join([name, *command.collect_usage_pieces(context)])
+        parts.extend([f"## {name}", "", (command.help or "").strip(), "", f"    {usage}", ""])
+        options = [param for param in command.params if isinstance(param, click.Option) and param.name != "help"]
+        if options:
+            parts.extend(["| option | meaning |", "|---|---|"])
+            for option in options:
+                spelled = " ".join(filter(None, (", ".join(option.opts), "" if option.is_flag else option.metavar)))
+                parts.append(f"| `{spelled}` | {html.escape(option.help or '')} |")
+            parts.append("")
+
+    root = get_command(app)
+    assert isinstance(root, click.Group)
+    for name, command in root.commands.items():
+        if isinstance(command, click.Group):
+            for inner, below in command.commands.items():
+                add(below, f"fedsub {name} {inner}")
+        else:
+            add(command, f"fedsub {name}")
+    return "\n".join(parts)
+
+
+def api(title: str, modules_of: dict[str, list[str]]) -> str:
+    """Return a page of docstrings."""
+    parts = [f"# {title}", ""]
+    for heading, names in modules_of.items():
+        parts += [f"## {heading}", ""]
+        for name in names:
+            parts += [f"::: {name}", "    options:", "      heading_level: 3"]
+            parts += [f"      heading: {SHORT[name]}"] if name in SHORT else []
+            parts.append("")
     return "\n".join(parts)
 
 

@@ -234,7 +234,7 @@ BY_EXAMPLES = ("fedavg", "fedprox", "moon")  # McMahan et al. 2017, Li et al. 20
 
 
 class DefenceSettings(FederationSettings):
-    """Bounds on one client's influence, and differential privacy (docs/security.md)."""
+    """Bounds on one client's influence, and differential privacy."""
 
     robust: Literal["auto", "on", "off"] = "auto"
     """Bound each update by the others of its round, tensor by tensor; auto: where nodes are real.
@@ -303,7 +303,7 @@ class DefenceSettings(FederationSettings):
 
 
 class AttackSettings(ClientsSettings):
-    """Simulated attackers: a switch for research, of no use to a real federation."""
+    """Simulated attackers, for research."""
 
     attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
     """Attack: send minus the change, or a multiple of it; or train on labels counted from the last class.

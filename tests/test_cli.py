@@ -11,10 +11,14 @@ from typing import Any
 
 import click
 import pytest
+import torch
+from flwr.clientapp import ClientApp
 from flwr.common.config import parse_config_args
+from flwr.serverapp.strategy import Strategy
 from helpers import rounds, tree
 from typer.main import get_command
 
+import fedsub
 import fedsub_app
 from fedsub_app.cli import main as cli
 from fedsub_app.cli import report
@@ -89,11 +93,15 @@ def desk(tmp_path: Path, run_local: Run, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [("README.md", 7), ("docs/running.md", 18), ("docs/outputs.md", 5), ("docs/data.md", 1), ("docs/install.md", 1)],
+)
+def test_the_guides_commands(page: str, least: int, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every one is read; its settings are resolved, its table is there; those that start no run are run."""
     shutil.copytree(desk / "runs/A", desk / "runs/B")
-    lines = commands("README.md", "fedsub ")
-    assert len(lines) > 15
+    lines = commands(page, "fedsub ")
+    assert len(lines) >= least
     for line in lines:
         words = ["runs/A" if word.startswith("runs/2") else word for word in shlex.split(line)[1:]]
         options = parsed(words)
@@ -110,14 +118,33 @@ def test_the_readmes_commands(desk: Path, capsys: pytest.CaptureFixture[str]) ->
             fixed, space = read_space(pairs)
             search = Search(experiment, fixed, space, "random", options["trials"])
             assert metric_of(resolve(search.overrides(search.plan[0])), options["metric"]) == "personal-validation"
-        elif words[0] in ("report", "export", "list", "completion", "help", "cp") or words[:3] == ["analyse", "runs/A"]:
+        elif words[0] in ("report", "export", "list", "completion", "help") or words[:3] == ["analyse", "runs/A"]:
             assert cli.main(words) == 0, line
     assert "error" not in capsys.readouterr().err
 
 
-def test_flowers_commands_in_the_readme() -> None:
+def test_the_readmes_python() -> None:
+    """Its recipe, with a network and a function of the reader's."""
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", (PROJECT / "README.md").read_text())
+    names: dict[str, Any] = {"fedsub": fedsub, "Net": torch.nn.Identity, "load_data": lambda context: None}
+    exec(compile(block, "README.md", "exec"), names)
+    assert isinstance(names["strategy"], Strategy)
+    assert isinstance(names["app"], ClientApp)
+
+
+def test_the_readme_is_short() -> None:
+    """Recipes of at most six lines; nothing that a reader has to scroll for."""
+    text = (PROJECT / "README.md").read_text()
+    assert len(text.split()) < 800
+    recipes = text.partition("## Recipes")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?m)(?:^    .*\n)+|(?<=```python\n)(?:^[^`].*\n)+", recipes)
+    assert len(blocks) == 3
+    assert all(block.count("\n") <= 6 for block in blocks)
+
+
+def test_flowers_commands_in_the_guide() -> None:
     """Their keys as Flower itself reads them, all together and resolved."""
-    lines = commands("README.md", "flwr run ")
+    lines = commands("docs/running.md", "flwr run ")
     assert len(lines) >= 3
     for line in lines:
         words = shlex.split(line)

@@ -105,7 +105,7 @@ def test_a_new_connection_says_what_each_node_may_use(machine: Any) -> None:
         "options.num-supernodes": 12,
         "options.backend.client-resources.num-cpus": 1,
     }
-    assert flower.setup() == ["nothing to do"]
+    assert flower.setup()[1:] == ["nothing to do"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_an_old_connection_of_ours_is_brought_up_to_date(nodes: int, more: str, 
     assert options(config)["options.num-supernodes"] == nodes
     assert options(config)["options.backend.client-resources.num-gpus"] == flower.gpu_share(nodes, 2)
     assert connections(config)["mine"] == {"address": "127.0.0.1:8000", "insecure": True}
-    assert flower.setup() == ["nothing to do"]
+    assert flower.setup()[1:] == ["nothing to do"]
 
 
 @pytest.mark.parametrize(
@@ -217,3 +217,9 @@ def test_a_superlink_of_others_is_refused(
     else:
         assert flower.stop() == "stopped the SuperLink, process 345, and what it had started"
         assert stopped == [flower.processes.Process([link], 345)]
+
+
+def test_warnings_that_do_not_concern_the_user_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = ["round 1/2", "x.py:1: FutureWarning: Tip: In future versions of Ray, …", "  warnings.warn(", "round 2/2"]
+    flower._stream([sys.executable, "-c", f"print(*{lines}, sep='\\n')"], {})
+    assert capfd.readouterr().out == "round 1/2\nround 2/2\n"

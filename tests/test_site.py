@@ -8,6 +8,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from fedsub_app.cli.main import GROUPS
 from fedsub_app.config import describe
 from fedsub_app.methods import METHODS
 
@@ -34,17 +35,42 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_of_docs_is_on_the_site_and_in_its_menu(site: Path) -> None:
     files = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     pages = {(f.with_name("index.md") if f.name == "README.md" else f).with_suffix(".html").as_posix() for f in files}
-    menu = (site / "index.html").read_text()
+    pages |= {f"methods/{name}.html" for name in METHODS}
+    menus = {page: page.read_text() for page in site.rglob("*.html")}
+    linked = {
+        (page.parent / link).resolve()
+        for page, text in menus.items()
+        for link in re.findall(r'<a href="([^"#:?]+)" class="md-nav__link', text)
+    }
     for page in pages:
         assert (site / page).is_file()
-        assert f'href="{page}"' in menu, page
+        assert (site / page).resolve() in linked, page
 
 
 def test_every_method_and_every_setting_is_on_it(site: Path) -> None:
     for name in METHODS:
-        assert f'<h1 id="{name}">' in (site / f"methods/{name}.html").read_text()
+        text = (site / f"methods/{name}.html").read_text()
+        assert f"fedsub run quickstart/digits method={name}" in text
+        assert ("The quickstart does not run it" in text) == (name == "subfedavg")  # it needs two epochs
     text = (site / "settings.html").read_text()
-    assert not [key for key in describe() if f"<code>{key}</code>" not in text]
+    assert not [key for key in describe() if f'<code id="{key}">{key}</code>' not in text]
+
+
+def test_the_public_api_comes_first(site: Path) -> None:
+    """Each function of docs/python.md is on the page, and no role of a docstring is left as text."""
+    text = (site / "api.html").read_text()
+    for name in re.findall(r"(?m)^from (fedsub_app\S+) import (.+)$", (ROOT / "docs/python.md").read_text()):
+        for function in name[1].split(", "):
+            assert function in text, name
+    for page in (text, (site / "internals.html").read_text()):
+        assert not re.findall(r":(?:meth|func|class|mod):", page)
+
+
+def test_every_command_is_on_it(site: Path) -> None:
+    text = (site / "commands.html").read_text()
+    for names in GROUPS.values():
+        assert all(f"fedsub {name}" in text for name in names)
+    assert "fedsub federation up" in text
 
 
 def test_links_of_the_pages_lead_to_files_of_the_site(site: Path) -> None:

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        print(error.ctx.get_help() if error.ctx else "")
+        print(error.ctx.get_help())
         return EXIT_BAD_INPUT
     except (UserError, click.ClickException) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)

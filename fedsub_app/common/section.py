@@ -40,7 +40,7 @@ class SeedSettings(Section):
 
 
 class ClientsSettings(Section):
-    """How many clients there are."""
+    """Number of clients, and the nodes' private data."""
 
     num_clients: Annotated[int, Field(ge=1, le=100_000)] = 2
     """Clients of the federation."""

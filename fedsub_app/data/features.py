@@ -257,7 +257,7 @@ def _alone(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from error
     with file:
-        if fcntl:
+        if fcntl is not None:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -40,6 +40,13 @@ CPUS, GPUS, ALL_CPUS = (
 )
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
 CONFIG = "config.toml"
+NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the connection sets, and a later version of Ray
+    "Since flwr 1.32, default simulated SuperNodes",
+    "To change federation size, use the following command",
+    "flwr federation simulation-config",
+    "FutureWarning: Tip: In future versions of Ray",
+    "  warnings.warn(\n",
+)
 PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -108,7 +115,7 @@ def setup(cluster: int | None = None) -> list[str]:
         hook.write_text(line)
         what = "replaces its earlier defaults with those" if written else "has defaults"
         lines.append(f"{hook}: {what} of {', '.join(environment())}")
-    return lines if len(lines) > 1 else ["nothing to do"]
+    return lines if len(lines) > 1 else [*lines, "nothing to do"]
 
 
 def connections() -> dict[str, Any]:
@@ -277,7 +284,7 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
         message = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
         raise UserError(f"connection {connection}: flwr run failed: {message[-1] if message else 'no message'}")
     try:
-        subprocess.run(flwr("log", str(run_id), connection, "--stream"), env=variables, check=False)
+        _stream(flwr("log", str(run_id), connection, "--stream"), variables)
         status, details = _status(connection, str(run_id), variables)
     except KeyboardInterrupt:
         subprocess.run(flwr("stop", str(run_id), connection), env=variables, capture_output=True, check=False)
@@ -314,6 +321,20 @@ def bundle(model: str) -> Iterator[Path]:
             except OSError as error:
                 raise UserError(f"model = {model!r}: {error.strerror or error}") from error
         yield Path(folder)
+
+
+def _stream(command: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Print what a command prints, line by line, without the lines that do not concern the user."""
+    unbuffered = {**variables, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as log:
+        assert log.stdout
+        try:
+            for line in log.stdout:
+                if not any(text in line for text in NOT_SHOWN):
+                    print(line, end="", flush=True)
+        except KeyboardInterrupt:
+            log.terminate()
+            raise
 
 
 def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, Value]") -> str:

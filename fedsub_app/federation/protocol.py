@@ -150,7 +150,7 @@ class Range(NamedTuple):
     def check(self, name: str, value: object) -> None:
         """Raise :class:`BadReply` where ``value`` is not such a number."""
         number = type(value) in (int, float)
-        if number and self.low <= value <= self.high and not (self.integer and value != int(value)):  # type: ignore
+        if number and self.low <= value <= self.high and not (self.integer and value != int(value)):  # type: ignore[call-overload, operator]
             return
         allowed = f"an integer from {self.low} to {self.high}"
         if not self.integer:

@@ -9,7 +9,7 @@ from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, Posit
 
 
 class FederationSettings(SeedSettings, ClientsSettings):
-    """The clients of a round, their nodes, and how their replies become the next model."""
+    """The clients of a round, their nodes, and the merge of their replies."""
 
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the clients that takes part in a round, at least one client."""

@@ -58,7 +58,7 @@ def _lock(folder: Path) -> TextIO:
         file = open(folder / ".lock", "w", opener=private)  # noqa: SIM115  (closed with the run)
     except OSError as error:
         raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
-    if fcntl:
+    if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

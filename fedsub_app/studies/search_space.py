@@ -62,10 +62,9 @@ def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
         if match := RANGE.fullmatch(text):
             space[key] = _range(key, *match.groups())
             continue
-        values: Sequence[Any] = [value]
-        if isinstance(value, list):
-            values = value
-        elif value == text and "," in text and not is_list(key):  # text that is in no quotes
+        parsed: Any = value
+        values: Sequence[Any] = parsed if isinstance(parsed, list) else [parsed]  # a TOML list
+        if value == text and "," in text and not is_list(key):  # text that is in no quotes
             values = [parse_pairs([f"{key}={word}"])[key] for word in text.split(",") if word.strip()]
         values = list(dict.fromkeys(values)) if all(isinstance(each, str | int | float) for each in values) else [value]
         if len(values) > 1:
