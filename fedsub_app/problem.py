@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
@@ -94,6 +95,8 @@ class Problem:
             with torch.random.fork_rng(), torch.no_grad():  # dropout draws
                 loss = float(self.task.loss(model.train(len(y) > 1)(x), y))
         except Exception as error:  # code of the user
+            if machine_failure(error):
+                raise
             raise UserError(f"the first {len(y)} training samples have no loss: {one_line(error)[:300]}") from error
         if not math.isfinite(loss):
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")

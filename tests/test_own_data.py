@@ -309,7 +309,7 @@ def test_the_sources_of_the_standard_library() -> None:
         ({"input": "text", "tokenizer": "letters"}, "tokenizer = 'letters': allowed are characters, words, bpe"),
         ({"input": "size", "label": "kind, site"}, "label = 'kind, site': must be one column"),
         ({"dataset": "hf:/nowhere/at/all"}, "dataset = 'hf:/nowhere/at/all': "),
-        ({"dataset": "my_data.py:load"}, "dataset = 'my_data.py:load': No such file"),
+        ({"dataset": "my_data.py:load"}, "dataset = 'my_data.py': No such file"),
         ({"input": "size", "partition": "column", "num-clients": 4}, "partition = 'column' has 1 groups"),
         (
             {"input": "text", "partition": "iid"},

@@ -155,7 +155,7 @@ def test_options_that_are_none_are_refused(options: str) -> None:
 
 def test_torchvisions_first_convolution_takes_the_datas_channels() -> None:
     model = build_model("torchvision:mobilenet_v3_small", (1, 32, 32), 10, 0)
-    check_network(model, "mobilenet", (1, 32, 32), 10)
+    check_network(model, "mobilenet", (1, 32, 32), (10,))
     assert tensors_of(model)["features.0.0.weight"].shape == (16, 1, 3, 3)
 
 

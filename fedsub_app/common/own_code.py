@@ -28,7 +28,7 @@ def named_code(key: str, text: str, file: Path | None = None) -> Callable[..., A
     try:
         module = _file(file or Path(source)) if file or source.endswith(".py") else import_module(source)
     except OSError as error:
-        raise UserError(f"{key} = {shown(text)}: {error.strerror or error}") from error
+        raise UserError(f"{key} = {shown(source)}: {error.strerror or error}") from error
     except ImportError as error:
         raise UserError(f"{key} = {shown(text)}: {one_line(error)}; `pip install {source}` may help") from error
     except Exception as error:  # code of others
