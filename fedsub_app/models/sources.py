@@ -155,13 +155,15 @@ def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, optio
     from torchvision.models import get_model
 
     channels, *_ = numbers(in_shape, model)
-    net: nn.Module = get_model(name, **{"weights": None, "num_classes": num_classes} | dict(options))
-    # Their networks take RGB images. The first convolution is made anew for other numbers of channels.
+    return for_channels(get_model(name, **{"weights": None, "num_classes": num_classes} | dict(options)), channels)
+
+
+def for_channels(net: nn.Module, channels: int) -> nn.Module:
+    """Return a network for RGB images whose first convolution, made anew, takes so many channels."""
     first, stem = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d))
     if stem.in_channels != channels:
         sizes: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
-        anew = nn.Conv2d(channels, stem.out_channels, **sizes, bias=stem.bias is not None)
-        net.set_submodule(first, anew)
+        net.set_submodule(first, nn.Conv2d(channels, stem.out_channels, **sizes, bias=stem.bias is not None))
     return net
 
 
