@@ -34,7 +34,7 @@ def append(path: Path, event: str, **about: object) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", opener=private) as file:
-        if fcntl:
+        if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)  # several servers may write at a time
         file.seek(0)
         last = (file.read().splitlines() or [b""])[-1]
