@@ -253,6 +253,11 @@ def test_the_best_model_is_kept_beside_the_last(shared_run: Callable[..., Path])
 # --- any attack within the checks, on any method ----------------------------------------------------------------------
 
 Change = Callable[[Tensor], Tensor]
+KINDS = (
+    *("scaled", "shifted", "with noise", "noise alone", "one position", "one row", "constant", "signs", "sorted"),
+    *("reversed", "permuted", "half of it 0", "its mean", "its largest value", "rounded", "squared", "inverse", "cut"),
+    *("every second position", "growing"),
+)
 
 
 def one_client(change: Change) -> Callable[[Message], list[Message]]:
@@ -286,10 +291,10 @@ def farthest(place: Scene) -> dict[str, float]:
     return peaks
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     method=st.sampled_from(METHODS_THAT_DIFFER),
-    kind=st.sampled_from(("scale", "shift", "spike", "noise")),
+    kind=st.sampled_from(KINDS),
     factor=st.sampled_from((-95.0, -9.0, -1.0, 0.0, 0.1, 2.0, 50.0, 1e4)),
     seed=st.integers(0, 99),
 )
@@ -305,15 +310,35 @@ def test_no_answer_moves_a_position_farther_than_the_others_do(
     draws = torch.Generator().manual_seed(seed)
 
     def change(x: Tensor) -> Tensor:
-        match kind:
-            case "scale":
-                return x * factor
-            case "shift":
-                return x + factor
-            case "noise":
-                return x + factor * torch.randn(x.shape, generator=draws)
-        x.view(-1)[seed % max(1, x.numel()) :][:1] += factor
-        return x
+        number = seed % max(1, x.numel())
+        noise = torch.randn(x.shape, generator=draws)
+        flat = x.flatten()
+        return (
+            {
+                "scaled": lambda: x * factor,
+                "shifted": lambda: x + factor,
+                "with noise": lambda: x + factor * noise,
+                "noise alone": lambda: factor * noise,
+                "one position": lambda: flat.index_add(0, torch.tensor([number]), torch.tensor([factor])),
+                "one row": lambda: torch.cat([x[:1] + factor, x[1:]]) if x.dim() else x,
+                "constant": lambda: torch.full_like(x, factor),
+                "signs": lambda: factor * x.sign(),
+                "sorted": lambda: flat.sort().values,
+                "reversed": lambda: flat.flip(0),
+                "permuted": lambda: flat[torch.randperm(len(flat), generator=draws)],
+                "half of it 0": lambda: torch.cat([flat[: len(flat) // 2], 0 * flat[len(flat) // 2 :]]),
+                "its mean": lambda: torch.full_like(x, float(x.mean())),
+                "its largest value": lambda: torch.full_like(x, float(x.max())),
+                "rounded": lambda: (x / (abs(factor) + 1e-3)).round() * (abs(factor) + 1e-3),
+                "squared": lambda: x * x.abs() * factor,
+                "inverse": lambda: factor / (x.abs() + 0.01),
+                "cut": lambda: x.clamp(-abs(factor), abs(factor)),
+                "every second position": lambda: flat * (1 + factor * (torch.arange(len(flat)) % 2)),
+                "growing": lambda: flat + factor * torch.linspace(0, 1, len(flat)),
+            }[kind]().reshape(x.shape)
+            if x.numel()
+            else x
+        )
 
     made, model = place.merged(one_client(change))
     assert model is not None

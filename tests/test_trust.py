@@ -12,12 +12,14 @@ from flwr.app import Message
 from test_federation import answering, ask, federation, nodes, nothing
 
 from fedsub_app.cli.main import main
+from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.config import resolve
 from fedsub_app.data.files import FORMATS, IMAGES, read_images, unpacked_idx
 from fedsub_app.deployment import commands
 from fedsub_app.deployment import federation as machine
+from fedsub_app.deployment.audit import append, verify
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation import nodes as federation_nodes
 from fedsub_app.federation.local_grid import LocalGrid
@@ -226,3 +228,36 @@ def test_a_silent_node_is_named_and_waited_for_no_longer_than_is_fair(
         said = [] if simulated else ["waiting for node 3: no reply for 30 s"]
         assert [record.getMessage() for record in caplog.records] == said
         assert len(fed.late) == 1
+
+
+# --- what was done is on record ---------------------------------------------------------------------------------------
+
+
+def test_a_run_on_real_nodes_is_audited_and_robust(
+    run_local: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulation has neither."""
+    run_local("simulated", num_rounds=1)
+    path = tmp_path / "runs/audit.jsonl"
+    assert not path.exists()
+    monkeypatch.setattr(federation_nodes.Federation, "simulated", property(lambda self: False))
+    for name in ("one", "two"):
+        _, folder = run_local(name, num_rounds=1)
+        assert (folder / "model-best.safetensors").exists()
+    lines = verify(path)
+    assert [line["event"] for line in lines] == ["run begins", "run completed"] * 2
+    assert lines[0]["nodes"] == [2]
+    assert lines[0]["code"] == code_digest()
+    assert modes(path) == {0o600}
+
+
+def test_an_audit_log_tells_which_line_was_changed(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    for number in range(4):
+        append(path, "round", number=number)
+    texts = path.read_text().splitlines(keepends=True)
+    assert [line["number"] for line in verify(path)] == [0, 1, 2, 3]
+    for spoilt in (texts[:1] + texts[2:], [texts[0], texts[1].replace("1", "7", 1), *texts[2:]], ["[]\n", *texts]):
+        path.write_text("".join(spoilt))
+        with pytest.raises(UserError, match="changed, or a line was taken out"):
+            verify(path)

@@ -176,7 +176,7 @@ class LibraryStrategy(Strategy):
         federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
         federation.roll, self._roll.settings = self._roll, settings
         bound = [self.max_examples] * settings.num_clients
-        facts = Facts(bound, math.inf, lambda _: 0.0, self.max_examples) if self.max_examples else None
+        facts = Facts(bound, math.inf, lambda _: 0.0, self.max_examples, exact=False) if self.max_examples else None
         strategy.connect(federation, facts)
         self.connected = strategy
         return strategy

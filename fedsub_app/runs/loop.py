@@ -4,25 +4,28 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from torch import nn
 
+from fedsub_app.common.code import code_digest
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Partition, make_partition, partition_summary
+from fedsub_app.deployment.audit import append
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
-from fedsub_app.runs.directory import Run, open_run
+from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.global_test import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import ended_by
@@ -149,6 +152,10 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
+    audited = _auditor(strategy, run)
+    audited(
+        "run begins", code=code_digest(), settings=run.digest, nodes=sorted(strategy.federation.nodes), round=last + 1
+    )
     tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
     tracking.follow(run.lines)
     began = time.perf_counter()
@@ -175,6 +182,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         if strategy.robust and run.is_best(line):
             run.keep_best(to_tensors(arrays))
         run.log_round(line)
+        if line.get("dropped") or status == "abandoned":
+            audited("answers refused", round=number, dropped=line.get("dropped"), abandoned=line.get("abandoned"))
         tracking.follow(run.lines)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
@@ -190,6 +199,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             break
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
         run.finish("failed", to_tensors(arrays))
+        audited("run failed", round=number)
         tracking.end(completed=False)
         which = f"{abandoned} rounds in a row" if abandoned >= settings.max_abandoned else f"all {number} rounds"
         last_line = run.lines[-1]
@@ -200,8 +210,16 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             run.folder,
         )
     summary = run.finish("completed", to_tensors(arrays))
+    audited("run completed", round=number)
     tracking.end(completed=True)
     return summary
+
+
+def _auditor(strategy: SubnetStrategy, run: Run) -> Callable[..., None]:
+    """Return a function that writes a line into the audit log of runs on real nodes; of simulations there is none."""
+    if strategy.federation.simulated:
+        return lambda event, **about: None
+    return partial(append, runs_folder() / "audit.jsonl", run=run.run_id)
 
 
 def _evaluate(

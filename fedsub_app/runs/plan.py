@@ -104,7 +104,8 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     """
     settings, model = strategy.settings, _size(strategy)
     data = sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
-    kept = settings.sample_size if strategy.holds_all or settings.mean != "average" else 1
+    all_held = strategy.holds_all or settings.mean != "average" or settings.robust == "on"
+    kept = settings.sample_size if all_held else 1
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
     server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
