@@ -61,9 +61,38 @@ INTERNAL = {
     ],
 }
 FAMILIES = {
-    "Sub-networks": ("fedpews", "fedselect", "fedpart", "subfedavg", "ist", "istprox", "heterofl", "fedrolex"),
-    "Personal models": (*("local", "fedavg-ft", "ditto", "fedper", "fedrep", "fedbabu", "lg-fedavg", "fedpac", "mtl"),),
-    "One global model": ("fedavg", "fedprox", "moon", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad"),
+    "Sub-networks": [
+        "fedpews",
+        "fedselect",
+        "fedpart",
+        "subfedavg",
+        "ist",
+        "istprox",
+        "heterofl",
+        "fedrolex",
+        "fedpm",
+        "ssfl",
+        "feddst",
+    ],
+    "Personal models": (
+        [
+            "local",
+            "fedavg-ft",
+            "ditto",
+            "fedper",
+            "fedrep",
+            "fedbabu",
+            "lg-fedavg",
+            "fedpac",
+            "fedbn",
+            "apfl",
+            "fedala",
+            "per-fedavg",
+            "pfedme",
+            "mtl",
+        ]
+    ),
+    "One global model": ["fedavg", "fedprox", "moon", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad"],
 }
 # Which page of results/ a method's figures are on; the baselines stand beside the paper that compares with them.
 RESULTS = {
@@ -127,8 +156,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     named = {name for names in FAMILIES.values() for name in names}
     *families, last = FAMILIES
-    groups = {family: FAMILIES[family] for family in families}
-    groups[last] = (*FAMILIES[last], *(name for name in METHODS if name not in named))
+    groups = {family: list(FAMILIES[family]) for family in families}
+    groups[last] = [*FAMILIES[last], *(name for name in METHODS if name not in named)]
     entries: list[Any] = [{family: [{_title(n): f"methods/{n}.md"} for n in names]} for family, names in groups.items()]
     for entry in config.nav or ():
         if "Methods" in entry:

@@ -87,7 +87,7 @@ def test_ray_places_them_all(cores: int, gpus: int, monkeypatch: pytest.MonkeyPa
 
 
 def options(config: Path, name: str = "local-simulation") -> Any:
-    return flatten(connections(config)[name])
+    return flatten(connections(config)[name], deep=True)
 
 
 def test_a_new_connection_says_what_each_node_may_use(machine: Any) -> None:

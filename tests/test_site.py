@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from mkdocs.commands.build import build
@@ -78,3 +79,11 @@ def test_links_of_the_pages_lead_to_files_of_the_site(site: Path) -> None:
         for link in re.findall(r'(?:href|src)="([^"#:?]+)["#?]', page.read_text()):
             if not link.startswith("/"):  # of the page "not found", which does not know where it is
                 assert (page.parent / link).exists(), f"{page.relative_to(site)}: {link}"
+
+
+def test_pictures_can_be_shown() -> None:
+    """A browser shows no SVG that is not well-formed XML."""
+    pictures = [*(ROOT / "docs").rglob("*.svg")]
+    assert pictures
+    for picture in pictures:
+        assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"

@@ -216,9 +216,7 @@ def picture(title: str, draw: Any, width: float, height: float, source: str) -> 
         drawing = figure(width, height)
         draw(drawing.subplots())
         text = svg(drawing, f"{title} [{hashlib.sha256(source.encode()).hexdigest()[:12]}]")
-    return text.replace(
-        "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" ', 1
-    )
+    return text.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1)  # svg() keeps the other one
 
 
 def draw_table(axes: Any, lines: Sequence[Curve], ends: Sequence[float | None]) -> None:

@@ -109,12 +109,12 @@ TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), Pl
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Nested TOML tables as one level of dotted keys; a table in a method's table stays as it is."""
+def flatten(table: Mapping[str, Any], prefix: str = "", deep: bool = False) -> dict[str, Value]:
+    """Nested TOML tables as one level of dotted keys; unless ``deep``, a table in a method's table stays as it is."""
     flat: dict[str, Value] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping) and not prefix:
-            flat |= flatten(value, f"{key}.")
+        if isinstance(value, Mapping) and (deep or not prefix):
+            flat |= flatten(value, f"{prefix}{key}.", deep)
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -81,7 +81,8 @@ def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
     folder = Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
     try:
-        if folder.stat() and not folder.is_dir():
+        folder.stat()  # an error that is_dir would hide
+        if not folder.is_dir():
             raise UserError(f"data-dir = {str(folder)!r}: not a folder")
     except FileNotFoundError:  # it may be made for a download
         pass

@@ -103,7 +103,7 @@ def setup(cluster: int | None = None) -> list[str]:
     lines = [f"environment {sys.prefix}, checkout {PROJECT}"]
     known = connections()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
-        table = flatten(known.get(name, {}))
+        table = flatten(known.get(name, {}), deep=True)
         nodes = cluster if cluster and name == CLUSTER else table.get(NODES)
         connection = _simulation(nodes if isinstance(nodes, int) else cores(), name == CLUSTER)
         if connection != table and _ours(table):
