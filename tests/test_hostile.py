@@ -31,7 +31,7 @@ from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Range, Update
 from fedsub_app.federation.wire import HEADER, STYPE, TENSORS, to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.runs.global_test import GlobalTest
+from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.settings import Settings
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy

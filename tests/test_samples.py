@@ -18,7 +18,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.config import resolve
 from fedsub_app.data import Samples, load_dataset
 from fedsub_app.data.samples import normalised
-from fedsub_app.runs.global_test import GlobalTest
+from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., Any]

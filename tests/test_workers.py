@@ -89,7 +89,7 @@ def test_workers_test_the_global_model(model, run_local, grids, monkeypatch):
             raise RuntimeError("lost")
         return sums_of(task, network, x, y)
 
-    for module in ("fedsub_app.node", "fedsub_app.runs.global_test"):
+    for module in ("fedsub_app.node", "fedsub_app.runs.evaluation"):
         monkeypatch.setattr(f"{module}.sums_of", counted)
     for count, lost in ((2, False), (3, False), (2, True)):
         here.clear()

@@ -15,7 +15,7 @@ from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json, Tensors
 
 MAX_EXAMPLES = 10**9
-TEST = "query.test"  # Flower's message type of the global model's test on simulated nodes (runs/global_test.py)
+TEST = "query.test"  # Flower's message type of the global model's test on simulated nodes (runs/evaluation.py)
 MEASURE = "query.measure"  # Flower's message type of a phase after the merge (strategies/measurement.py)
 GLOBAL = "global/"  # prefix, in an evaluation, of the global model's tensors that a client's own model does not share
 DTYPES = {

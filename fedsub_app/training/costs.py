@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from torch.utils.flop_counter import flop_registry
 from fedsub_app.common.inputs import blank
 from fedsub_app.models import UnitGroup, narrowed, trainable
 from fedsub_app.problem import Problem
+
+# Forward FLOPs of a whole network by layer: clients that learn masks ask in every round.
+_forward: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
 
 class _Counter(TorchDispatchMode):
@@ -156,7 +160,7 @@ def subnet_flops(
             size[name] = size.get(name, 1) * group.size
     # The backward pass is two such products, one for the weights and one for the inputs; the first layer needs the one
     # only. (The counter's own backward numbers by module are wrong where a network branches; its total is right.)
-    flops = _flops_by_layer(problem, model, training=False)
+    flops = _forward.get(model) or _forward.setdefault(model, _flops_by_layer(problem, model, training=False))
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     total = 0
     for k, name in enumerate(layers):
