@@ -25,13 +25,8 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
-<<<<<<< HEAD
 from fedsub_app.runs.directory import Run, open_run, runs_folder
-from fedsub_app.runs.global_test import GlobalTest
-=======
-from fedsub_app.runs.directory import Run, open_run
 from fedsub_app.runs.evaluation import GlobalTest
->>>>>>> speed
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import ended_by
 from fedsub_app.runs.tracking import Tracking, check_tracker
