@@ -42,9 +42,9 @@ test-method: setup
 settings: setup
 	$(BIN)/python -c 'from pathlib import Path; from fedsub_app.cli.new_method import write_defaults; write_defaults(Path())'
 
-# The pages of docs/results/, of their claims and data files.
+# The pages of docs/results/, of their claims and data files; RUNS=$FEDSUB_RUNS/reproduce: with its finished runs.
 results: setup
-	$(BIN)/python docs/results/pages.py
+	$(BIN)/python docs/results/pages.py $(RUNS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The pages of docs/results/: made from claims and data files, and not older than these."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -71,6 +72,29 @@ def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.Mo
     assert judged().verdict == "direction only"  # 2.03 ± 0.14
     assert judged(direction=1).verdict == "reproduced"  # a picture without numbers
     assert judged(direction=-1).verdict == "not reproduced"
+
+
+def test_finished_runs_are_put_into_the_tables_file(
+    pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of a row, one of which has not ended; then the first again, with another end."""
+    monkeypatch.setattr(pages, "HERE", tmp_path)
+    (tmp_path / "data").mkdir()
+    keys = {"method": "fedavg", "dataset": "cifar10-jpeg-full", "lr": 0.001}
+    for seed, status, final in ((1, "completed", 56.5), (2, "failed", 10.0), (1, "completed", 57.5)):
+        folder = tmp_path / f"runs/fedpart-table1/cifar-10-iid-fedavg/seed{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "settings.json").write_text(json.dumps({"settings": keys | {"seed": seed}, "commit": "abc"}))
+        (folder / "rounds.jsonl").write_text(json.dumps({"round": 18, "global-accuracy": final}) + "\n")
+        totals = {f"total-{cost}": 0 for cost in ("formula-bytes-down", "formula-bytes-up", "flops", "seconds")}
+        summary = {"status": status, "rounds": 18, "final-global-accuracy": final}
+        (folder / "summary.json").write_text(json.dumps(summary | totals))
+        pages.add(tmp_path / "runs")
+    content = json.loads((tmp_path / "data/fedpart-table1.json").read_text())
+    assert content["command"] == "fedsub reproduce fedpart-table1 -s dataset=cifar10-jpeg-full"
+    (row,) = content["rows"]
+    assert (row["method"], row["paper"]) == ("FedAvg", {"final": "57.14 (56.42 to 57.89)"})
+    assert [(run["seed"], run["final"], run["commit"]) for run in row["runs"]] == [(1, 57.5, "abc")]
 
 
 @pytest.mark.run

@@ -1,6 +1,7 @@
 """``make results``: the pages of this folder, made from the claims (claims/*.toml) and the runs' numbers (data/*.json).
 
-Nothing here holds a measured number. README.md: every claim with its verdict; a page a paper; learning curves as SVG.
+``make results RUNS=$FEDSUB_RUNS/reproduce`` puts finished runs into data/ before. Nothing here holds a measured number.
+README.md: every claim with its verdict; a page a paper; learning curves as SVG.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ from fedsub_app.common.conf_files import tables  # noqa: E402
 from fedsub_app.common.text import markdown  # noqa: E402
 from fedsub_app.config import resolve  # noqa: E402
 from fedsub_app.reports.pictures import colour, draw_lines, figure, limits_of, svg  # noqa: E402
-from fedsub_app.reports.records import Curve, deviation  # noqa: E402
-from fedsub_app.studies.evidence import read_evidence, row_of, sample_of  # noqa: E402
+from fedsub_app.reports.records import NOT_COMPARED, Curve, deviation, read_run  # noqa: E402
+from fedsub_app.studies.evidence import read_evidence, row_of, run_entry, sample_of, write_evidence  # noqa: E402
 from fedsub_app.studies.reproduce import compared  # noqa: E402
 from fedsub_app.studies.tables import Paper, read_table  # noqa: E402
 from fedsub_app.studies.verdicts import SIGMAS, VERDICTS, Estimate, difference, judged, relative  # noqa: E402
@@ -338,7 +339,46 @@ def rendered() -> dict[Path, str]:
     return pages
 
 
+def add(runs: Path) -> None:
+    """Put the finished runs of ``<runs>/<table>/<row>/seed<n>`` into the tables' files.
+
+    A run takes the place of one of its seed. ``set`` of a new file: what the first run sets otherwise than its row.
+    """
+    for name in tables():
+        folders = sorted((runs / name).glob("*/seed*/summary.json"))
+        if not folders:
+            continue
+        table, file = read_table(name), HERE / f"data/{name}.json"
+        reference = table.reference or table.methods[0].label
+        content = read_evidence(file) if file.exists() else {"table": name, "title": table.title, "rows": []}
+        for row in table.rows:
+            known, keys = row_of(content, row.setting, row.label), resolve(row.overrides).flat()
+            for record in (read_run(path.parent) for path in folders if path.parent.parent.name == row.slug):
+                if record.status != "completed":
+                    continue
+                if not known:
+                    metric = f"{str(keys['evaluate']).split(',')[0]}-accuracy"
+                    known = {"setting": row.setting, "method": row.label, "metric": metric, "runs": []}
+                    known |= {"paper": row.paper.model_dump(exclude_defaults=True)}
+                    content["rows"].append(known)
+                own = record.settings.items()
+                changed = {
+                    key: value for key, value in own if key not in NOT_COMPARED and keys.get(key, value) != value
+                }
+                command = " ".join(
+                    [f"fedsub reproduce {name}", *(f"-s {key}={value}" for key, value in changed.items())]
+                )
+                for key, value in (("command", command), ("set", changed), ("reference", reference)):
+                    content.setdefault(key, value)
+                entry = run_entry(record.folder, known["metric"])
+                others = [run for run in known["runs"] if run["seed"] != entry["seed"]]
+                known["runs"] = sorted([*others, entry], key=lambda run: run["seed"])
+        write_evidence(file, content)
+
+
 if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        add(Path(folder))
     for path, text in rendered().items():
         path.write_text(text)
         print(path.relative_to(HERE))
