@@ -56,8 +56,8 @@ class FedPM(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        if settings.weighting != "uniform":
-            raise UserError(f"weighting = {settings.weighting!r}: must be 'uniform' with method = 'fedpm'")
+        if settings.by_examples:
+            raise UserError("weighting = 'examples': must be 'uniform' with method = 'fedpm'")
         weight_names(settings, model)
         self.signed = signed_constants(model, self.current)
         self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}
