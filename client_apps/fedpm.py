@@ -6,6 +6,7 @@ from torch import Tensor
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed, unprefixed
 from fedsub_app.training.client import Training
+from fedsub_app.training.objectives import Prox
 from fedsub_app.training.optimizer import Optimizer
 from strategies.fedpm import THETA, signed_constants
 from strategies.settings import FedPMSettings
@@ -26,6 +27,8 @@ class FedPMClient(Client):
         scores = {name: theta.logit() for name, theta in brought(unprefixed(THETA, sent), device).items()}
         others = {name: tensor for name, tensor in network.parameters.items() if name not in scores}
         optimizer = Optimizer(self.settings, scores | others, self.settings.lr_at(self.round))
+        anchor = {name: tensor.detach().clone() for name, tensor in optimizer.parameters.items()}
+        pull = Prox(anchor, self.settings.prox_mu if self.settings.objective == "prox" else 0)
 
         def draw() -> Tensors:
             numbers = brought({name: torch.rand(s.shape, generator=draws) for name, s in scores.items()}, device)
@@ -39,6 +42,7 @@ class FedPMClient(Client):
             for name, score in scores.items():
                 theta = torch.sigmoid(score)
                 gradients[name] = gradients[name] * theta * (1 - theta)
+            pull.correct(gradients, optimizer.parameters)
             optimizer.step(gradients)
             return loss.detach()
 

@@ -230,7 +230,7 @@ class TrainingSettings(Section):
         return self
 
 
-BY_EXAMPLES = ("fedavg", "fedprox", "moon")  # McMahan et al. 2017, Li et al. 2020 and Li, He, Song 2021 weigh so
+BY_EXAMPLES = ("fedavg", "fedprox", "moon", "fedala", "ssfl", "feddst")  # their papers weigh so
 
 
 class DefenceSettings(FederationSettings):

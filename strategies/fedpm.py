@@ -15,7 +15,8 @@ Deviations from the paper, the authors' code (https://github.com/BerivanIsik/spa
 - the global model that is tested has one mask drawn from theta.
 - layers other than convolutions and linear ones (BatchNorm) are trained and averaged as in FedAvg; the paper has none.
 - ``reset-every = 1`` is the code's reset in every round; the paper resets less often with partial participation.
-- the optimizer of the settings moves the scores. ``objective`` is refused. All masks count alike.
+- the optimizer of the settings moves the scores. ``objective = "prox"`` pulls them to those that were received, "moon"
+  is refused. All masks count alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,8 +56,8 @@ class FedPM(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        if settings.weighting != "uniform":
-            raise UserError(f"weighting = {settings.weighting!r}: must be 'uniform' with method = 'fedpm'")
+        if settings.by_examples:
+            raise UserError("weighting = 'examples': must be 'uniform' with method = 'fedpm'")
         weight_names(settings, model)
         self.signed = signed_constants(model, self.current)
         self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}

@@ -318,7 +318,7 @@ class SparseSettings(MethodSettings):
 class FedPMSettings(MethodSettings):
     """Keys of FedPM."""
 
-    objectives: ClassVar = ("none",)
+    objectives: ClassVar = ("none", "prox")
 
     reset_every: Count = 1
     """Rounds after which the counts of the masks' ones and zeros begin anew."""

@@ -9,7 +9,7 @@ send the values that it keeps (strategies/sparse.py).
 Deviations from the paper and the authors' code (https://github.com/riohib/SSFL):
 - round 1 is the round of the saliencies: its clients answer with them and do not train. In the paper all clients do so
   before the first round; with ``participation`` below 1 these are the sampled ones.
-- the clients' weights in the mean are those of ``weighting``: ``"examples"`` in the paper, ``"uniform"`` in the code.
+- saliencies are weighed by the clients' samples, as the models are (paper; the code takes their plain mean).
 - the saliency is that of one mini-batch of ``batch-size`` (the code can take the mean of several).
 - each layer keeps its largest weight at least.
 """

@@ -90,7 +90,7 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "mtl": {"mtl__lambda": 0.1},
     "fedavg-ft": {},
     "ditto": {},
-    "fedpm": {"fedpm__reset_every": 2},
+    "fedpm": {"fedpm__reset_every": 2, "lr": 1.0},
     "ssfl": {},
     "feddst": {"feddst__every": 2},
     "fedbn": {},

@@ -199,7 +199,7 @@ FEDAVG = {
 def test_where_it_is_fedavg_it_is_fedavg_bit_for_bit(run_local: Run, model: str) -> None:
     """APFL's global model always is; FedBN's on a network without normalisation."""
     keys = KEYS | {"model": model, "image_size": 32, "train_per_class": 20, "num_rounds": 2, "batch_size": 32}
-    keys |= {"momentum": 0.9, "weight_decay": 0.01, "evaluate": "global"}
+    keys |= {"momentum": 0.9, "weight_decay": 0.01, "evaluate": "global", "weighting": "uniform"}
     _, fedavg = run_local("fedavg", **keys, method="fedavg")
     for method, own in FEDAVG.items() if model == "lenet5-bn" else {"fedbn": {}}.items():
         _, folder = run_local(method, **keys, **own, method=method)

@@ -154,7 +154,7 @@ def test_the_model_is_that_of_the_algorithm(
 @pytest.mark.parametrize("method", ["feddst", "ssfl"])
 def test_with_all_weights_it_is_fedavg_bit_for_bit(method: str, run_local: Run) -> None:
     keys = KEYS | {"model": "lenet5-bn", "image_size": 32, "train_per_class": 20, "num_rounds": 2, "batch_size": 32}
-    keys |= {"momentum": 0.9, "weight_decay": 0.01, "evaluate": "global"}
+    keys |= {"momentum": 0.9, "weight_decay": 0.01, "evaluate": "global", "weighting": "uniform"}
     _, fedavg = run_local("fedavg", **keys, method="fedavg")
     _, folder = run_local("sparse", **keys, method=method, **{f"{method}__density": 1.0})
     ours, theirs = model_of(folder), model_of(fedavg)

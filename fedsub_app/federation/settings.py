@@ -40,8 +40,8 @@ class FederationSettings(SeedSettings, ClientsSettings):
     weighting: Literal["auto", "uniform", "examples"] = "auto"
     """A client's weight in a mean: the same for all clients, or its number of training samples.
 
-    ``auto``: by samples for fedavg, fedprox and moon, as in their papers, but with a robust mean or noise; the same for
-    all other methods.
+    ``auto``: by samples for fedavg, fedprox, moon, fedala, ssfl and feddst, as in their papers, but with a robust mean
+    or noise; the same for all other methods.
     """
     placement: Literal["auto", "balanced", "pinned"] = "auto"
     """Clients are spread evenly over the nodes, or client c is on the node c mod num-partitions.

@@ -8,6 +8,7 @@ NETWORKS = {  # name → what it is; networks.py builds them
     "mnist-cnn": "Sub-FedAvg, MNIST: conv 10 and 20 of 5x5, linear 50 (21,840 parameters for 10 classes)",
     "mnist-cnn-bn": "Sub-FedAvg (Hy), MNIST: mnist-cnn with BatchNorm between convolution and ReLU",
     "fedpart-cnn": "FedPart with momentum: conv 6 and 16 of 5x5, linear 180-160-140-120-84 (154,486 parameters)",
+    "pfllib-cnn": "PFLlib: conv 32 and 64 of 5x5, linear 512 (582,026 parameters for 28 x 28 grey pixels, 10 classes)",
     "resnet18": "FedSelect, FedFull: torchvision's ResNet-18, random initialisation",
     "resnet18-imagenet": (
         "FedSelect, Office-Home: the same with ImageNet weights (downloaded by torchvision) and a new output layer"

@@ -150,6 +150,7 @@ _NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, object]]] = {
     "mnist-cnn": (_conv_net, {"channels": (10, 20), "kernel": 5, "hidden": (50,)}),
     "mnist-cnn-bn": (_conv_net, {"channels": (10, 20), "kernel": 5, "hidden": (50,), "batch_norm": True}),
     "fedpart-cnn": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)}),
+    "pfllib-cnn": (_conv_net, {"channels": (32, 64), "kernel": 5, "hidden": (512,)}),
     "resnet18": (_resnet18, {}),
     "resnet18-imagenet": (_resnet18, {"pretrained": True}),
     "resnet18-gn": (_resnet18_gn, {}),
