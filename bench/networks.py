@@ -45,15 +45,15 @@ BASE: dict[str, Value] = {
     "num-clients": 2, "num-rounds": ROUNDS, "batch-size": 10, "lr": 0.05, "eval-every": ROUNDS,
     "checkpoint-every": ROUNDS,
 }  # fmt: skip
-# Keys with which two rounds are enough to see that a method trains: FedPart's cycle and FedPeWS's warm-up end, and
-# adaptive servers make steps that show.
+# Keys with which two rounds are enough to see that a method trains: FedPart has one layer in both, FedPeWS's warm-up
+# ends, and adaptive servers make steps that show.
 OF_METHOD: dict[str, dict[str, Value]] = {
     "fedadam": {"fedadam.lr": 0.1},
     "fedyogi": {"fedyogi.lr": 0.1},
     "fedadagrad": {"fedadagrad.lr": 0.1},
     "fedpac": {"fedpac.lambda": 0.1},
     "fedrep": {"fedrep.personal-epochs": 4, "fedrep.shared-epochs": 8},
-    "fedpart": {"optimizer": "adam", "lr": 0.001, "fedpart.full-rounds": 1, "fedpart.rounds-per-group": 1},
+    "fedpart": {"optimizer": "adam", "lr": 0.003, "fedpart.full-rounds": 0, "fedpart.rounds-per-group": ROUNDS},
     "fedpews": {"fedpews.warmup-rounds": 1},
     "heterofl": {"heterofl.widths": "1, 0.5"},
     "fedrolex": {"fedrolex.widths": "1, 0.5"},
@@ -227,17 +227,18 @@ def structure(model: str) -> Json:
 
 
 def table(results: Json) -> str:
-    """Return the results as Markdown: a row a network, and the reasons of those that do not run."""
-    count = len(METHODS)
+    """Return the results as Markdown: a row a network, the reasons of what does not run, the methods that all tried."""
+    tried = [method for method in METHODS if all(method in found["methods"] for found in results.values())]
     rows, reasons = [], []
     for name, found in results.items():
-        failed = {method: reason for method, reason in found["methods"].items() if reason}
-        ran = f"{len(found['methods']) - len(failed)} of {count}"
+        failed = {method: found["methods"][method] for method in tried if found["methods"][method]}
+        ran = f"{len(tried) - len(failed)} of {len(tried)}"
         units = f"{found['units']:,} in {found['groups']}" if found["units"] else "none"
         rows.append([name, f"{found['parameters']:,}", units, ran, ", ".join(failed) or "–"])
         reasons += [[name, method, reason] for method, reason in failed.items()]
     text = markdown(("network", "parameters", "units, in groups", "methods that run", "not"), rows)
-    return text + ("\n\n" + markdown(("network", "method", "why not"), reasons) if reasons else "")
+    why = f"\n\n{markdown(('network', 'method', 'why not'), reasons)}" if reasons else ""
+    return f"{text}{why}\n\nTried: {', '.join(tried)}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
