@@ -12,7 +12,7 @@ from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 
 NAMES = """
-from fedsub_app.config import as_toml, describe, parse_pairs, resolve
+from fedsub_app.config import as_toml, describe, resolve
 from fedsub_app.data import dataset_names
 from fedsub_app.methods import METHODS
 from fedsub_app.models import model_names
