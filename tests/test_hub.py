@@ -50,3 +50,11 @@ def test_the_app_can_be_published(app: Path) -> None:
     (app / "LICENSE").unlink()
     with pytest.raises(click.ClickException, match="LICENSE"):
         publish._collect_file_paths(app)
+
+
+def test_no_module_is_named_as_a_test() -> None:
+    """Flower leaves ``test_*.py`` and ``*_test.py`` out of a bundle, wherever they lie."""
+    packages = ("fedsub", "fedsub_app", "strategies", "client_apps")
+    modules = [path for package in packages for path in (PROJECT / package).rglob("*.py")]
+    assert modules
+    assert not [path for path in modules if path.name.startswith("test_") or path.name.endswith("_test.py")]
