@@ -139,7 +139,7 @@ def test_clients_trained_together_run_out_of_memory_together(run_local: Run, mon
 
 
 def test_the_servers_own_memory(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedsub_app.runs.loop.evaluate", lambda *_: torch.empty(PETABYTE // 4))
+    monkeypatch.setattr("fedsub_app.runs.evaluation.sums_of", lambda *_: torch.empty(PETABYTE // 4))
     with pytest.raises(RunFailed, match=r"^out of memory: .* goes on$"):
         run_local()
 

@@ -157,7 +157,7 @@ def test_a_spare_stands_in_for_one_that_fails(run_local: RunLocal) -> None:
     _, folder = run_local("two", grid=lambda _, keys: grid(keys, drawn[:2]), **KEYS)
     line = rounds(folder)[1]
     assert (line["status"], line["partial"], line["not-waited-for"]) == ("ok", "2 of 3 replies", [])
-    said = round_line(line | {"seconds": 1.0, "bytes-up": 0, "bytes-down": 0}, resolve({}), 0.0)
+    said = round_line(line | {"seconds": 1.0, "bytes-up": 0, "bytes-down": 0}, resolve({}), resolve({}).score, 0.0)
     assert "  clients 2/4  " in said
     assert "  partial: 2 of 3 replies  " in said
 

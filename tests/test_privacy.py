@@ -127,17 +127,17 @@ def test_every_round_says_what_is_spent(run_local: Run) -> None:
         asked.update(line["clients"])
         assert line["epsilon"] == pytest.approx(epsilon(2.0, max(asked.values()), 1e-3))
         assert line["delta"] == 1e-3
-        assert f"epsilon {line['epsilon']:.3g}" in round_line(line, resolve({}), 0.0)
+        assert f"epsilon {line['epsilon']:.3g}" in round_line(line, resolve({}), resolve({}).score, 0.0)
     assert max(asked.values()) < 6
     assert summary["epsilon"] == lines[-1]["epsilon"]
-    assert f"epsilon {summary['epsilon']:.3g} at delta 0.001" in summary_table(summary)
+    assert f"epsilon {summary['epsilon']:.3g} at delta 0.001" in summary_table(summary, resolve({}).score)
 
 
 def test_without_noise_nothing_is_said_of_privacy(run_local: Run) -> None:
     summary, folder = run_local()
     assert "epsilon" not in summary
     assert not any("epsilon" in line for line in read_rounds(folder))
-    assert "privacy" not in summary_table(summary)
+    assert "privacy" not in summary_table(summary, resolve({}).score)
 
 
 def test_no_client_decides_whether_another_counts(run_local: Run) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import read_json, write_json
 from fedsub_app.deployment import commands, flower
-from fedsub_app.deployment.keys import make_keys
+from fedsub_app.deployment.keys import general_name, make_keys
 from fedsub_app.deployment.processes import Process, answers, free_port, running, start, stop
 
 STATE = "federation.json"
@@ -134,6 +134,8 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
         raise UserError(
             "--insecure: not with --host: its door asks for TLS; --listen 0.0.0.0 opens the SuperLink itself"
         )
+    if federation.host:
+        general_name(federation.host)
     if has_door(federation) and not commands.nginx():
         raise UserError(
             f"--host {federation.host}: needs nginx, the door through which nodes of other machines come in; "

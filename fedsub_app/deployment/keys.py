@@ -57,7 +57,7 @@ def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int
         A host is neither a name nor an address, or the authority's key is needed and not there.
     """
     named = list(dict.fromkeys([*THIS_MACHINE, *hosts]))
-    names = x509.SubjectAlternativeName([_general_name(host) for host in named])
+    names = x509.SubjectAlternativeName([general_name(host) for host in named])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written: list[Path] = []
 
@@ -89,7 +89,8 @@ def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int
     return written
 
 
-def _general_name(host: str) -> x509.GeneralName:
+def general_name(host: str) -> x509.GeneralName:
+    """Return a host for a certificate; :class:`UserError` where it is neither a name nor an IP address."""
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:

@@ -85,9 +85,12 @@ def _flops_by_layer(
     """Return the FLOPs of one batch of two inputs, by convolution or linear layer; ``""``: of everything else.
 
     A copy of the model computes on two inputs of zeros: BatchNorm on batch statistics refuses one. The generators stay
-    as they are.
+    as they are. No value of a model on a GPU is copied.
     """
-    copied, counter = copy.deepcopy(model).cpu(), _Counter()
+    away = [t for t in (*model.parameters(), *model.buffers()) if t.device.type != "cpu"]
+    memo = {id(t): torch.zeros(t.shape, dtype=t.dtype) for t in away}
+    blanks = {id(t): nn.Parameter(memo[id(t)], t.requires_grad) for t in away if isinstance(t, nn.Parameter)}
+    copied, counter = copy.deepcopy(model, memo | blanks), _Counter()
     counter.watch(copied)
     with torch.random.fork_rng(devices=[]), _unfused(), counter, torch.set_grad_enabled(training):
         out = copied.train(training)(blank(2, problem.data.in_shape))
