@@ -19,12 +19,12 @@ from fedsub_app.config import resolve
 from fedsub_app.data.files import FORMATS, IMAGES, read_images, unpacked_idx
 from fedsub_app.deployment import commands
 from fedsub_app.deployment import federation as machine
-from fedsub_app.deployment.audit import append, verify
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation import nodes as federation_nodes
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.node import settings_from
 from fedsub_app.reports.records import csv_text
+from fedsub_app.runs.audit import append, verify
 
 # --- who reads what ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Methods, networks and settings with their texts, kept in the cache: their classes need torch, which takes seconds."""
+"""Methods, networks and settings with their texts, kept in the cache: their classes take half a second to load."""
 
 import json
 import os

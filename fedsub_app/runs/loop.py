@@ -18,13 +18,13 @@ from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Partition, make_partition, partition_summary
-from fedsub_app.deployment.audit import append
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
+from fedsub_app.runs.audit import append
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
