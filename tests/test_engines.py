@@ -153,7 +153,7 @@ def tracked() -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("connection", ["local-simulation", "one-worker"])
+@pytest.mark.parametrize("connection", ["local-simulation", pytest.param("one-worker", marks=pytest.mark.slow)])
 def test_flowers_simulation_is_the_local_engine(
     connection: str, flower: dict[str, str], local: list[Json], tmp_path: Path
 ) -> None:
@@ -262,6 +262,7 @@ def other_checkout(tmp_path: Path) -> Callable[[str], Path]:
     return copied
 
 
+@pytest.mark.slow
 def test_each_run_has_the_code_of_its_checkout(
     flower: dict[str, str], local: list[Json], other_checkout: Callable[[str], Path], tmp_path: Path
 ) -> None:
