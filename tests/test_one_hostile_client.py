@@ -225,7 +225,7 @@ def test_what_a_client_says_of_itself_moves_no_mean(
     assert line["flops"] <= 1.07 * honest["flops"]
     hostile(monkeypatch, "fedavg", lambda client, sent, update: replace(update, num_examples=1))
     _, folder = run_local("few", **keys)
-    assert [drop["reason"] for drop in rounds(folder)[-1]["dropped"]] == ["num-examples = 1: must be 179"]
+    assert [drop["reason"] for drop in rounds(folder)[-1]["dropped"]] == ["num-examples = 1: must be 180"]
 
 
 def test_min_contributors_keeps_what_one_client_alone_has(shared_run: Callable[..., Path]) -> None:
