@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # A test whose code names one of these starts a run or a process; so does one whose fixtures' code or helpers' does.
 STARTERS = {
     "run_experiment", "main", "subprocess", "get_context", "deployed", "new_method", "NotebookClient", "run_job",
-    "LocalGrid", "mkdocs",
+    "LocalGrid", "load_config",
 }  # fmt: skip
 
 

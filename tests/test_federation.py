@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import DEFAULT_TTL, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 from helpers import rounds
 
 import fedsub_app.federation.roll
@@ -37,6 +38,12 @@ from fedsub_app.federation.wire import (
 )
 
 RunLocal = Callable[..., tuple[Json, Path]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sender() -> None:
+    """A message asks who sends it, which a grid says."""
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
 
 
 def federation(**keys: Value) -> Federation:

@@ -101,6 +101,7 @@ def test_one_client_changes_the_sum_by_clip_norm_at_most(clients: int, seed: int
     assert change <= most * (1 + 1e-4) + 1e-4
 
 
+@pytest.mark.run  # the accountants take seconds
 @pytest.mark.parametrize(("noise", "rounds", "delta"), [(1.0, 1, 1e-5), (0.5, 10, 1e-3), (4.0, 200, 1e-6)])
 def test_epsilon_is_that_of_the_accountants(noise: float, rounds: int, delta: float) -> None:
     """Of an event written by hand; the tighter accountant by privacy loss distributions agrees from below."""
