@@ -284,7 +284,13 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
             if any(len(line.mean) > 2 for line in lines):
                 file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends)
                 results.append(f"![{setting}: learning curves with one standard deviation; dotted: the paper]({file})")
-                pictures[HERE / file] = picture(f"{table}, {setting}", draw, 7, 3.6, repr((lines, ends)))
+                pictures[HERE / file] = picture(
+                    f"{table}, {setting}",
+                    draw,
+                    7,
+                    3.6,
+                    repr([(line.label, line.x, line.mean, line.low) for line in lines] + ends),
+                )
     beyond = []
     for table, setting, method in paper["beyond"].get("rows", []):
         if (row := row_of(data()[table], setting, method)) and (final := sample_of(row)):
