@@ -27,7 +27,7 @@ test: setup
 	$(PYTEST) $(TWO) $(ARGS)
 
 # The tests that start no run and no process: under a minute.
-quick: setup
+quick: .venv/installed
 	$(PYTEST) $(TWO) -m "not run and not slow and not gpu" $(ARGS)
 
 # The longer proofs: real federations, Flower's simulation with every method, kills at every moment. Hours.

@@ -276,7 +276,7 @@ def small_vgg(num_classes: int) -> nn.Module:
 
 NORM = ("weight", "bias", "running_mean", "running_var")
 SOURCES = {
-    "torchvision:resnet18": ("", 12), "torchvision:mobilenet_v3_small": ("", 27), f"{__name__}:small_vgg": ("", 5),
+    "torchvision:mobilenet_v3_small": ("", 27), f"{__name__}:small_vgg": ("", 5),
     "torchvision:squeezenet1_1": ("", 25), "resnet18-gn": ("", 12),
     "torchvision.models:VisionTransformer": (
         "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
