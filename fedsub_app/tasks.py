@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -21,7 +22,7 @@ CROSS_ENTROPIES = (0.0, 1e4)  # a larger one has diverged: guessing among 10^6 c
 IGNORED = -100  # the target of a position that does not count, as in torch
 
 
-class Task:
+class Task(ABC):
     """A task; derive from it for one of your own: :meth:`loss`, :meth:`sums`, :meth:`metrics` and the attributes.
 
     Attributes
@@ -48,17 +49,17 @@ class Task:
         """The score with its unit and direction."""
         return Score(self.score, self.high_is_good, self.unit, self.low, self.high, self.others, self.losses)
 
+    @abstractmethod
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the loss of a batch, differentiable: its mean, its sum, or one number a sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sums(self, output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
         """Return the sums from which the metrics are computed; sums of several batches or clients can be added."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return the metrics of all samples in ``sums``: the score, ``loss`` (the mean), and the others."""
-        raise NotImplementedError
 
     def count(self, y: Tensor) -> int:
         """Return the number of terms whose mean is the loss: the samples."""
@@ -313,8 +314,11 @@ def task_of(name: str) -> Task:
         return TASKS[name]
     if name.startswith(OWN):
         raise UserError(f"task = {name!r}: an object that this process has not; give client_app task= as well")
-    made = named_code("task", name)
-    task = made() if isinstance(made, type) and issubclass(made, Task) else made
+    task: object = named_code("task", name)
+    if isinstance(task, type) and issubclass(task, Task):
+        if task.__abstractmethods__:
+            raise UserError(f"task = {name!r}: the class lacks {', '.join(sorted(task.__abstractmethods__))}")
+        task = task()
     if not isinstance(task, Task) or "-" in task.score:
         raise UserError(f"task = {name!r}: must be a class derived from fedsub.Task, whose score is one word")
     return task

@@ -275,6 +275,9 @@ def test_a_task_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(OWN + "#\n")
     with pytest.raises(UserError, match=r"must be a class derived from fedsub\.Task"):
         task_of(f"{tmp_path}/my_task.py:Not")
+    (tmp_path / "my_task.py").write_text("import fedsub\nclass Half(fedsub.Task):\n    def loss(self, *given): ...\n")
+    with pytest.raises(UserError, match="the class lacks metrics, sums"):
+        task_of(f"{tmp_path}/my_task.py:Half")
 
 
 @pytest.mark.run

@@ -23,7 +23,7 @@ from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation import nodes as federation_nodes
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.node import settings_from
-from fedsub_app.reports.records import csv_text
+from fedsub_app.reports.export import csv_text
 from fedsub_app.runs.audit import append, verify
 
 # --- who reads what ---------------------------------------------------------------------------------------------------

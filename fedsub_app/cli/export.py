@@ -12,7 +12,7 @@ def export(
     out: Annotated[Path | None, Option(metavar="FILE", help="write it there")] = None,
 ) -> None:
     """Print the rounds of runs, or their clients' numbers, as CSV."""
-    from fedsub_app.reports.records import export as table
+    from fedsub_app.reports.export import export as table
 
     text = table(folders, clients)
     if out:

@@ -39,7 +39,7 @@ def machine_facts() -> dict[str, str | int | None]:
     return facts
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of the packages, other than torch, on which a run's numbers depend."""
     known = {}
     for name in ("flwr", "numpy", "torchvision"):

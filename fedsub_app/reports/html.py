@@ -14,6 +14,7 @@ from fedsub_app.methods import reported
 from fedsub_app.reports.compare import shared_scores
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.cost_to_accuracy import cells, columns, costs_to_accuracy
+from fedsub_app.reports.export import csv_text, table_of_rounds
 from fedsub_app.reports.pictures import (
     AXES,
     MAX_LABELS,
@@ -29,14 +30,12 @@ from fedsub_app.reports.records import (
     Curve,
     Group,
     Record,
-    csv_text,
     curves,
     differing_keys,
     kinds,
     kinds_of,
     short,
     summary_table,
-    table_of_rounds,
 )
 from fedsub_app.runs.masks import Masks, last_masks
 

@@ -31,7 +31,7 @@ from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private, sweep, write_atomic, write_json
-from fedsub_app.common.machine import machine_facts, versions
+from fedsub_app.common.machine import machine_facts, package_versions
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
@@ -236,7 +236,7 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
         ),  # pages read it without the task's code
         "code": code_digest(),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__} | versions(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__} | package_versions(),
         "device": device_facts(device),
         "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
     }

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.text import markdown
+from fedsub_app.reports.export import csv_text
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_sweep, svg
-from fedsub_app.reports.records import Group, csv_text, deviation, read_run
+from fedsub_app.reports.records import Group, deviation, read_run
 from fedsub_app.studies.batch import commits, machine
 from fedsub_app.studies.search_space import Range
 from fedsub_app.studies.trials import Search, Sweep, Trial

@@ -1,0 +1,72 @@
+"""Tables of rounds and clients, and their CSV text."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fedsub_app.common.errors import escaped
+from fedsub_app.common.section import Json
+from fedsub_app.reports.records import COSTS, Record, read_run, run_labels
+
+
+def table_of_rounds(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
+    """Return a header and a row a round: the numbers and words of every round of some runs, by name.
+
+    Lists of numbers are one text, lists of anything else their length; each client's own numbers are left out
+    (:func:`table_of_clients`).
+    """
+    rows = [{"run": name} | _flat(line) for name, record in runs.items() for line in record.lines]
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    return header, [[row.get(key, "") for key in header] for row in rows]
+
+
+def _flat(line: Json) -> Json:
+    flat: Json = {}
+    for key, value in line.items():
+        if isinstance(value, list):
+            numbers = all(isinstance(number, int | float) for number in value)
+            flat[key] = " ".join(map(str, value)) if numbers else len(value)
+        elif not isinstance(value, dict) and key not in COSTS and key != "crc32":
+            flat[key] = "" if value is None else value
+    return flat
+
+
+def table_of_clients(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
+    """Return a header and a row a client and round in which it was evaluated."""
+    rows = [
+        {"run": name, "round": line["round"], "client": int(client)} | numbers
+        for name, record in runs.items()
+        for line in record.lines
+        for client, numbers in line.get("evaluated", {}).items()
+    ]
+    header = list(dict.fromkeys(["run", "round", "client", *(key for row in rows for key in row)]))
+    return header, [[row.get(key, "") for key in header] for row in rows]
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table as CSV. A text that a spreadsheet would compute gets a ``'`` before it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([_cell(value) for value in row] for row in (header, *rows))
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Return the value of a cell; numbers stay, also those that begin with a minus sign."""
+    if not isinstance(value, str) or value[:1] not in tuple("=+-@"):
+        return value if not isinstance(value, str) else escaped(value)
+    with suppress(ValueError):
+        float(value)
+        return value
+    return f"'{escaped(value)}"
+
+
+def export(folders: Sequence[Path], clients: bool = False) -> str:
+    """Return the rounds of some runs, or their clients' numbers, as CSV."""
+    records = [read_run(folder) for folder in folders]
+    names = run_labels(folders, [record.settings for record in records])
+    table = table_of_clients if clients else table_of_rounds
+    return csv_text(*table(dict(zip(names, records, strict=True))))
