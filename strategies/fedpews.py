@@ -56,7 +56,7 @@ class FedPeWS(SubnetStrategy):
     remembers = ("theta",)
     reports: ClassVar = {
         "units-covered-by": Reported(
-            "hidden units covered by", "hidden units", "coverage", curves=("no client", "one client", "several clients")
+            "hidden units covered by", "hidden units", curves=("no client", "one client", "several clients")
         )
     }
 

@@ -66,9 +66,7 @@ class FedSelect(SubnetStrategy):
     remembers = ("masks", "held")
     judged = False
     reports: ClassVar = {
-        "personal-fraction": Reported(
-            "Personal part of the model, mean over the clients", "personal (%)", file="personal", scale=100
-        )
+        "personal-fraction": Reported("Personal part of the model, mean over the clients", "personal (%)", scale=100)
     }
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:

@@ -70,9 +70,7 @@ class SubFedAvg(SubnetStrategy):
     refused = WITHOUT_MASKS
     remembers = ("masks", "fractions")
     reports: ClassVar = {
-        "pruned-fraction": Reported(
-            "Pruned part of the model, mean over the clients", "pruned (%)", file="pruned", scale=100
-        )
+        "pruned-fraction": Reported("Pruned part of the model, mean over the clients", "pruned (%)", scale=100)
     }
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:

@@ -55,10 +55,6 @@ def test_what_analyse_writes_agrees_with_the_run(
     assert cli.main(["analyse", str(folder), "--samples", "16"]) == 0
     for path in capsys.readouterr().out.split():
         assert Path(path).stat().st_size > 0
-    header, *coverage = csv.reader((folder / "coverage.csv").open())
-    assert header == ["round", "no client", "one client", "several clients"]
-    lines = read_rounds(folder)
-    assert [[int(cell) for cell in row] for row in coverage] == [[t, *lines[t]["units-covered-by"]] for t in (1, 2)]
     header, *rows = csv.reader((folder / "activations.csv").open())
     assert header == ["round", "client", "layer", "all units", "own units", "other units"]
     assert len(rows) == 3 * 2 * 4  # rounds, clients, hidden layers
@@ -98,10 +94,10 @@ def test_methods_without_masks_say_so() -> None:
 
 
 def test_a_list_has_a_curve_for_each_name_and_the_last_one_has_the_rest() -> None:
-    about = Reported("title", "axis", "file", curves=("none", "one", "several"))
+    about = Reported("title", "axis", curves=("none", "one", "several"))
     assert about.points([3, 0, 2, 5]) == [3, 0, 7]
     assert about.points([3, 1]) == [3, 1, 0]
-    assert Reported("title", "axis", "file").points(0.25) == [0.25]
+    assert Reported("title", "axis").points(0.25) == [0.25]
 
 
 def test_nothing_to_analyse_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,13 +114,6 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
     keys = FEDSELECT | {"keep-checkpoints": 0, "num-rounds": 3}
     _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
     assert cli.main(["analyse", str(folder)]) == 0
-    lines = read_rounds(folder)
-    personal = list(csv.reader((folder / "personal.csv").open()))[1:]
-    assert [float(row[1]) for row in personal] == pytest.approx([line["personal-fraction"] for line in lines], abs=1e-5)
-    clients = list(csv.reader((folder / "clients.csv").open()))
-    assert clients[0] == ["client", "personal-accuracy"]
-    mean = sum(float(row[1]) for row in clients[1:]) / len(clients[1:])
-    assert mean == pytest.approx(lines[-1]["personal-accuracy"])
     rows = list(csv.reader((folder / "overlap.csv").open()))[1:]
     assert len(rows) == 3 * 5  # rounds, layers
     assert all(0 <= float(row[2]) <= 1 for row in rows)
@@ -135,7 +124,7 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
     found = overlap([unpack_bits({"fc3.weight": bits}, shapes)["fc3.weight"] for bits in newest])
     expected = float(found[~torch.eye(3, dtype=torch.bool)].mean())
     assert float(next(row[2] for row in rows if row[:2] == ["3", "fc3.weight"])) == pytest.approx(expected, abs=1e-4)
-    for name in ("personal", "clients", "overlap", "overlap-rounds"):
+    for name in ("overlap", "overlap-rounds"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 

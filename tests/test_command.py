@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fedsub_app.cli import main as cli
-from fedsub_app.cli import names
 from fedsub_app.cli.helping import about_method
 from fedsub_app.cli.report import with_default_page
 from fedsub_app.cli.run import overrides_of
@@ -20,17 +19,13 @@ from fedsub_app.methods import METHODS
 FAST = {
     "--help": 0,
     "list": 0,
+    "list settings": 0,
     "help fedselect": 0,
     "run quickstart/digits num-round=3": 2,
     "run method=fedavgg": 2,
     "run quickstart/digit": 2,
     "rnu": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDSUB_CACHE", str(tmp_path / "cache"))
 
 
 def test_settings_stand_alone_or_behind_s() -> None:
@@ -62,9 +57,6 @@ def test_a_wrong_word_is_one_line(arguments: list[str], said: str, capsys: pytes
 
 
 def test_what_answers_without_torch(tmp_path: Path) -> None:
-    """Also the first time: the texts of methods and settings are then in the cache."""
-    names.known.cache_clear()
-    names.known()
     program = (
         "import sys; from fedsub_app.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
     )
@@ -72,19 +64,6 @@ def test_what_answers_without_torch(tmp_path: Path) -> None:
         command = [sys.executable, "-c", f"{program}; sys.exit(code)", *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == code, (words, done.stderr)
-
-
-def test_the_cache_is_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").mkdir()
-    old = tmp_path / "cache/names-0.json"
-    old.write_text("{}")
-    names.known.cache_clear()
-    assert names.known()["methods"].keys() == METHODS.keys()
-    assert not old.exists()
-    (new,) = (tmp_path / "cache").iterdir()
-    new.write_text("{damaged")
-    names.known.cache_clear()
-    assert names.known()["methods"].keys() == METHODS.keys()
 
 
 @pytest.mark.parametrize("name", METHODS)

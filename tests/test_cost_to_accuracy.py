@@ -233,5 +233,5 @@ def test_reproduce_and_report_say_the_same(
     capsys.readouterr()
     assert cli.main(["report", *map(str, folders), "--out", str(tmp_path / "curves.png")]) == 0
     text = capsys.readouterr().out
-    assert f"Cost of {threshold:.2f} % global accuracy." in text
-    assert f"| {fedavg[3]} | {fedavg[4]} | {fedavg[5]} | {fedavg[7]} | {fedavg[8]} |" in text
+    assert "Cost to accuracy. Best: the highest mean accuracy" in text
+    assert f"| {threshold:.2f} | global | {fedavg[3]} | {fedavg[4]} | {fedavg[5]} | {fedavg[7]} | {fedavg[8]} |" in text

@@ -18,7 +18,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of this one."""
     target = tmp_path_factory.mktemp("copy") / "project"
     target.mkdir()
-    for name in ("fedsub", "fedsub_app", "strategies", "client_apps", "conf", "tests"):
+    for name in ("fedsub", "fedsub_app", "strategies", "client_apps", "conf", "tests", "examples"):
         shutil.copytree(PROJECT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(PROJECT / name, target / name)

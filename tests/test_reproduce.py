@@ -21,10 +21,11 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.reports.compare import compare
+from fedsub_app.reports.records import read_run
 from fedsub_app.settings import digest
 from fedsub_app.studies import batch, reproduce
+from fedsub_app.studies.evidence import t_interval
 from fedsub_app.studies.tables import Paper, read_table
-from fedsub_app.studies.verdicts import t_interval
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]
@@ -343,10 +344,11 @@ def test_runs_are_compared_at_equal_costs(tmp_path: Path) -> None:
             line |= {"flops": flops * 1e9, "seconds": seconds}
             lines.append(json.dumps(line | ({} if accuracy is None else {"global-accuracy": accuracy})))
         (tmp_path / name / "rounds.jsonl").write_text("\n".join(lines) + "\n")
-    first, second = compare([tmp_path / "fedavg", tmp_path / "fedpart"]).splitlines()[2:]
+    runs = [(name, read_run(tmp_path / name)) for name in made]
+    first, second = compare(runs).splitlines()[2:]
     assert first.endswith("| global | 60.00 | 30.0 | 60.00 | 12.0 | 60.00 | 3.0 | 60.00 |")
     assert second.endswith("| global | 55.00 | 23.0 | 50.00 | 11.0 | 50.00 | 5.0 | 60.00 |")
-    (last,) = compare([tmp_path / "fedpart", tmp_path / "fedavg"]).splitlines()[3:]
+    (last,) = compare(runs[::-1]).splitlines()[3:]
     assert last.endswith("| global | 60.00 | 30.0 | 55.00 | 12.0 | 55.00 | 3.0 | 20.00 |")
 
 

@@ -4,19 +4,25 @@ import csv
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
 
+import optuna
 import pytest
 from helpers import _main, _processes
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from fedsub_app import config
 from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_json
+from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.studies import batch, sweep
-from fedsub_app.studies.search_space import Range, Space, read_space
+from fedsub_app.studies.search_space import Space, read_space
 from fedsub_app.studies.trials import Search, Sweep, Trial
 
 KEYS = ["evaluate=personal", "validation-fraction=0.2", "num-rounds=4", "method=fedselect"]
@@ -38,12 +44,12 @@ def test_values_ranges_and_what_stays() -> None:
     )
     assert fixed == {"evaluate": "global,personal", "momentum": 0.9}
     assert space == {
-        "lr": (0.01, 0.1),
-        "fedpews.lambda": Range(0.5, 5.0, log=True, whole=False),
-        "local-epochs": Range(1.0, 5.0, log=False, whole=True),
-        "method": ("fedavg", "fedpews"),
-        "lr-decay-at": ("2, 4", "3"),
-        "weight-decay": Range(1e-4, 1e-2, log=False, whole=False),
+        "lr": CategoricalDistribution((0.01, 0.1)),
+        "fedpews.lambda": FloatDistribution(0.5, 5.0, log=True),
+        "local-epochs": IntDistribution(1, 5),
+        "method": CategoricalDistribution(("fedavg", "fedpews")),
+        "lr-decay-at": CategoricalDistribution(("2, 4", "3")),
+        "weight-decay": FloatDistribution(1e-4, 1e-2),
     }
 
 
@@ -107,21 +113,10 @@ def test_what_cannot_be_searched_is_one_line(
 
 
 def test_optuna_takes_lists_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("optuna")
     monkeypatch.setattr(sweep, "run_all", lambda jobs, *_: [(job, "not run") for job in jobs])
     arguments = ["sweep", "-s", "lr=0.1,0.2", "--search", "optuna", "--trials", "2", *VALIDATED]
     assert cli.main([*arguments, "--out", str(tmp_path / "out")]) == 1
-    assert len(list((tmp_path / "out").glob("trial-*.json"))) == 2
-
-
-def test_without_optuna_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["sweep", "-s", "lr=0.1,0.2", "--search", "optuna", "--trials", "3"]) == 2
-    assert capsys.readouterr().err == (
-        "error: --search optuna: needs the package optuna; `pip install -e '.[sweep]'` in the checkout\n"
-    )
+    assert len(params_of(tmp_path / "out")) == 2
 
 
 def search_of(space: Space, method: str, trials: int, **fixed: Value) -> Search:
@@ -130,31 +125,48 @@ def search_of(space: Space, method: str, trials: int, **fixed: Value) -> Search:
 
 
 def test_a_grid_has_every_pair_once_and_methods_only_their_own_keys() -> None:
-    grid = search_of({"method": ("fedavg", "ditto"), "ditto.lambda": (0.1, 1.0), "lr": (0.1, 0.2)}, "grid", 100)
-    assert len(grid.plan) == 2 + 4  # FedAvg has no lambda
-    shuffled = search_of({"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 4)
-    drawn = [tuple(keys.values()) for keys in shuffled.plan]
-    assert len(set(drawn)) == 4
-    more = search_of({"lr": (0.1, 0.2), "batch-size": (8, 16, 32)}, "random", 100)
-    assert [tuple(keys.values()) for keys in more.plan][:4] == drawn
-    assert len(more.plan) == 6
+    methods, rates, sizes = map(CategoricalDistribution, (("fedavg", "ditto"), (0.1, 0.2), (8, 16, 32)))
+    grid = search_of({"method": methods, "ditto.lambda": CategoricalDistribution((0.1, 1.0)), "lr": rates}, "grid", 100)
+    assert grid.count == 2 + 4  # FedAvg has no lambda
+    shuffled, more = (search_of({"lr": rates, "batch-size": sizes}, "random", count).points for count in (4, 100))
+    assert shuffled
+    assert more
+    assert len({tuple(keys.values()) for keys in shuffled}) == 4
+    assert more[:4] == shuffled
+    assert len(more) == 6
 
 
-def test_random_trials_are_in_range_and_the_same_however_many() -> None:
+def test_random_trials_are_in_range_and_the_same_however_many(tmp_path: Path) -> None:
     space: Space = {
-        "lr": Range(1e-4, 1.0, log=True, whole=False),
-        "local-epochs": Range(1, 3, log=False, whole=True),
-        "optimizer": ("sgd", "adam"),
+        "lr": FloatDistribution(1e-4, 1.0, log=True),
+        "local-epochs": IntDistribution(1, 3),
+        "optimizer": CategoricalDistribution(("sgd", "adam")),
     }
-    plan = search_of(space, "random", 200).plan
-    assert search_of(space, "random", 3).plan == plan[:3]
-    assert search_of(space, "random", 3, seed=1).plan != plan[:3]
+
+    def drawn(count: int, **fixed: Value) -> list[Mapping[str, Value]]:
+        search = sweep_of(search_of(space, "random", count, **fixed), tmp_path / f"{count}-{len(fixed)}")
+        return [search.trial(number).keys for number in range(count)]
+
+    plan = drawn(200)
+    assert drawn(3) == plan[:3]
+    assert drawn(3, seed=1) != plan[:3]
     rates = [float(keys["lr"]) for keys in plan]
     assert min(rates) >= 1e-4
     assert max(rates) <= 1.0
     assert 0.35 < sum(rate < 1e-2 for rate in rates) / 200 < 0.65  # half of the range in its logarithm
     assert {keys["local-epochs"] for keys in plan} == {1, 2, 3}
     assert {keys["optimizer"] for keys in plan} == {"sgd", "adam"}
+
+
+def sweep_of(search: Search, out: Path) -> Sweep:
+    return Sweep(search, "personal-validation", Score(), 1, out)
+
+
+def params_of(out: Path) -> list[dict[str, Value]]:
+    """Return the searched keys of the trials in a sweep's journal."""
+    path = str(out / "sweep.journal")
+    storage = JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
+    return [trial.params for trial in optuna.load_study(study_name="sweep", storage=storage).trials]
 
 
 def finish(trial: Trial, accuracy: float) -> None:
@@ -167,19 +179,27 @@ def finish(trial: Trial, accuracy: float) -> None:
 
 
 def test_optuna_goes_where_it_was_good_and_proposes_the_same_again(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
-    space: Space = {"lr": Range(0.0, 1.0, log=False, whole=False), "momentum": (0.0, 0.9)}
-    search = Sweep(search_of(space, "optuna", 30), "personal-validation", 1, tmp_path)
-    for number in range(30):
-        trial = search.trial(number)
-        finish(trial, 90 - 100 * abs(float(trial.keys["lr"]) - 0.7) - 10 * float(trial.keys["momentum"]))
-    rates = [float(trial.keys["lr"]) for trial in search.started()]
-    assert statistics.fmean(abs(rate - 0.7) for rate in rates[15:]) < 0.2  # random: 0.29
-    file = tmp_path / "trial-029.json"
-    before = file.read_text()
-    file.unlink()
-    search.trial(29)
-    assert file.read_text() == before
+    space: Space = {"lr": FloatDistribution(0.0, 1.0), "momentum": CategoricalDistribution((0.0, 0.9))}
+    proposed = []
+    for name in "ab":
+        for number in range(30):
+            if number % 10 == 0:  # continued by another process
+                search = sweep_of(search_of(space, "optuna", 30), tmp_path / name)
+            trial = search.trial(number)
+            finish(trial, 90 - 100 * abs(float(trial.keys["lr"]) - 0.7) - 10 * float(trial.keys["momentum"]))
+        proposed.append([float(trial.keys["lr"]) for trial in search.started()])
+    assert proposed[0] == proposed[1]
+    assert statistics.fmean(abs(rate - 0.7) for rate in proposed[0][15:]) < 0.2  # random: 0.29
+
+
+def test_trials_in_files_of_their_own_are_taken_over(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    search = search_of({"lr": FloatDistribution(0.0, 1.0)}, "random", 3)
+    write_json(tmp_path / "sweep.json", search.describe("personal-validation"))
+    for number, rate in enumerate((0.25, 0.75)):
+        write_json(tmp_path / f"trial-{number:03d}.json", {"number": number, "keys": {"lr": rate}})
+    for _ in range(2):
+        assert [trial.keys for trial in sweep_of(search, tmp_path).started()] == [{"lr": 0.25}, {"lr": 0.75}]
 
 
 def test_a_folder_of_another_sweep_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,11 +238,11 @@ def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path) -
         time.sleep(0.02)
     process.kill()
     process.join()
-    planned = {path.name: path.read_text() for path in out.glob("trial-*.json")}
+    planned = params_of(out)
     done = (out / "trial-000-seed0/rounds.jsonl").stat().st_mtime_ns
     assert not (out / "trial-001-seed0/summary.json").exists()
     assert cli.main(list(arguments)) == 0
-    assert {path.name: path.read_text() for path in out.glob("trial-*.json")} == planned
+    assert params_of(out)[: len(planned)] == planned
     assert (out / "trial-000-seed0/rounds.jsonl").stat().st_mtime_ns == done
     assert "resumed after round" in (out / "trial-001-seed0.log").read_text()
 
@@ -237,10 +257,9 @@ def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path) -
     assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     assert "The search" in (out / "report.html").read_text()
     # What the killed trial came to is what it comes to in one go.
-    keys = json.loads(planned["trial-001.json"])["keys"]
     alone = Search("quickstart/digits", parse_pairs([*KEYS, "local-epochs=2"]), {}, "random", 1)
     folder = tmp_path / "alone"
-    overrides = alone.overrides(keys) | {"run-dir": str(folder)}
+    overrides = alone.overrides(planned[1]) | {"run-dir": str(folder)}
     assert batch.run_job(overrides, folder) == ""
     summary = json.loads((folder / "summary.json").read_text())
     assert found["1"] == f"{summary['final-personal-validation-accuracy']:.2f}"

@@ -15,7 +15,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
-from fedsub_app.reports.compare import compare, compare_costs
+from fedsub_app.reports.compare import comparisons
 from fedsub_app.reports.cost_to_accuracy import costs_to_accuracy
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.rounds import ended_by, summarise
@@ -207,8 +207,8 @@ def test_a_regression_end_to_end(tmp_path: Path) -> None:
     assert not any("accuracy" in key for key in [*lines[-1], *runs[0].summary])
     assert runs[0].score[:3] == RMSE[:3]
     folders = [run.folder for run in runs]
-    assert "| rmse | at the end |" in compare(folders)
-    assert compare_costs(folders).startswith("Cost of ")
+    assert "| rmse | at the end |" in comparisons(folders)
+    assert "Cost to rmse. Best: the lowest mean rmse" in comparisons(folders)
     assert (folders[0] / "curve.png").exists()
 
 

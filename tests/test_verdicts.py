@@ -2,24 +2,31 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.studies.evidence import check, read_evidence, row_of, run_entry, sample_of, write_evidence
-from fedsub_app.studies.verdicts import (
+from fedsub_app.studies.evidence import (
     Estimate,
     Sample,
+    check,
     difference,
     half_width,
-    judged,
     pooled,
-    relative,
+    read_evidence,
+    row_of,
+    run_entry,
     sample,
+    sample_of,
     t_interval,
+    write_evidence,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs/results"))
+from rule import judged, relative
 
 
 def test_t_interval_of_three_numbers() -> None:

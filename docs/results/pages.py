@@ -18,17 +18,26 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from rule import SIGMAS, VERDICTS, judged, relative  # noqa: E402
 
 from fedsub_app.common.conf_files import tables  # noqa: E402
 from fedsub_app.common.text import markdown  # noqa: E402
 from fedsub_app.config import resolve  # noqa: E402
 from fedsub_app.reports.pictures import colour, draw_lines, figure, limits_of, svg  # noqa: E402
 from fedsub_app.reports.records import NOT_COMPARED, Curve, deviation, read_run  # noqa: E402
-from fedsub_app.studies.evidence import read_evidence, row_of, run_entry, sample_of, write_evidence  # noqa: E402
+from fedsub_app.studies.evidence import (  # noqa: E402
+    Estimate,
+    difference,
+    read_evidence,
+    row_of,
+    run_entry,
+    sample_of,
+    write_evidence,
+)
 from fedsub_app.studies.reproduce import compared  # noqa: E402
 from fedsub_app.studies.tables import Paper, read_table  # noqa: E402
-from fedsub_app.studies.verdicts import SIGMAS, VERDICTS, Estimate, difference, judged, relative  # noqa: E402
 
 Json = dict[str, Any]
 PAPERS = ("fedpart", "fedpews", "fedselect", "sub-fedavg", "ist")

@@ -1,4 +1,4 @@
-"""Analysis of a run's masks and models: the units of clients, activations, overlap of masks, clients' scores.
+"""Analysis of a run's masks and models: the units of clients, activations, overlap of masks.
 
 Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15).
 """
@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from fedsub_app.analysis.overlap import draw_overlap
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
-from fedsub_app.common.reported import Reported
-from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
-from fedsub_app.methods import reported
 from fedsub_app.models import UnitGroup, load_tensors
 from fedsub_app.problem import Problem
-from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
+from fedsub_app.reports.export import write_csv
+from fedsub_app.reports.pictures import figure, spaced
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.masks import strategy_of
 from fedsub_app.runs.recorded import settings_of
@@ -36,8 +33,6 @@ log = logging.getLogger("fedsub")
 def analyse(folder: Path, samples: int) -> list[Path]:
     """Analyse the directory of a run; write tables and pictures into it and return their paths.
 
-    ``coverage``, ``personal``, ``pruned``: each number that the method's rounds report (``SubnetStrategy.reports``), a
-    single one beside the bytes of its round.
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
     ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
@@ -49,67 +44,24 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     ``mask-size.csv`` and ``.png``: score of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
-    ``clients.csv`` and ``.png``: each client's last measured scores.
 
     Raises
     ------
     UserError
-        The folder is not that of a run, or holds neither masked rounds nor checkpoints.
+        The folder is not that of a run, or holds no checkpoint.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
-    lines, files = read_rounds(folder), []
-    for key, about in reported([settings.method]).items():
-        if of_key := [line for line in lines if key in line]:
-            files += (_curves if about.curves else _number)(folder, key, about, of_key)
-    if paths := checkpoints(folder):
-        if settings.keep_checkpoints and len(paths) < max((line["round"] for line in lines), default=0):
-            kept = ", ".join(str(int(path.stem.rpartition("-")[2])) for path in paths)
-            log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
-        strategy = strategy_of(settings)
-        staged = [line["round"] for line in lines if "stage" in line]
-        files += _activations(folder, strategy, paths, samples, max(staged, default=0))
-        files += _units(folder, strategy)
-        files += draw_overlap(folder, strategy, paths, lines)
-    if measured := [line for line in lines if line.get("evaluated")]:
-        files += _clients(folder, settings.score, measured[-1])
-    if not files:
-        raise UserError(f"{folder}: nothing to analyse: no checkpoint, no masks, no client was evaluated")
-    return files
-
-
-def _curves(folder: Path, key: str, about: Reported, lines: Sequence[Json]) -> list[Path]:
-    rows = [[line["round"], *about.points(line[key])] for line in lines]
-    drawing = figure(8, 4)
-    axes = drawing.subplots()
-    for column, name in enumerate(about.curves, 1):
-        values = [about.scale * row[column] for row in rows]
-        axes.plot([row[0] for row in rows], values, color=COLOURS[column - 1], label=name)
-    axes.set(xlabel="round", ylabel=about.title, ylim=(0, None))
-    axes.locator_params(axis="x", integer=True)
-    legend_beside(drawing)
-    table, picture = folder / f"{about.file}.csv", folder / f"{about.file}.png"
-    drawing.savefig(picture, dpi=120)
-    return [write_csv(table, ("round", *about.curves), rows), picture]
-
-
-def _number(folder: Path, key: str, about: Reported, lines: Sequence[Json]) -> list[Path]:
-    drawing = figure(9, 3.5)
-    left, right = drawing.subplots(1, 2)
-    rounds = [line["round"] for line in lines]
-    left.plot(rounds, [about.scale * line[key] for line in lines], color=COLOURS[0])
-    left.set(xlabel="round", ylabel=about.axis, ylim=(0, None))
-    for colour, direction in enumerate(("down", "up")):
-        megabytes = [line[f"bytes-{direction}"] / 1e6 for line in lines]
-        right.plot(rounds, megabytes, color=COLOURS[colour], label=direction)
-    right.set(xlabel="round", ylabel="MB sent a round", ylim=(0, None))
-    legend_beside(drawing)
-    for axes in (left, right):
-        axes.locator_params(axis="x", integer=True)
-    table, picture = folder / f"{about.file}.csv", folder / f"{about.file}.png"
-    drawing.savefig(picture, dpi=120)
-    rows = [[line["round"], f"{line[key]:.5f}", line["bytes-down"], line["bytes-up"]] for line in lines]
-    return [write_csv(table, ("round", key.replace("-", " "), "bytes down", "bytes up"), rows), picture]
+    lines, paths = read_rounds(folder), checkpoints(folder)
+    if not paths:
+        raise UserError(f"{folder}: nothing to analyse: no checkpoint")
+    if settings.keep_checkpoints and len(paths) < max((line["round"] for line in lines), default=0):
+        kept = ", ".join(str(int(path.stem.rpartition("-")[2])) for path in paths)
+        log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
+    strategy = strategy_of(settings)
+    staged = [line["round"] for line in lines if "stage" in line]
+    files = _activations(folder, strategy, paths, samples, max(staged, default=0))
+    return [*files, *_units(folder, strategy), *draw_overlap(folder, strategy, paths, lines)]
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
@@ -217,19 +169,3 @@ def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
         for name, kept in of_groups.items()
     ]
     return [write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]
-
-
-def _clients(folder: Path, score: Score, line: Json) -> list[Path]:
-    evaluated = {int(client): metrics for client, metrics in line["evaluated"].items()}
-    kinds = sorted({key for metrics in evaluated.values() for key in metrics if key in score.keys})
-    drawing = figure(min(16.0, 5 + 0.3 * len(evaluated)), 3.5)
-    axes = drawing.subplots()
-    for colour, kind in enumerate(kinds):
-        values = sorted(metrics[kind] for metrics in evaluated.values() if kind in metrics)
-        label = f"{kind_of(kind)}: {values[0]:.3g} to {score.text(values[-1])}"
-        axes.plot(range(len(values)), values, "o-", color=COLOURS[colour], label=label)
-    axes.set(xlabel=f"clients, sorted by {score.name}", ylabel=score.titled(score.name), title=f"round {line['round']}")
-    legend_beside(drawing)
-    drawing.savefig(folder / "clients.png", dpi=120)
-    rows = [[client, *(metrics.get(kind, "") for kind in kinds)] for client, metrics in sorted(evaluated.items())]
-    return [write_csv(folder / "clients.csv", ("client", *kinds), rows), folder / "clients.png"]

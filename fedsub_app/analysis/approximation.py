@@ -17,7 +17,6 @@ Where this leaves the paper, or the paper leaves a choice:
 - The running mean of the curve is over ten checkpoints; the paper does not say over how many.
 """
 
-import csv
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
+from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.recorded import settings_of
@@ -169,10 +169,8 @@ def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch
 
 def _written(folder: Path, rounds: int, rows: Sequence[tuple[int, float, float]]) -> list[Path]:
     files = [folder / "approximation.csv", folder / "approximation.png"]
-    with files[0].open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("checkpoint", "rounds", "similarity", "mean of ten"))
-        writer.writerows([number, rounds, f"{similarity:.6f}", f"{mean:.6f}"] for number, similarity, mean in rows)
+    cells = [[number, rounds, f"{similarity:.6f}", f"{mean:.6f}"] for number, similarity, mean in rows]
+    write_csv(files[0], ("checkpoint", "rounds", "similarity", "mean of ten"), cells)
     drawing = figure(8, 4)
     axes = drawing.subplots()
     numbers, similarities, means = zip(*rows, strict=True)

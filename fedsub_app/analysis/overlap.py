@@ -16,7 +16,8 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import make_partition
 from fedsub_app.problem import Problem
-from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced, write_csv
+from fedsub_app.reports.export import write_csv
+from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced
 from fedsub_app.runs.checkpoint import read_checkpoint
 from fedsub_app.runs.masks import overlap, overlap_by_chance
 from fedsub_app.settings import Settings

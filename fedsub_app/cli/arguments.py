@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.names import known
 from fedsub_app.common.conf_files import experiments, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.spelling import check_experiment, check_keys, parse_pairs
+from fedsub_app.common.spelling import check_keys, parse_pairs
 
 if TYPE_CHECKING:
     from fedsub_app.common.section import Value
 
 
 def _key_words(incomplete: str) -> list[str]:
-    if incomplete.startswith("method="):
-        return [f"method={name}" for name in known()["methods"]]
-    return [f"{key}=" for key in known()["settings"]]
+    from fedsub_app.config import defaults  # on demand: pydantic is half of the start
+    from fedsub_app.methods import METHODS
+
+    return [f"method={name}" for name in METHODS] if incomplete.startswith("method=") else [f"{k}=" for k in defaults()]
 
 
 def _starting(words: Iterable[str], incomplete: str) -> list[str]:
@@ -69,16 +69,10 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
     return (names or [""])[0], [*(word for word in words or () if word not in names), *(pairs or ())]
 
 
-def checked(pairs: Iterable[str], experiment: str = "") -> "dict[str, Value]":
-    """Return settings of ``key=value`` words, after the checks of names that need no torch.
+def checked(pairs: Iterable[str]) -> "dict[str, Value]":
+    """Return settings of ``key=value`` words; :class:`UserError` where one is no pair, or a key is unknown."""
+    from fedsub_app.config import defaults
 
-    Raises
-    ------
-    UserError
-        A word is no pair; a key or the experiment is unknown.
-    """
     values = parse_pairs(pairs)
-    check_keys(values, known()["settings"])
-    if experiment:
-        check_experiment(experiment)
+    check_keys(values, defaults())
     return values

@@ -8,6 +8,7 @@ from click import Command
 from typer import Argument
 from typer._completion_classes import completion_init
 from typer._completion_shared import get_completion_script
+from typer.completion import shell_complete
 
 VARIABLE = "_FEDSUB_COMPLETE"
 
@@ -28,11 +29,4 @@ def completion(shell: Annotated[Shell, Argument()]) -> None:
 def answer(command: Command) -> int:
     """Print the words that complete what the shell has passed in its variables."""
     completion_init()
-    from click.shell_completion import get_completion_class
-
-    instruction, _, shell = os.environ[VARIABLE].partition("_")
-    words = get_completion_class(shell)
-    if words is None or instruction != "complete":
-        return 1
-    print(words(command, {}, "fedsub", VARIABLE).complete())
-    return 0
+    return shell_complete(command, {}, "fedsub", VARIABLE, os.environ[VARIABLE])

@@ -1,20 +1,27 @@
 """``fedsub help``: a method, or a command."""
 
-from typing import Annotated
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from typer import Argument, Context
 
 from fedsub_app.cli.arguments import _starting
 from fedsub_app.cli.listing import cells_of
-from fedsub_app.cli.names import known
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
 
+if TYPE_CHECKING:
+    from fedsub_app.methods import Method
+
 
 def _topics(incomplete: str) -> list[str]:
-    return _starting(known()["methods"], incomplete)
+    from fedsub_app.methods import METHODS
+
+    return _starting(METHODS, incomplete)
 
 
 def explain(
@@ -22,6 +29,8 @@ def explain(
     topic: Annotated[str | None, Argument(help="a method or a command", autocompletion=_topics)] = None,
 ) -> None:
     """Explain a method (idea, paper, settings, example) or a command."""
+    from fedsub_app.methods import METHODS
+
     parent = context.find_root()
     group = parent.command
     assert isinstance(group, click.Group)
@@ -31,18 +40,29 @@ def explain(
             f"fedsub {topic}" if topic else "fedsub", ["--help"], parent=parent if topic else None
         ):
             return
-    if topic not in known()["methods"]:
-        hint = near(str(topic), [*known()["methods"], *group.commands], "`fedsub list methods` shows the methods")
+    if topic not in METHODS:
+        hint = near(str(topic), [*METHODS, *group.commands], "`fedsub list methods` shows the methods")
         raise UserError(f"help {topic}: no such method or command; {hint}")
     show(about_method(str(topic)))
 
 
 def about_method(name: str) -> str:
     """Return a method's idea, paper, settings and an example, as Markdown."""
-    method = known()["methods"][name]
-    rows = [[key, *cells_of(text)] for key, text in known()["settings"].items() if key.startswith(f"{name}.")]
+    from fedsub_app.config import describe
+    from fedsub_app.methods import METHODS
+
+    method = METHODS[name]
+    rows = [[key, *cells_of(text)] for key, text in describe().items() if key.startswith(f"{name}.")]
     keys = markdown(("key", "default", "allowed", "meaning"), rows) if rows else "It has no settings of its own."
-    preset = ", ".join(f"`{key} = {value}`" for key, value in method["preset"].items())
-    parts = [f"# {name}", f"{method['paper']}.", method["about"].replace("``", "`")]
+    preset = ", ".join(f"`{key} = {value}`" for key, value in method.preset.items())
+    parts = [f"# {name}", f"{method.description}.", _head(method).replace("``", "`")]
     parts += [f"It sets {preset}."] if preset else []
     return "\n\n".join([*parts, keys, f"    fedsub run quickstart/digits method={name}"])
+
+
+def _head(method: "Method") -> str:
+    """Return the docstring of a method's module, which is not imported for it: that would load torch."""
+    place = vars(method)["strategy"]
+    spec = find_spec(f"strategies.{place.partition(':')[0]}" if isinstance(place, str) else place.__module__)
+    assert spec
+    return ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""

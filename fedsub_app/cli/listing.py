@@ -6,7 +6,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.names import known
 from fedsub_app.common.conf_files import experiments, tables
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.text import markdown, show
@@ -35,10 +34,6 @@ def list_names(
 
         print(as_toml(), end="")
         return
-    if what is Kind.DATASETS:
-        from fedsub_app.data import dataset_names  # with the user's own files; torch takes its time
-
-        known()["datasets"] |= dataset_names()
     texts = []
     for kind in [what] if what else list(Kind)[:-1]:
         header = ("key", "default", "allowed", "meaning") if kind is Kind.SETTINGS else (kind[:-1], "about")
@@ -48,16 +43,24 @@ def list_names(
 
 
 def _entries(kind: Kind) -> dict[str, list[str]]:
-    """Return the names of a kind, each with its cells."""
+    """Return the names of a kind, each with its cells; these packages are loaded without torch, but on demand."""
     match kind:
         case Kind.METHODS:
-            return {name: [method["paper"]] for name, method in known()["methods"].items()}
+            from fedsub_app.methods import METHODS
+
+            return {name: [method.description] for name, method in METHODS.items()}
         case Kind.MODELS:
-            return {name: [about] for name, about in known()["models"].items()}
+            from fedsub_app.models import model_names
+
+            return {name: [about] for name, about in model_names().items()}
         case Kind.SETTINGS:
-            return {key: cells_of(text) for key, text in known()["settings"].items()}
+            from fedsub_app.config import describe
+
+            return {key: cells_of(text) for key, text in describe().items()}
         case Kind.DATASETS:
-            return {name: [about] for name, about in known()["datasets"].items()}
+            from fedsub_app.data import dataset_names
+
+            return {name: [about] for name, about in dataset_names().items()}
     files = experiments() if kind is Kind.EXPERIMENTS else tables()
     return {name: [_first_comment(path)] for name, path in files.items()}
 

@@ -1,7 +1,7 @@
 """``fedsub new-method``: the files of a method of one's own, as docs/adding-a-method.md has them, to be filled in.
 
-The files are a complete method with one setting, which passes its test: FedAvg whose clients send a fraction of their
-change.
+They are those of examples/new-method with its name in the place of Fed-Foo: a complete method with one setting, which
+passes its test.
 """
 
 import re
@@ -14,96 +14,6 @@ from typer import Argument
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
-
-STRATEGY = '''"""@NAME@, server side: FedAvg's.
-
-Authors: Title, venue, year, link. Deviations from paper and authors' code: which, and why.
-"""
-
-from fedsub_app.common.section import Fraction
-from fedsub_app.settings import MethodSettings
-from strategies.base import SubnetStrategy
-
-
-class @CLASS@Settings(MethodSettings):
-    """Keys of @NAME@."""
-
-    step: Fraction = 1.0
-    """Fraction of its change that a client sends; 1: FedAvg."""
-
-
-class @CLASS@(SubnetStrategy):
-    """FedAvg; docs/adding-a-method.md lists what can be overridden."""
-'''
-
-CLIENT = '''"""@NAME@, client side."""
-
-from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors
-from strategies.@MODULE@ import @CLASS@Settings
-
-
-class @CLASS@Client(Client):
-    """Trains as FedAvg does and goes a part of the way."""
-
-    options: @CLASS@Settings
-
-    def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return ``w + step (w_i - w)``."""
-        self.load(sent)
-        start = self.trained()
-        self.fit()
-        step = self.options.step
-        return {name: x if step == 1 else start[name] + step * (x - start[name]) for name, x in self.trained().items()}
-'''
-
-CONF = """# @NAME@ on digits: ten clients with three of the ten digits each
-extends = "quickstart/digits"
-method = "@NAME@"
-
-[@NAME@]
-step = 0.5
-"""
-
-TEST = '''"""@NAME@: by hand, and FedAvg where it is FedAvg."""
-
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
-
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
-
-Run = Callable[..., tuple[Json, Path]]
-
-
-def model_of(folder: Path) -> Tensors:
-    return load_file(folder / "model.safetensors")
-
-
-def test_a_whole_step_is_fedavg(run_local: Run) -> None:
-    _, fedavg = run_local("fedavg", num_rounds=2)
-    _, own = run_local("own", num_rounds=2, method="@NAME@")
-    expected = model_of(fedavg)
-    assert all(torch.equal(x, expected[name]) for name, x in model_of(own).items())
-
-
-def test_half_a_step_is_half_of_the_way(run_local: Run) -> None:
-    _, fedavg = run_local("fedavg", num_rounds=1)
-    _, own = run_local("own", num_rounds=1, method="@NAME@", **{"@NAME@__step": 0.5})
-    _, none = run_local("none", num_rounds=1, method="@NAME@", **{"@NAME@__step": 0.0})
-    start, whole = model_of(none), model_of(fedavg)
-    for name, x in model_of(own).items():
-        assert torch.allclose(x, (start[name] + whole[name]) / 2, atol=1e-6)
-    assert any(not torch.equal(start[name], x) for name, x in whole.items())
-
-
-def test_the_experiment_is_of_this_method() -> None:
-    settings = resolve({"experiment": "@NAME@/digits"})
-    assert (settings.method, settings.options.step) == ("@NAME@", 0.5)
-'''
 
 
 def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in lower case its `method`")]) -> None:
@@ -133,6 +43,7 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     UserError
         The name is none, there is a method or a file of that name, or this is no checkout.
     """
+    from fedsub_app.deployment.flower import PROJECT
     from fedsub_app.methods import check_name
 
     name = spelled.lower()
@@ -141,12 +52,13 @@ def new_method(spelled: str, project: Path) -> list[Path]:
         raise UserError(f"{project}: not a checkout of fedsub, which a method is added to")
     module = name.replace("-", "_")
     class_name = "".join(word[0].upper() + word[1:] for word in spelled.split("-"))
-    texts = {
-        f"strategies/{module}.py": STRATEGY,
-        f"client_apps/{module}.py": CLIENT,
-        f"conf/{name}/digits.toml": CONF,
-        f"tests/test_{module}.py": TEST,
-    }
+    words = {"fed_foo": module, "fed-foo": name, "FedFoo": class_name}
+    templates, texts = PROJECT / "examples" / "new-method", {}
+    for template in sorted(path for path in templates.rglob("*.*") if path.suffix in (".py", ".toml")):
+        place, text = template.relative_to(templates).as_posix(), template.read_text()
+        for word, own in words.items():
+            place, text = place.replace(word, own), text.replace(word, own)
+        texts[place] = text
     for path in texts:
         if (project / path).exists():
             raise UserError(f"{project / path}: there already")
@@ -155,7 +67,6 @@ def new_method(spelled: str, project: Path) -> list[Path]:
         "tests/helpers.py": _after(project / "tests/helpers.py", "METHOD_KEYS: .*= {\n", f'    "{name}": {{}},\n'),
     }
     for path, text in texts.items():
-        text = text.replace("@NAME@", name).replace("@MODULE@", module).replace("@CLASS@", class_name)
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(project / path, text.encode())
     for path, text in changed.items():

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from fedsub_app.cli.arguments import Pairs, Words, checked, split
-from fedsub_app.cli.names import known
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, between
-from fedsub_app.common.spelling import check_method
 
 if TYPE_CHECKING:
     from fedsub_app.common.section import Value
@@ -42,6 +40,7 @@ def run(
 ) -> int:
     """Run an experiment; without a name the quickstart."""
     from fedsub_app.deployment import flower
+    from fedsub_app.runs.recorded import settings_of
 
     if workers is not None and engine != "local":  # before a SuperLink is started
         raise UserError(f"--workers {workers}: of the local engine; --engine {engine} has its own nodes")
@@ -49,16 +48,15 @@ def run(
         other = "an installed package has the local engine, and fedsub.client_app for a Flower app of your own"
         raise UserError(f"--engine {engine}: needs a checkout of fedsub, which Flower bundles; {other}")
     overrides = overrides_of(words, pairs, resume)
-    waking = flower.wake(engine) if engine != "local" and not dry_run else None
+    settings = settings_of(overrides)  # bad input is said before torch is loaded
     if dry_run:
         from fedsub_app.runs.plan import plan
-        from fedsub_app.runs.recorded import settings_of
 
-        print(plan(settings_of(overrides)))
+        print(plan(settings))
         return 0
     if engine == "local":
         return _run_local(overrides, workers)
-    return flower.run(engine, overrides, waking)
+    return flower.run(engine, overrides)
 
 
 def overrides_of(
@@ -68,9 +66,7 @@ def overrides_of(
     experiment, given = split(words, pairs)
     if not experiment and not given and not resume:
         experiment = QUICKSTART
-    overrides = checked(given, experiment)
-    if "method" in overrides:
-        check_method(overrides["method"], known()["methods"])
+    overrides = checked(given)
     if experiment:
         name = str(Path(experiment).absolute()) if is_file(experiment) else experiment
         _set_keys(overrides, {"experiment": name}, experiment)

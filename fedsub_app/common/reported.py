@@ -12,14 +12,12 @@ class Reported:
     ----------
     title : heading of the picture.
     axis : label of the vertical axis, with its unit.
-    file : name of the files of `fedsub analyse`, without suffix.
     scale : factor from the number to the axis' unit; 100 shows a fraction in percent.
     curves : names of a list's curves; the last curve is the sum of all remaining elements.
     """
 
     title: str
     axis: str
-    file: str
     scale: float = 1.0
     curves: tuple[str, ...] = ()
 

@@ -14,6 +14,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def three_digits(amount: float) -> str:
+    """Return a number of zero or more with three digits, or all those before the point: ``0.0123``, ``1234``."""
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
 def link(path: Path) -> str:
     """Return a path as it is printed: on a terminal a URL, which most terminals open by a click."""
     return path.resolve().as_uri() if sys.stdout.isatty() else str(path)

@@ -27,7 +27,7 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.deployment import processes
 
-if TYPE_CHECKING:  # pydantic and torch take their time; `wake` is called before them
+if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
@@ -244,14 +244,7 @@ def stop() -> str:
     return f"stopped the SuperLink, process {pid}, and what it had started"
 
 
-def wake(connection: str) -> "subprocess.Popen[bytes]":
-    """Let Flower start its local SuperLink, where the connection has one, while this process goes on importing."""
-    quiet = subprocess.DEVNULL
-    command = flwr("list", connection, "--limit", "1")
-    return subprocess.Popen(command, env=full_environment(), stdout=quiet, stderr=quiet)
-
-
-def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.Popen[bytes] | None" = None) -> int:
+def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
     from fedsub_app.config import without_file
     from fedsub_app.runs.directory import new_folder
@@ -267,8 +260,6 @@ def run(connection: str, overrides: "Mapping[str, Value]", waking: "subprocess.P
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
         overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
-    if waking:  # else both commands would start a SuperLink
-        waking.wait()
     variables = full_environment()
     with bundle(settings.model) as project:
         command = flwr("run", str(project), connection, "--format", "json")

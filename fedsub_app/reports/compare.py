@@ -3,33 +3,37 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
-from fedsub_app.common.score import Score
+from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.records import COSTS, Group, Record, kinds_of, read_run, run_labels, short, summary_table
+from fedsub_app.reports.records import COSTS, Group, Record, kinds_of, named_runs, read_run, summary_table
 
 
 def comparisons(folders: Sequence[Path]) -> str:
-    """Return :func:`compare` and :func:`compare_costs` of the runs of each data set, in the order given."""
-    sections: dict[str, list[Path]] = {}
-    for folder in folders:
-        sections.setdefault(str(read_run(folder).settings.get("dataset", "")), []).append(folder)
+    """Return :func:`compare` and the costs to accuracy of the runs of each data set, in the order given."""
+    sections: dict[str, list[Record]] = {}
+    for record in map(read_run, folders):
+        sections.setdefault(str(record.settings.get("dataset", "")), []).append(record)
     texts = []
-    for section, runs in sections.items():
-        if len(runs) > 1:
-            texts += [f"{section}:"] * (len(sections) > 1) + [compare(runs), compare_costs(runs)]
-    return "\n\n".join(filter(None, texts))
+    for section, records in sections.items():
+        if len(records) > 1:
+            runs = named_runs(records)
+            texts += [f"{section}:"] * (len(sections) > 1) + [compare(runs)]
+            if costs := cost_table([Group(name, (record,)) for name, record in runs]):
+                score, rows = records[0].score, [[name, *texts] for name, texts in costs.rows]
+                texts.append(f"Cost to {score.name}. {about(score)}\n\n{markdown(('run', *costs.header), rows)}")
+    return "\n\n".join(texts)
 
 
-def compare(folders: Sequence[Path]) -> str:
+def compare(runs: Sequence[tuple[str, Record]]) -> str:
     """Return a Markdown table: each run's last score beside the first run's at the same cost.
 
     For every score that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
     where the first run had not been evaluated yet.
     """
-    records = [read_run(folder) for folder in folders]
-    first, score = records[0].lines, records[0].score
+    first, score = runs[0][1].lines, runs[0][1].score
     header = (
         "run",
         score.name,
@@ -37,12 +41,12 @@ def compare(folders: Sequence[Path]) -> str:
         *(text for cost in COSTS for text in (cost, score.titled("first run by then"))),
     )
     rows = []
-    for record, name in zip(records, run_labels(folders, [record.settings for record in records]), strict=True):
+    for name, record in runs:
         lines = record.lines
         for key in score.keys:
             if not any(key in line for line in first) or not any(key in line for line in lines):
                 continue
-            row = [name, short(key), score.number([line[key] for line in lines if key in line][-1])]
+            row = [name, kind_of(key), score.number([line[key] for line in lines if key in line][-1])]
             for cost in COSTS:
                 spent = lines[-1][cost]
                 by_then = [line[key] for line in first if key in line and line[cost] <= spent]
@@ -51,18 +55,27 @@ def compare(folders: Sequence[Path]) -> str:
     return markdown(header, rows)
 
 
-def compare_costs(folders: Sequence[Path]) -> str:
-    """Return what 90 % of the best run's score has cost each run: a Markdown table for each score of all runs."""
-    records = [read_run(folder) for folder in folders]
-    names = run_labels(folders, [record.settings for record in records])
-    runs = {name: record.lines for name, record in zip(names, records, strict=True)}
-    texts: list[str] = []
-    for key, score in shared_scores(records).items():
-        threshold, costs = costs_to_accuracy(runs, key, score)
-        table = markdown(("run", *columns(score)), [[name, *cells([cost], score)] for name, cost in costs.items()])
-        words = f"Cost of {score.text(threshold)} {short(key)} {score.name}.{'' if texts else ' ' + about(score)}"
-        texts.append(f"{words}\n\n{table}")
-    return "\n\n".join(texts)
+class CostTable(NamedTuple):
+    """A table of costs: its header, and a label and cells for each row."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, list[str]]]
+
+
+def cost_table(groups: Sequence[Group]) -> CostTable | None:
+    """Return what 90 % of the best run's score has cost, in each section by itself; ``None`` for less than two rows."""
+    rows = []
+    for section in dict.fromkeys(group.section for group in groups):
+        mine = [group for group in groups if group.section == section]
+        runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
+        for key, score in shared_scores([record for group in mine for record in group.records]).items():
+            threshold, costs = costs_to_accuracy(runs, key, score)
+            for k, group in enumerate(mine):
+                label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
+                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))], score)
+                rows.append((label, [score.number(threshold), kind_of(key), *texts]))
+    score = groups[0].records[0].score
+    return CostTable((score.titled("threshold"), score.name, *columns(score)), rows) if len(rows) > 1 else None
 
 
 def shared_scores(records: Sequence[Record]) -> dict[str, Score]:
@@ -110,9 +123,9 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
         cheap = min(near, key=lambda label: spent[label])
         if cheap == best or not spent[best][0]:
             cost = "without sending a byte" if not spent[best][0] else f"with {spent[best][0]:.3g} MB"
-            sentences.append(f"{best} has the best {short(key)} {kind.name}, {kind.text(scores[best])}, {cost}.")
+            sentences.append(f"{best} has the best {kind_of(key)} {kind.name}, {kind.text(scores[best])}, {cost}.")
             continue
-        share = f"{100 * scores[cheap] / scores[best]:.0f} % of {best}'s {short(key)} {kind.name}"
+        share = f"{100 * scores[cheap] / scores[best]:.0f} % of {best}'s {kind_of(key)} {kind.name}"
         sent, flops, *_ = (100 * mine / theirs for mine, theirs in zip(spent[cheap], spent[best], strict=True))
         sentences.append(f"{cheap} reaches {share} with {sent:.0f} % of its bytes and {flops:.0f} % of its FLOPs.")
     return sentences

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Json
+from fedsub_app.common.text import three_digits
 
 WINDOW = 10  # rounds of a mean
 ROUNDS_IN_A_ROW = 5  # at or above the threshold
@@ -146,11 +147,6 @@ def cells(costs: Sequence[Cost], score: Score = ACCURACY) -> list[str]:
     columns = [[score.number(cost.best) for cost in costs]]
     columns.append([str(end.round) if end else never for end in reached])
     for part in Reached._fields[1:]:
-        columns.append([_rounded(getattr(end, part)) if end else never for end in reached])
+        amounts = [getattr(end, part) if end else None for end in reached]
+        columns.append([never if x is None else "–" if math.isnan(x) else three_digits(x) for x in amounts])
     return [", ".join(column) for column in columns]
-
-
-def _rounded(amount: float) -> str:
-    if math.isnan(amount):
-        return "–"
-    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedsub_app.common.errors import escaped
 from fedsub_app.common.section import Json
-from fedsub_app.reports.records import COSTS, Record, read_run, run_labels
+from fedsub_app.reports.records import COSTS, Record, named_runs, read_run
 
 
 def table_of_rounds(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
@@ -54,6 +54,12 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Write :func:`csv_text` to a file; returns its path."""
+    path.write_text(csv_text(header, rows))
+    return path
+
+
 def _cell(value: Any) -> Any:
     """Return the value of a cell; numbers stay, also those that begin with a minus sign."""
     if not isinstance(value, str) or value[:1] not in tuple("=+-@"):
@@ -66,7 +72,5 @@ def _cell(value: Any) -> Any:
 
 def export(folders: Sequence[Path], clients: bool = False) -> str:
     """Return the rounds of some runs, or their clients' numbers, as CSV."""
-    records = [read_run(folder) for folder in folders]
-    names = run_labels(folders, [record.settings for record in records])
-    table = table_of_clients if clients else table_of_rounds
-    return csv_text(*table(dict(zip(names, records, strict=True))))
+    runs = dict(named_runs([read_run(folder) for folder in folders]))
+    return csv_text(*(table_of_clients if clients else table_of_rounds)(runs))

@@ -4,16 +4,15 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
-from fedsub_app.common.score import KINDS
+from fedsub_app.common.score import KINDS, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.methods import reported
-from fedsub_app.reports.compare import shared_scores
+from fedsub_app.reports.compare import cost_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
-from fedsub_app.reports.cost_to_accuracy import cells, columns, costs_to_accuracy
 from fedsub_app.reports.export import csv_text, table_of_rounds
 from fedsub_app.reports.pictures import (
     AXES,
@@ -32,9 +31,7 @@ from fedsub_app.reports.records import (
     Record,
     curves,
     differing_keys,
-    kinds,
     kinds_of,
-    short,
     summary_table,
 )
 from fedsub_app.runs.masks import Masks, last_masks
@@ -47,23 +44,6 @@ MEANING = {
     "personal-validation": "each client's own model on its validation samples, mean over the clients",
 }
 MAX_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
-DARK = 0.55  # of a cell, from which on its number is white
-
-
-class Shade(NamedTuple):
-    """A cell of a heat map: its text and its background."""
-
-    text: str
-    background: str
-    dark: bool
-
-
-class Heat(NamedTuple):
-    """A heat map as a table."""
-
-    corner: str
-    columns: list[str]
-    rows: list[tuple[str, list[Shade]]]
 
 
 def write_html(
@@ -124,17 +104,17 @@ def _numbers(name: str, record: Record) -> Json:
 
 def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     records = [record for group in groups for record in group.records]
-    measured = kinds(records)
-    rows = curves(groups)
-    one = len(groups) == 1
+    rows, score = curves(groups), groups[0].records[0].score
     return {
-        "meaning": {short(key): MEANING[short(key)] for key in measured},
+        "meaning": {kind_of(key): MEANING[kind_of(key)] for key in kinds_of(records)},
         "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(KINDS)))],
-        "one": one,
+        "one": len(groups) == 1,
         "summary": summary_table(groups),
         "curves": [_row(title, lines) for title, lines in rows.items()],
         "seeds": max(len(group.records) for group in groups) > 1,
-        "costs": _costs(groups),
+        "score": score.name,
+        "costs": cost_table(groups),
+        "about_costs": about_costs(score),
         "clients": _clients(groups),
         "subnetworks": _subnetworks(groups),
         "partitions": _partitions(groups),
@@ -161,30 +141,11 @@ def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
     }
 
 
-def _costs(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Return what 90 % of the best run's score has cost, in each section by itself."""
-    rows = []
-    for section in dict.fromkeys(group.section for group in groups):
-        mine = [group for group in groups if group.section == section]
-        runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
-        for key, score in shared_scores([record for group in mine for record in group.records]).items():
-            threshold, costs = costs_to_accuracy(runs, key, score)
-            for k, group in enumerate(mine):
-                label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
-                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))], score)
-                rows.append((label, [score.number(threshold), short(key), *texts]))
-    if len(rows) < 2:
-        return None
-    score = groups[0].records[0].score
-    header = (score.titled("threshold"), score.name, *columns(score))
-    return {"header": header, "rows": rows, "about": about_costs(score), "name": score.name}
-
-
 def _clients(groups: Sequence[Group]) -> list[str]:
     """Return a picture for each score: the clients of all seeds from the worst to the best."""
     pictures = []
     every = kinds_of(record for group in groups for record in group.records)
-    for key, score in ((key, score) for key, score in every.items() if short(key) != "global"):
+    for key, score in ((key, score) for key, score in every.items() if kind_of(key) != "global"):
         lines = {}
         for number, group in enumerate(groups):
             values = sorted(c[key] for record in group.records for c in record.measured.values() if key in c)
@@ -192,7 +153,7 @@ def _clients(groups: Sequence[Group]) -> list[str]:
                 share = [100 * (k + 0.5) / len(values) for k in range(len(values))]
                 lines[number] = (group.label, share, values)
         if lines:
-            title = score.titled(f"{short(key)} {score.name}")
+            title = score.titled(f"{kind_of(key)} {score.name}")
             pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))
     return pictures
 
@@ -226,27 +187,16 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
     return {"pictures": pictures, "masks": masks}
 
 
-def _mask_tables(masks: Masks) -> list[tuple[str, Heat]]:
+def _mask_tables(masks: Masks) -> list[tuple[str, list[str], list[list[float]]]]:
+    """Return the heading, the columns and the rows of each table, in percent."""
     clients = [str(client) for client in range(len(masks.shares))]
-    shares = Heat("client", masks.layers, _shaded(clients, masks.shares, 1.0, percent=True))
-    tables = [(f"Part of a layer's {masks.kind} in a client's mask after round {masks.round}, percent", shares)]
-    overlap = Heat("client", clients, _shaded(clients, masks.overlap, 1.0, percent=True))
+    shares, overlap = ([[100 * part for part in row] for row in rows] for rows in (masks.shares, masks.overlap))
+    tables = [
+        (f"Part of a layer's {masks.kind} in a client's mask after round {masks.round}, percent", masks.layers, shares)
+    ]
     if len(clients) <= MAX_CELLS:
-        tables.append(("Intersection over union of two clients' masks, percent", overlap))
+        tables.append(("Intersection over union of two clients' masks, percent", clients, overlap))
     return tables
-
-
-def _shaded(
-    names: Sequence[str], values: Sequence[Sequence[float]], maximum: float, percent: bool = False
-) -> list[tuple[str, list[Shade]]]:
-    def shade(value: float) -> Shade:
-        part = value / maximum if maximum else 0.0
-        # from white to the first colour, #0072B2
-        mixed = "".join(f"{round(255 + part * (end - 255)):02x}" for end in (0x00, 0x72, 0xB2))
-        text = f"{100 * value:.0f}" if percent else f"{value:g}"
-        return Shade(text if value else "", f"#{mixed}", part > DARK)
-
-    return [(name, [shade(value) for value in row]) for name, row in zip(names, values, strict=True)]
 
 
 def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -264,7 +214,7 @@ def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "labels": ", ".join(dict.fromkeys(label for labels in entry["of"].values() for label in labels)),
             "about": _partition_settings(entry["about"]),
             "small": len(entry["counts"]) <= MAX_CELLS,
-            "heat": _counts(entry["counts"]),
+            "counts": entry["counts"],
         }
         for entry in partitions.values()
     ]
@@ -285,12 +235,6 @@ def _partition_settings(record: Record) -> str:
         if max(sizes):
             words.append(f"{part} {min(sizes)} to {max(sizes)} samples a client")
     return "; ".join(words)
-
-
-def _counts(counts: list[list[int]]) -> Heat:
-    maximum = max(max(row) for row in counts) or 1
-    rows = _shaded([str(client) for client in range(len(counts))], counts, maximum)
-    return Heat("client", [str(label) for label in range(len(counts[0]))], rows)
 
 
 def _differing(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]]:

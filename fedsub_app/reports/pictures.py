@@ -1,6 +1,5 @@
 """Pictures of runs, drawn with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
-import csv
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,14 +52,6 @@ def legend_beside(drawing: "Figure") -> None:
 def spaced(numbers: Sequence[int], limit: int) -> list[int]:
     """Return at most ``limit`` of the numbers, evenly from the first one, so that their labels do not touch."""
     return list(numbers[:: -(-len(numbers) // limit)])
-
-
-def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
-    """Write the numbers of a picture as CSV; returns its path."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([header, *rows])
-    return path
 
 
 @contextmanager

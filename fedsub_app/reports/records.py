@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
+from fedsub_app.common.text import three_digits
 from fedsub_app.config import base_keys, defaults
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
@@ -230,11 +231,6 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def kinds(records: Iterable[Record]) -> list[str]:
-    """Return the scores' keys that any of some runs has measured."""
-    return list(kinds_of(records))
-
-
 def kinds_of(records: Iterable[Record]) -> dict[str, Score]:
     """Return the scores that any of some runs has measured, by the key of the line."""
     every = list(records)
@@ -250,28 +246,23 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
     """
     if len(groups) == 1:
         score = groups[0].records[0].score
-        found = [curve(groups[0], key, short(key), k, score) for k, key in enumerate(kinds(groups[0].records))]
+        found = [curve(groups[0], key, kind_of(key), k, score) for k, key in enumerate(kinds_of(groups[0].records))]
         return {score.name: [line for line in found if line]} if any(found) else {}
     rows: dict[str, list[Curve]] = {}
     several = len({group.section for group in groups}) > 1
     for section in dict.fromkeys(group.section for group in groups):
         numbered = [(number, group) for number, group in enumerate(groups) if group.section == section]
         for key, score in kinds_of(record for _, group in numbered for record in group.records).items():
-            title = f"{short(key)} {score.name}" + f", {section}" * several
+            title = f"{kind_of(key)} {score.name}" + f", {section}" * several
             lines = (curve(group, key, group.label, number, score) for number, group in numbered)
             rows[title] = [line for line in lines if line]
     return {title: lines for title, lines in rows.items() if lines}
 
 
-def short(key: str) -> str:
-    """Return a score's key without its last word: ``global`` for ``global-accuracy``."""
-    return kind_of(key)
-
-
 def _title(key: str, score: Score, others: Mapping[str, Score]) -> str:
     """Return the title of a score's column: with its name where it is no accuracy, or others stand beside it."""
     alone = all(other.name == score.name for other in others.values())
-    return short(key) if alone and score.unit else f"{short(key)} {score.name}"
+    return kind_of(key) if alone and score.unit else f"{kind_of(key)} {score.name}"
 
 
 class Cell(NamedTuple):
@@ -291,11 +282,6 @@ def _scored(values: Sequence[float], score: Score) -> Cell:
 def _amount(values: Sequence[float]) -> Cell:
     mean, spread = statistics.fmean(values), deviation(values)
     return Cell(f"{three_digits(mean)} ± {three_digits(spread)}" if spread else three_digits(mean), mean)
-
-
-def three_digits(amount: float) -> str:
-    """Return a number of zero or more with three digits, or all those before the point: ``0.0123``, ``1234``."""
-    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
@@ -336,10 +322,10 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, l
     return [*header, "replies dropped", "rounds abandoned", "status"], rows
 
 
-def run_labels(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each run: method and seed or, where two runs have the same, the folder."""
-    names = [f"{content['method']}, seed {content['seed']}" for content in settings]
+def named_runs(records: Sequence[Record]) -> list[tuple[str, Record]]:
+    """Return runs with their names: method and seed or, where two have the same, the folder."""
+    names = [f"{record.settings['method']}, seed {record.settings['seed']}" for record in records]
     if len(set(names)) < len(names):
-        whole = [folder.resolve() for folder in folders]
+        whole = [record.folder.resolve() for record in records]
         names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
-    return [escaped(name) for name in names]
+    return list(zip(map(escaped, names), records, strict=True))

@@ -1,4 +1,4 @@
-"""What a table's runs measured, as one file: ``<table>.json``, from which pages and verdicts are made.
+"""What a table's runs measured, as one file, ``<table>.json``, and statistics over its seeds.
 
 It holds of every run the seed, commit, versions, machine, the metric in every evaluated round and the costs. A later
 run of the same table is checked against it.
@@ -6,18 +6,97 @@ run of the same table is checked against it.
 
 import math
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, to_json, write_atomic
 from fedsub_app.common.tensors import Json
 from fedsub_app.reports.records import COSTS, read_run
-from fedsub_app.studies.verdicts import Sample, half_width, pooled, sample
 
 COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds")
 SAME = ("formula-bytes-down", "formula-bytes-up", "flops")  # costs that do not depend on the machine
 MEASURED = ("seed", "commit", "versions", "machine", "device")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row's metric over seeds.
+
+    Attributes
+    ----------
+    mean, sd, n : mean, standard deviation (0 with one seed) and number of seeds.
+    values : seed -> its number; empty where only mean and standard deviation were kept.
+    """
+
+    mean: float
+    sd: float
+    n: int
+    values: Mapping[int, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g} (1)" if self.n == 1 else f"{self.mean:.4g} ± {self.sd:.2g} ({self.n})"
+
+
+def sample(values: Mapping[int, float]) -> Sample:
+    """Return the sample of some seeds' numbers, at least one."""
+    numbers = list(values.values())
+    return Sample(
+        statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0, len(numbers), values
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A difference with its 95 % interval, ``mean`` ∓ ``half``; ``half`` is infinite for one seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    def __str__(self) -> str:
+        inside = "" if math.isinf(self.half) else f" [{self.mean - self.half:+.3g}, {self.mean + self.half:+.3g}]"
+        return f"{self.mean:+.3g}{inside}"
+
+
+def half_width(error: float, freedom: float, intervals: int = 1) -> float:
+    """Return half of a t-interval; of several, all hold together with 95 % (Bonferroni).
+
+    Parameters
+    ----------
+    error : standard error.
+    freedom : degrees of freedom.
+    """
+    from scipy.stats import t  # on demand: it costs half a second
+
+    return float(t.ppf(1 - 0.025 / intervals, freedom)) * error
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Return the mean of some numbers with its 95 % t-interval."""
+    n, mean = len(values), statistics.fmean(values)
+    return Estimate(mean, half_width(statistics.stdev(values) / math.sqrt(n), n - 1) if n > 1 else math.inf, n)
+
+
+def difference(
+    first: Sample, second: Sample, of: Callable[[float, float], float] = lambda a, b: a - b
+) -> Estimate | None:
+    """Return the difference of two rows: paired over their common seeds, else Welch's; ``None`` where neither is."""
+    if seeds := sorted(first.values.keys() & second.values.keys()):
+        return t_interval([of(first.values[seed], second.values[seed]) for seed in seeds])
+    parts = [each.sd**2 / each.n for each in (first, second)]
+    if min(first.n, second.n) < 2 or not sum(parts):
+        return None
+    freedom = sum(parts) ** 2 / sum(part**2 / (each.n - 1) for part, each in zip(parts, (first, second), strict=True))
+    return Estimate(first.mean - second.mean, half_width(math.sqrt(sum(parts)), freedom), min(first.n, second.n))
+
+
+def pooled(samples: Sequence[Sample]) -> tuple[float, int]:
+    """Return the standard deviation over seeds of several rows together, and its degrees of freedom."""
+    freedom = sum(each.n - 1 for each in samples)
+    return (math.sqrt(sum((each.n - 1) * each.sd**2 for each in samples) / freedom) if freedom else 0.0), freedom
 
 
 def run_entry(folder: Path, metric: str) -> Json:

@@ -3,7 +3,6 @@
 A table is a file of settings and methods (``tables.py``), its runs a batch (``batch.py``).
 """
 
-import csv
 import shlex
 import statistics
 import sys
@@ -22,16 +21,16 @@ from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import summary_text, verdicts
 from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, columns, costs_to_accuracy
 from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
+from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
 from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
-from fedsub_app.studies.evidence import check, read_evidence, row_of, run_entry, sample_of, write_evidence
+from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.tables import Row, Table, read_table
-from fedsub_app.studies.verdicts import difference
 
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 
@@ -301,10 +300,7 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
     for file_name, (header, cells) in tables.items():
-        with (out / f"{file_name}.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(header)
-            writer.writerows(cells)
+        write_csv(out / f"{file_name}.csv", header, cells)
 
 
 def _filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:

@@ -1,25 +1,26 @@
 """A sweep: one experiment with many settings, compared on validation data; grid, random search or Optuna's.
 
-Every trial is written (``trial-007.json``) before it starts and is a run, or one for each seed, in a directory of its
-own. The same command goes on where a sweep was stopped: finished trials are kept, begun ones continue from their last
-checkpoint. A grid and random search have the same trials each time; Optuna's proposals depend on the trials that
-have ended by then, so that they are the same with one worker.
+Every trial is in an Optuna study (``sweep.journal``) before it starts and is a run, or one for each seed, in a
+directory of its own. The same command goes on where a sweep was stopped: finished trials are kept, begun ones continue
+from their last checkpoint. A grid and random search have the same trials each time; Optuna's proposals depend on the
+trials that have ended by then, so that they are the same with one worker.
 """
 
 import hashlib
-import importlib.util
 import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from optuna.distributions import CategoricalDistribution
+
 from fedsub_app.common.errors import UserError
 from fedsub_app.config import resolve
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.settings import Settings
 from fedsub_app.studies.batch import gpus_of, run_all
-from fedsub_app.studies.search_space import Range, Space, read_space
+from fedsub_app.studies.search_space import Space, as_written, read_space
 from fedsub_app.studies.sweep_results import metric_in_words, write_results
 from fedsub_app.studies.trials import Search, Sweep
 
@@ -60,15 +61,13 @@ def sweep(
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
     settings = [resolve(search.overrides(keys)) for keys in search.examples()]
     chosen_metric = metric_of(settings[0], metric)
-    planned = Sweep(search, chosen_metric, seeds, out or _folder(search, chosen_metric))
-    planned.claim()
+    planned = Sweep(search, chosen_metric, settings[0].score, seeds, out or _folder(search, chosen_metric))
+    done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
     chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
     print(f"{search.count} trials in {planned.out}, chosen by {chosen_by}", flush=True)
-    if search.method == "optuna":
-        done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
-        failures = run_all(planned.jobs(), workers, gpus_of(settings), seeds * search.count - done)
-    else:
-        failures = run_all(list(planned.jobs()), workers, gpus_of(settings))
+    jobs = planned.jobs() if search.points is None else list(planned.jobs())
+    failures = run_all(jobs, workers, gpus_of(settings), seeds * search.count - done)
+    planned.tell()
     for job, reason in failures:
         print(f"failed: {' '.join(job.name.split())}: {reason}", file=sys.stderr)
     write_results(planned, _command(planned, pairs, metric))
@@ -100,14 +99,14 @@ def metric_of(settings: Settings, metric: str | None) -> str:
 
 
 def _search_method(space: Space, method: str | None, trials: int | None) -> str:
-    ranges = [key for key, values in space.items() if isinstance(values, Range)]
+    ranges = [key for key, values in space.items() if not isinstance(values, CategoricalDistribution)]
     method = method or ("random" if ranges or trials else "grid")
     if method == "grid" and ranges:
-        raise UserError(f"{ranges[0]} = {space[ranges[0]]}: a range has no grid; --search random or optuna, or values")
+        raise UserError(
+            f"{ranges[0]} = {as_written(space[ranges[0]])}: a range has no grid; --search random or optuna, or values"
+        )
     if trials is None and (ranges or method == "optuna"):
         raise UserError("--trials: how many settings to try must be said, with a range and with Optuna")
-    if method == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise UserError("--search optuna: needs the package optuna; `pip install -e '.[sweep]'` in the checkout")
     return method
 
 

@@ -13,8 +13,7 @@ from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_sweep, svg
 from fedsub_app.reports.records import Group, deviation, read_run
 from fedsub_app.studies.batch import commits, machine
-from fedsub_app.studies.search_space import Range
-from fedsub_app.studies.trials import Search, Sweep, Trial
+from fedsub_app.studies.trials import Search, Sweep, Trial, text_of
 
 COSTS = {
     "MB": (("formula-bytes-down", "formula-bytes-up"), 1e6),
@@ -97,7 +96,7 @@ def _facts(sweep: Sweep, trials: Sequence[Trial], command: str) -> dict[str, str
 
 def _row(result: Result, keys: Sequence[str]) -> list[str]:
     trial, values = result
-    cells = [str(trial.number), *(str(trial.keys.get(key, "")) for key in keys)]
+    cells = [str(trial.number), *(text_of(trial.keys.get(key, "")) for key in keys)]
     if not values:
         return [*cells, "no result", *("" for _ in COSTS)]
     score = trial.score.number(result.mean)
@@ -117,7 +116,7 @@ def _verdict(best: Trial, metric: str) -> str:
     for kind in TEST:
         if kind != metric and (values := best.values(kind)):
             words.append(f"{score.text(statistics.fmean(values))} {kind} test {score.name}")
-    keys = ", ".join(f"{key} = {value}" for key, value in best.keys.items())
+    keys = ", ".join(f"{key} = {text_of(value)}" for key, value in best.keys.items())
     return f"Best: trial {best.number} ({keys}): {'; '.join(words)}."
 
 
@@ -151,7 +150,7 @@ def _draw(
     """Write the picture of the search, and the page of its runs."""
     space = sweep.search.space
     points: list[tuple[Mapping[str, object], float]] = [(r.trial.keys, r.mean) for r in results if r.values]
-    logarithmic = {key for key, values in space.items() if isinstance(values, Range) and values.log}
+    logarithmic = {key for key, values in space.items() if getattr(values, "log", False)}
     grid = sweep.search.method == "grid"
     drawing = draw_sweep(points, list(space), results[0].trial.score, sweep.metric, logarithmic, grid=grid)
     picture, page = sweep.out / "sweep.png", sweep.out / "report.html"

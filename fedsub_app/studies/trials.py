@@ -1,22 +1,32 @@
-"""The trials of a sweep: their settings, their runs, and their files on disk."""
+"""The trials of a sweep, an Optuna study in ``sweep.journal``: their settings and their runs."""
 
 import itertools
 import json
+import random
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import TrialState, create_trial
 
 from fedsub_app.common.errors import UserError, shown
-from fedsub_app.common.files import read_json, write_json
+from fedsub_app.common.files import read_json
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.config import applicable_keys, defaults
 from fedsub_app.studies.job import Job
-from fedsub_app.studies.search_space import Range, Space, draw, each_value, propose
+from fedsub_app.studies.search_space import Space, as_written, each_value
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Search:
     @property
     def count(self) -> int:
         """Number of trials."""
-        return self.trials if self.method == "optuna" and self.trials else len(self.plan)
+        return len(self.points) if self.points is not None else self.trials or 0
 
     def overrides(self, keys: Mapping[str, Value]) -> dict[str, Value]:
         """Return the single keys of a trial without those of methods that it does not run."""
@@ -52,31 +62,28 @@ class Search:
         return applicable_keys({**experiment, **self.fixed, **keys})
 
     @cached_property
-    def plan(self) -> list[dict[str, Value]]:
-        """Searched keys of each trial of a grid or of random search."""
-        lists = {key: values for key, values in self.space.items() if not isinstance(values, Range)}
-        if len(lists) < len(self.space):  # a trial does not depend on how many there are
-            return [draw(self.space, derive(self.seed, "sweep", number)) for number in range(self.trials or 0)]
-        points = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+    def points(self) -> list[dict[str, Value]] | None:
+        """Searched keys of the trials of a grid, or of random search in lists; ``None``: Optuna draws them."""
+        lists = [values.choices for values in self.space.values() if isinstance(values, CategoricalDistribution)]
+        if len(lists) < len(self.space) or self.method == "optuna":
+            return None
+        points: list[dict[str, Any]] = [dict(zip(self.space, row, strict=True)) for row in itertools.product(*lists)]
         # One trial is enough for points that differ in keys of methods that they do not run.
         grid = list({json.dumps(self.overrides(keys), sort_keys=True): keys for keys in points}.values())
         if self.method == "random":
-            import numpy as np
-
-            grid = [grid[index] for index in np.random.default_rng(derive(self.seed, "sweep")).permutation(len(grid))]
+            random.Random(derive(self.seed, "sweep")).shuffle(grid)
         return grid[: self.trials]
 
     def examples(self) -> list[dict[str, Value]]:
         """Return searched keys in which every value occurs that is known before the first trial ends."""
-        return each_value(self.space) + ([] if self.method == "optuna" else self.plan)
+        return each_value(self.space) + (self.points or [])
 
     def describe(self, metric: str) -> dict[str, Any]:
         """Return the identity of a sweep by ``metric``; the number of trials does not belong to it."""
-        space = {key: str(values) if isinstance(values, Range) else list(values) for key, values in self.space.items()}
         return {
             "experiment": self.experiment,
             "set": dict(self.fixed),
-            "space": space,
+            "space": {key: as_written(values) for key, values in self.space.items()},
             "search": self.method,
             "decides": metric if self.method == "optuna" else "",
         }
@@ -108,72 +115,93 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search whose trials are written to a folder and ranked by a metric.
+    """A search whose trials are kept in a folder and ranked by a metric.
 
     Parameters
     ----------
     metric : a kind of score at the end of a run, such as ``"personal-validation"``.
+    score : that of the runs' task.
     seeds : runs of a trial.
     out : folder of the trials and their runs.
     """
 
     search: Search
     metric: str
+    score: Score
     seeds: int
     out: Path
 
-    def claim(self) -> None:
-        """Write the identity of the sweep into its folder.
+    @cached_property
+    def study(self) -> optuna.Study:
+        """The study, which is made, with the identity of the sweep, where the folder has none.
 
         Raises
         ------
         UserError
             The folder belongs to another sweep.
         """
-        path, about = self.out / "sweep.json", self.search.describe(self.metric)
-        if not path.exists():
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_json(path, about)
-            return
-        other = read_json(path)
-        for key, value in about.items():
-            if other.get(key) != value:
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = str(self.out / "sweep.journal")
+        storage = JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
+        direction: Literal["maximize", "minimize"] = "maximize" if self.score.high_is_good else "minimize"
+        study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        earlier = self.out / "sweep.json"  # as it was written before, with a file for each trial
+        other = study.user_attrs or (read_json(earlier) if earlier.exists() else {})
+        for key, value in self.search.describe(self.metric).items():
+            if other.get(key, value) != value:
                 raise UserError(f"--out {self.out}: has another sweep, with {key} = {shown(other.get(key))}")
+            if key not in study.user_attrs:
+                study.set_user_attr(key, value)
+        for file in sorted(self.out.glob("trial-*.json"))[len(study.trials) :]:
+            self._add(study, read_json(file)["keys"])
+        return study
+
+    def _add(self, study: optuna.Study, keys: Mapping[str, Any]) -> None:
+        distributions: dict[str, Any] = {key: self.search.space[key] for key in keys}
+        study.add_trial(create_trial(state=TrialState.RUNNING, params=dict(keys), distributions=distributions))
 
     def trial(self, number: int) -> Trial:
-        """Return a trial; a new one is written first."""
-        path = self._path(number)
-        if not path.exists():
-            write_json(path, {"number": number, "keys": self._new_keys(number)})
-        keys = read_json(path)["keys"]
+        """Return a trial; the next one is drawn first."""
+        if number == len(self.study.trials):
+            self._draw(number)
+        keys = self.study.get_trials(deepcopy=False)[number].params
         jobs = []
         for seed in range(self.search.seed, self.search.seed + self.seeds):
-            folder = (self.out / f"{path.stem}-seed{seed}").resolve()
+            folder = (self.out / f"trial-{number:03d}-seed{seed}").resolve()
             name = f"trial {number}  {_label(keys)}" + f"  seed {seed}" * (self.seeds > 1)
             jobs.append(Job(name, self.search.overrides(keys) | {"seed": seed, "run-dir": str(folder)}, folder))
         return Trial(number, keys, tuple(jobs))
 
+    def _draw(self, number: int) -> None:
+        """Add a trial. It depends on the seed and the trials that have ended, not on when the sweep was continued."""
+        if self.search.points is not None:
+            self._add(self.study, self.search.points[number])
+            return
+        self.tell()
+        kind = TPESampler if self.search.method == "optuna" else RandomSampler
+        self.study.sampler = kind(seed=derive(self.search.seed, "sweep", number) % 2**32)
+        self.study.ask({**self.search.space})
+
+    def tell(self) -> None:
+        """Tell the study the results of the trials that are complete."""
+        for frozen in self.study.get_trials(states=(TrialState.RUNNING,)):
+            if values := self.trial(frozen.number).values(self.metric):
+                self.study.tell(frozen.number, statistics.fmean(values))
+
     def started(self) -> list[Trial]:
-        """Return the trials that are written."""
-        numbers = itertools.takewhile(lambda number: self._path(number).exists(), range(self.search.count))
-        return [self.trial(number) for number in numbers]
+        """Return the trials that have begun."""
+        return [self.trial(number) for number in range(min(len(self.study.trials), self.search.count))]
 
     def jobs(self) -> Iterator[Job]:
         """Yield the runs that are not complete, trial by trial."""
         for number in range(self.search.count):
             yield from (job for job in self.trial(number).jobs if job.summary() is None)
 
-    def _path(self, number: int) -> Path:
-        return self.out / f"trial-{number:03d}.json"
-
-    def _new_keys(self, number: int) -> dict[str, Value]:
-        if self.search.method != "optuna":
-            return self.search.plan[number]
-        results = [(trial.keys, trial.values(self.metric)) for trial in self.started()]
-        ended = [(keys, statistics.fmean(values)) for keys, values in results if values]
-        high_is_good = self.trial(0).score.high_is_good if number else True
-        return propose(self.search.space, derive(self.search.seed, "sweep", number), ended, high_is_good)
-
 
 def _label(keys: Mapping[str, Value]) -> str:
-    return "  ".join(f"{key}={value}" for key, value in keys.items())
+    return "  ".join(f"{key}={text_of(value)}" for key, value in keys.items())
+
+
+def text_of(value: Value) -> str:
+    """Return a searched value as tables and pictures show it: a number that was drawn with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
