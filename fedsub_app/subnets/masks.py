@@ -28,7 +28,6 @@ def _check(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]) -> Non
 
 
 def _along(mask: Tensor, axis: int, dim: int) -> Tensor:
-    """View a vector as a ``dim``-dimensional tensor that broadcasts over all axes but ``axis``."""
     return mask.view([-1 if k == axis else 1 for k in range(dim)])
 
 
@@ -138,12 +137,6 @@ def deal(groups: Sequence[UnitGroup], parts: int, draws: torch.Generator) -> lis
         for masks, index in zip(dealt, order.tensor_split(parts), strict=True):
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool).index_fill_(0, index, True)
     return dealt
-
-
-def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
-    """Return the parts of a vector over all hidden units: group name -> view ``[group.size]``, in the groups' order."""
-    parts = vector.split([group.size for group in groups])
-    return {group.name: part for group, part in zip(groups, parts, strict=True)}
 
 
 def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
