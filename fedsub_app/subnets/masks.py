@@ -17,16 +17,6 @@ from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions
 
 
-def _check(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless every mask belongs to a group and has one entry per unit."""
-    sizes = {group.name: group.size for group in groups}
-    for name, mask in unit_masks.items():
-        if name not in sizes:
-            raise ValueError(f"mask {name} belongs to no group; allowed: {', '.join(sizes)}")
-        if mask.shape != (sizes[name],):
-            raise ValueError(f"mask {name} has shape {tuple(mask.shape)}, its group has {sizes[name]} units")
-
-
 def _along(mask: Tensor, axis: int, dim: int) -> Tensor:
     return mask.view([-1 if k == axis else 1 for k in range(dim)])
 
@@ -51,13 +41,7 @@ def expand(
     Returns
     -------
     tensor name -> bool of the full shape, for every name of ``shapes``.
-
-    Raises
-    ------
-    ValueError
-        If a mask is of no group or of the wrong size.
     """
-    _check(groups, unit_masks)
     masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
     for (name, axis), kept in kept_positions(groups, unit_masks).items():
         if name in masks:
