@@ -8,8 +8,9 @@ from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen
+from fedsub_app.models.groups import split
 from fedsub_app.subnets.gates import gated
-from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient, split
+from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient
 from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
 from strategies.fedpews import first_scores

@@ -32,7 +32,3 @@ class PFedMeClient(Client):
         self.keep_own()
         network.load({**network.tensors, **{name: local[name] for name in network.parameters}})
         return self.trained()
-
-    def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return theta, at first the initial model."""
-        return self.own or self.initial()

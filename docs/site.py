@@ -44,7 +44,7 @@ PUBLIC = {
 SHORT = {name: f"fedsub.{name.rpartition('.')[2]}" for name in PUBLIC["In a Flower app"]}  # as a user imports them
 INTERNAL = {
     "What is learned": ["fedsub_app.problem", "fedsub_app.tasks"],
-    "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.defences"],
+    "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.server", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
     "Masks, means, schedules": [
         *("fedsub_app.subnets.averaging", "fedsub_app.subnets.robust", "fedsub_app.subnets.privacy"),

@@ -64,7 +64,6 @@ class NodeApp(ClientApp):
 
 
 def _roll_call(message: Message, context: Context) -> Message:
-    """Answer which partition this node is, and keep the settings of the run that asks."""
     header, _ = unpack(message.content)
     return Message(pack(node.roll_call(header, context.node_config), []), reply_to=message)
 

@@ -54,7 +54,7 @@ def run_local(
         settings_of(overrides)  # a wrong key is named before torch is there, which takes seconds
     from fedsub_app.client_app import NodeApp
     from fedsub_app.common.device import pick_device, visible_gpus
-    from fedsub_app.data.own import NAME
+    from fedsub_app.common.own_code import OWN
     from fedsub_app.federation import workers as processes
     from fedsub_app.node import given
     from fedsub_app.problem import Problem
@@ -70,7 +70,7 @@ def run_local(
         for key in ("model", "dataset"):
             if key in overrides:
                 raise UserError(f"{key} = {overrides[key]!r}: not with model= and data=")
-        overrides = {**overrides, "model": getattr(model, "__name__", "own"), "dataset": NAME}
+        overrides = {**overrides, "model": getattr(model, "__name__", OWN), "dataset": OWN}
     settings = settings_of(overrides)
     if model:
         problem = Problem.own(model, data, settings, traced=True)

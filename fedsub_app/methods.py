@@ -19,32 +19,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
-from strategies.settings import (
-    APFLSettings,
-    DittoSettings,
-    FedAdagradSettings,
-    FedAdamSettings,
-    FedALASettings,
-    FedBABUSettings,
-    FedDSTSettings,
-    FedNovaSettings,
-    FedPACSettings,
-    FedPartSettings,
-    FedPeWSSettings,
-    FedPMSettings,
-    FedRepSettings,
-    FedSelectSettings,
-    HeteroFLSettings,
-    ISTSettings,
-    LGFedAvgSettings,
-    MTLSettings,
-    PartSettings,
-    PerFedAvgSettings,
-    PFedMeSettings,
-    SparseSettings,
-    SubFedAvgSettings,
-    TuningSettings,
-)
+from strategies import settings as keys
 
 if TYPE_CHECKING:  # torch takes seconds
     from client_apps.base import Client
@@ -101,56 +76,68 @@ METHODS = {
         "Li, He, Song 2021", MethodSettings, "base:SubnetStrategy", "base:Client", {"objective": "moon"}, "MOON"
     ),
     "scaffold": Method("Karimireddy et al. 2020", MethodSettings, "scaffold:Scaffold", "scaffold:ScaffoldClient"),
-    "fednova": Method("Wang et al. 2020", FedNovaSettings, "fednova:FedNova", "fednova:FedNovaClient"),
-    "fedadam": Method("Reddi et al. 2021", FedAdamSettings, "fedopt:FedAdam", "base:Client"),
-    "fedyogi": Method("Reddi et al. 2021", FedAdamSettings, "fedopt:FedYogi", "base:Client"),
-    "fedadagrad": Method("Reddi et al. 2021", FedAdagradSettings, "fedopt:FedAdagrad", "base:Client"),
+    "fednova": Method("Wang et al. 2020", keys.FedNovaSettings, "fednova:FedNova", "fednova:FedNovaClient"),
+    "fedadam": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedAdam", "base:Client"),
+    "fedyogi": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedYogi", "base:Client"),
+    "fedadagrad": Method("Reddi et al. 2021", keys.FedAdagradSettings, "fedopt:FedAdagrad", "base:Client"),
     "fedavg-ft": Method(
-        "FedAvg, fine-tuned by each client", TuningSettings, "parts:Tuned", "parts:TunedClient", title="FedAvgFT"
+        "FedAvg, fine-tuned by each client",
+        keys.TuningSettings,
+        "base:SubnetStrategy",
+        "parts:TunedClient",
+        title="FedAvgFT",
     ),
-    "ditto": Method("Li et al. 2021", DittoSettings, "ditto:Ditto", "ditto:DittoClient"),
+    "ditto": Method("Li et al. 2021", keys.DittoSettings, "ditto:Ditto", "ditto:DittoClient"),
     "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "fedbn:FedBNClient"),
-    "apfl": Method("Deng, Kamani, Mahdavi 2020", APFLSettings, "apfl:APFL", "apfl:APFLClient"),
-    "fedala": Method("Zhang et al. 2023", FedALASettings, "fedala:FedALA", "fedala:FedALAClient"),
+    "apfl": Method("Deng, Kamani, Mahdavi 2020", keys.APFLSettings, "apfl:APFL", "apfl:APFLClient"),
+    "fedala": Method("Zhang et al. 2023", keys.FedALASettings, "fedala:FedALA", "fedala:FedALAClient"),
     "per-fedavg": Method(
-        "Fallah, Mokhtari, Ozdaglar 2020", PerFedAvgSettings, "perfedavg:PerFedAvg", "perfedavg:PerFedAvgClient"
+        "Fallah, Mokhtari, Ozdaglar 2020", keys.PerFedAvgSettings, "perfedavg:PerFedAvg", "perfedavg:PerFedAvgClient"
     ),
     "pfedme": Method(
-        "T Dinh, Tran, Nguyen 2020", PFedMeSettings, "pfedme:PFedMe", "pfedme:PFedMeClient", title="pFedMe"
+        "T Dinh, Tran, Nguyen 2020", keys.PFedMeSettings, "pfedme:PFedMe", "pfedme:PFedMeClient", title="pFedMe"
     ),
-    "fedper": Method("Arivazhagan et al. 2019", PartSettings, "parts:SharedPart", "parts:PartClient", title="FedPer"),
-    "fedrep": Method("Collins et al. 2021", FedRepSettings, "parts:FedRep", "parts:FedRepClient"),
-    "fedbabu": Method("Oh, Kim, Yun 2022", FedBABUSettings, "parts:FedBABU", "parts:FedBABUClient"),
-    "lg-fedavg": Method("Liang et al. 2020", LGFedAvgSettings, "parts:LGFedAvg", "parts:PartClient"),
-    "fedpac": Method("Xu, Tong, Huang 2023", FedPACSettings, "fedpac:FedPAC", "fedpac:FedPACClient"),
+    "fedper": Method(
+        "Arivazhagan et al. 2019", keys.PartSettings, "parts:SharedPart", "parts:PartClient", title="FedPer"
+    ),
+    "fedrep": Method(
+        "Collins et al. 2021", keys.FedRepSettings, "parts:SharedPart", "parts:FedRepClient", title="FedRep"
+    ),
+    "fedbabu": Method(
+        "Oh, Kim, Yun 2022", keys.FedBABUSettings, "parts:SharedPart", "parts:FedBABUClient", title="FedBABU"
+    ),
+    "lg-fedavg": Method("Liang et al. 2020", keys.LGFedAvgSettings, "parts:LGFedAvg", "parts:PartClient"),
+    "fedpac": Method("Xu, Tong, Huang 2023", keys.FedPACSettings, "fedpac:FedPAC", "fedpac:FedPACClient"),
     "fedselect": Method(
-        "FedSelect, Tamirisa et al. 2024", FedSelectSettings, "fedselect:FedSelect", "fedselect:FedSelectClient"
+        "FedSelect, Tamirisa et al. 2024", keys.FedSelectSettings, "fedselect:FedSelect", "fedselect:FedSelectClient"
     ),
     "subfedavg": Method(
-        "Sub-FedAvg, Vahidian et al. 2021", SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
+        "Sub-FedAvg, Vahidian et al. 2021", keys.SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
     ),
-    "fedpm": Method("Isik et al. 2023", FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
-    "ssfl": Method("Ohib et al. 2024", SparseSettings, "ssfl:SSFL", "ssfl:SSFLClient"),
-    "feddst": Method("Bibikar et al. 2022", FedDSTSettings, "feddst:FedDST", "feddst:FedDSTClient"),
-    "mtl": Method("multi-task learning, regularised by the mean", MTLSettings, "mtl:MTL", "mtl:MTLClient"),
+    "fedpm": Method("Isik et al. 2023", keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
+    "ssfl": Method("Ohib et al. 2024", keys.SparseSettings, "ssfl:SSFL", "ssfl:SSFLClient"),
+    "feddst": Method("Bibikar et al. 2022", keys.FedDSTSettings, "feddst:FedDST", "feddst:FedDSTClient"),
+    "mtl": Method("multi-task learning, regularised by the mean", keys.MTLSettings, "mtl:MTL", "mtl:MTLClient"),
     "local": Method("no federation: the floor", MethodSettings, "local:Local", "local:LocalClient"),
     "ist": Method(
-        "IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", ISTSettings, "ist:IST", "base:Client"
+        "IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", keys.ISTSettings, "ist:IST", "base:Client"
     ),
     "istprox": Method(
-        "IST with FedProx's term", ISTSettings, "ist:IST", "base:Client", {"objective": "prox"}, "ISTProx"
+        "IST with FedProx's term", keys.ISTSettings, "ist:IST", "base:Client", {"objective": "prox"}, "ISTProx"
     ),
     "heterofl": Method(
-        "HeteroFL, Diao, Ding, Tarokh 2021", HeteroFLSettings, "heterofl:HeteroFL", "heterofl:HeteroFLClient"
+        "HeteroFL, Diao, Ding, Tarokh 2021", keys.HeteroFLSettings, "heterofl:HeteroFL", "heterofl:HeteroFLClient"
     ),
-    "fedrolex": Method("FedRolex, Alam et al. 2022", HeteroFLSettings, "heterofl:FedRolex", "heterofl:HeteroFLClient"),
+    "fedrolex": Method(
+        "FedRolex, Alam et al. 2022", keys.HeteroFLSettings, "heterofl:FedRolex", "heterofl:HeteroFLClient"
+    ),
     "fedpart": Method(
         "FedPart, Wang et al. 2024, and momentum aggregation",
-        FedPartSettings,
+        keys.FedPartSettings,
         "fedpart:FedPart",
         "fedpart:FedPartClient",
     ),
-    "fedpews": Method("FedPeWS, Tastan et al. 2024", FedPeWSSettings, "fedpews:FedPeWS", "fedpews:FedPeWSClient"),
+    "fedpews": Method("FedPeWS, Tastan et al. 2024", keys.FedPeWSSettings, "fedpews:FedPeWS", "fedpews:FedPeWSClient"),
 }
 BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
 

@@ -275,7 +275,6 @@ def own_key(settings: Settings) -> str:
 
 
 def _keys(text: str) -> dict[str, Value]:
-    """Return the settings in a message's JSON, by key."""
     try:
         keys = json.loads(text)
     except (ValueError, RecursionError) as error:

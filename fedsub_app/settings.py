@@ -11,6 +11,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import readable
 from fedsub_app.common.score import CLASSES, SCORES, Score
 from fedsub_app.common.section import (
+    EPOCHS,
     AmountOrNone,
     ClientsSettings,
     Count,
@@ -88,6 +89,12 @@ class MethodSettings(Section):
 
     def check(self, settings: "Settings") -> None:
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of a client beside ``local-epochs``: the sum of the keys of type ``Epochs``."""
+        fields = type(self).model_fields.items()
+        return sum(getattr(self, name) for name, field in fields if EPOCHS in field.metadata)
 
     def hidden_width(self, settings: "Settings") -> int | None:
         """Return the units of every hidden layer of the global network, ``None`` for the model's own."""

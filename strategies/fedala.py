@@ -30,7 +30,6 @@ class FedALA(SubnetStrategy):
     """FedAvg; the client's own last layers and its W never leave it."""
 
     options: FedALASettings
-    epoch_keys = ("learn_passes",)
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)

@@ -26,7 +26,7 @@ from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import BadReply, Range, Update
 from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
+from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
@@ -99,7 +99,7 @@ class FedNova(SubnetStrategy):
         weight = self.weight(update) / self.distance_of_steps(update)
         return Contribution(chosen(update.tensors, self.parameters), None, weight)
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Make a step towards the mean that compensates for the sum of its weights.
 
         ``w + tau_eff * sum_i p_i (w_i - w) / a_i = w + s * (mean - w)`` with ``s = tau_eff * sum_i p_i / a_i``. All a

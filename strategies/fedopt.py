@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import MaskedMean
+from fedsub_app.subnets.averaging import Mean
 from strategies.base import SubnetStrategy
 from strategies.hooks import Merged
 from strategies.settings import FedAdagradSettings, FedAdamSettings
@@ -53,7 +53,7 @@ class FedAdagrad(SubnetStrategy):
         """Return the next v from the last one and D²."""
         return v + square
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Make the optimizer's step."""
         options, rate = self.options, self.settings.server_lr
         model = mean.result()

@@ -18,7 +18,7 @@ from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
 from fedsub_app.models.units import head_layer
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from fedsub_app.tasks import task_of
@@ -42,7 +42,6 @@ class FedPAC(SubnetStrategy):
     """
 
     options: FedPACSettings
-    epoch_keys = ("head_epochs",)
     refused = dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
     remembers = ("heads", "centroids", "known")
 
@@ -87,7 +86,7 @@ class FedPAC(SubnetStrategy):
         """Keep the head as well, for every client's own combination."""
         return super().remembered(update, contribution) | chosen(update.tensors, self.head)
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the centroids by counts; combine a head for each client that answered."""
         counts = torch.stack([update.tensors[COUNTS] for update in updates])
         means = torch.stack([update.tensors[MEANS] for update in updates])

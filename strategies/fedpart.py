@@ -33,7 +33,7 @@ from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups, trainable
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean, masked_mean
+from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
@@ -96,7 +96,6 @@ class FedPart(SubnetStrategy):
         return Task(client, tensors, {"group": self.group(self.round)})
 
     def _due(self, client: int) -> torch.Tensor:
-        """Return whether a client is sent a group, bool [groups]."""
         everything = torch.ones(len(self.groups), dtype=torch.bool)
         if self.options.stale != "faithful" and not self.state_rounds[client]:
             return everything
@@ -132,7 +131,7 @@ class FedPart(SubnetStrategy):
         refused = () if self.options.momentum == "none" else DEFENCES
         return dict.fromkeys(refused, "its server also averages Adam's moments")
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the trained group and its moments; record the groups that the clients have now.
 
         With ``momentum = "similarity"`` (Algorithm 2) the similarity of the clients' moments weights both.
@@ -177,5 +176,4 @@ class FedPart(SubnetStrategy):
 
 
 def _weighted(updates: Sequence[Update], names: Collection[str], weights: Sequence[float]) -> list[Contribution]:
-    """Return the updates' tensors of these names, with these weights."""
     return [Contribution(chosen(u.tensors, names), None, w) for u, w in zip(updates, weights, strict=True)]

@@ -33,10 +33,11 @@ from torch import nn
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
+from fedsub_app.federation.protocol import Range, Spec, Task, Update
+from fedsub_app.models.groups import split
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
-from fedsub_app.subnets.masks import expand, fixed_masks, gather, scatter, split
+from fedsub_app.subnets.averaging import Contribution, Mean
+from fedsub_app.subnets.masks import expand, fixed_masks
 from strategies.base import SubnetStrategy
 from strategies.defences import ALONE, WITHOUT_MASKS
 from strategies.hooks import Merged
@@ -85,7 +86,7 @@ class FedPeWS(SubnetStrategy):
         if not self.warming_up:
             return super().task(client)
         if self.options.masks == "fixed":
-            covered = gather(self.current, self.positions(self.fixed[client]))
+            covered = self.values_at(self.positions(self.fixed[client]))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
         if self.options.others == "highest":
             others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
@@ -121,12 +122,7 @@ class FedPeWS(SubnetStrategy):
         """Add the values that the client's mask covers (line 20, Eq. 4); after the warm-up all values."""
         if not self.warming_up:
             return super().contribution(update)
-        positions = self.positions(self.mask_of(update))
-        for name, mask in positions.items():
-            count, covered = update.tensors[name].numel(), int(mask.sum())
-            if count != covered:
-                raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
-        return Contribution(scatter(update.tensors, positions), positions, self.weight(update))
+        return self.contribution_at(update, self.positions(self.mask_of(update)))
 
     def origin(self, update: Update) -> Tensors:
         """Return the client's last probabilities."""
@@ -137,7 +133,7 @@ class FedPeWS(SubnetStrategy):
         alone = {"min-contributors": ALONE} if self.options.masks == "fixed" else {}
         return {**WITHOUT_MASKS, **alone} if self.options.warmup_rounds else {}
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Keep the clients' probabilities; report the number of hidden units that 0, 1, 2, … clients cover."""
         merged = super().merge(mean, updates)
         if not self.warming_up:

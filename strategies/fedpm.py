@@ -30,7 +30,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import MaskedMean
+from fedsub_app.subnets.averaging import Mean
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
@@ -52,6 +52,7 @@ class FedPM(SubnetStrategy):
     """
 
     options: FedPMSettings
+    refused = dict.fromkeys(DEFENCES, "its server counts the clients' masks")
     remembers = ("theta", "ones", "zeros")
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -80,11 +81,7 @@ class FedPM(SubnetStrategy):
         masks = {f"{MASK}{name}": Spec(tuple(w.shape), torch.bool) for name, w in self.signed.items()}
         return {name: spec for name, spec in self.specs.items() if name not in self.signed} | masks
 
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: the masks are counted."""
-        return dict.fromkeys(DEFENCES, "its server counts the clients' masks")
-
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Count the masks and take the mode of each Beta distribution (Algorithm 2)."""
         state: dict[str, Tensors] = {"theta": {}, "ones": {}, "zeros": {}}
         fresh = (self.round - 1) % self.options.reset_every == 0

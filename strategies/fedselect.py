@@ -35,12 +35,11 @@ from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.tensors import Tensors, unprefixed
+from fedsub_app.common.tensors import Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
-from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
@@ -84,9 +83,7 @@ class FedSelect(SubnetStrategy):
 
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client does not hold; whole tensors where it holds none."""
-        cut = shared_positions(self.held[client])
-        whole = {name: self.current[name] for name in self.global_names if name not in cut}
-        return Task(client, whole | gather(self.current, cut))
+        return Task(client, chosen(self.values_at(shared_positions(self.held[client])), self.global_names))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the values at the client's global positions and, where it grew, its mask."""
@@ -103,11 +100,9 @@ class FedSelect(SubnetStrategy):
         for name, new in unprefixed(MASK, update.tensors).items():
             if bool((masks[name] & ~new).any()):
                 raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
-        cut = shared_positions(masks)
-        whole = {name: update.tensors[name] for name in self.global_names if name not in cut}
-        return Contribution(whole | scatter(update.tensors, cut), cut, self.weight(update))
+        return self.contribution_at(update, shared_positions(masks))
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Record that the clients hold the positions that they trained as personal; then their masks grow."""
         masks, held = list(self.masks), list(self.held)
         for update in updates:

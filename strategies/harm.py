@@ -90,7 +90,6 @@ def _limit(strategy: Hooks, bound: tuple[float, float]) -> float:
 
 
 def _loss(strategy: Hooks, updates: Sequence[Valid]) -> float:
-    """Return the loss of the model that these updates would be merged to."""
     assert strategy.facts
     merging = Merging(strategy)
     for each in updates:

@@ -10,124 +10,45 @@ current, or none where the round is abandoned. A client continues from the state
 is as if the client had not been asked.
 """
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.nodes import Federation
-from fedsub_app.federation.phase import Phase
-from fedsub_app.federation.protocol import MAX_EXAMPLES, Range, Spec, Task, Update, specs
-from fedsub_app.models import UnitGroup, tensors_of, unit_groups
-from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
-from fedsub_app.subnets.norms import square
-from fedsub_app.subnets.slices import ALL, select
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.protocol import Range, Spec, Task, Update
+from fedsub_app.subnets.averaging import Contribution, Mean
 from strategies.defences import DEFENCES
-from strategies.memory import Memory, flattened, restored
+from strategies.server import Merged, Server
 
-log = logging.getLogger("fedsub")
-KEPT = ("state_rounds", "usual")  # the server's state of every method
+__all__ = ["Hooks", "Merged"]
 MAX_PASSES = 4  # upper bound on a method's forward and backward passes of the whole network on a sample in an epoch
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The server's own knowledge, against which the clients' reports are checked.
-
-    Attributes
-    ----------
-    examples : training samples of each client, by the partition.
-    sample_flops : FLOPs of a forward and backward pass of the whole network on one sample.
-    loss : a global model -> its loss on some test samples.
-    held_out : upper bound on a client's validation or test samples.
-    exact : whether ``examples`` are exact; else they are upper bounds, of clients that have private data.
-    """
-
-    examples: Sequence[int]
-    sample_flops: float
-    loss: Callable[[Tensors], float]
-    held_out: int = 0
-    exact: bool = True
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The outcome of a round, before it is committed.
-
-    Attributes
-    ----------
-    model : the next global model.
-    state : new values of remembered attributes; an attribute that is lacking keeps its value.
-    report : JSON-able entries for the round's line.
-    """
-
-    model: Tensors
-    state: Mapping[str, Memory] = field(default_factory=dict)
-    report: Json = field(default_factory=dict)
-
-
-def _normalised(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-class Hooks:
+class Hooks(Server):
     """FedAvg, and the hooks of all methods; :class:`~strategies.base.SubnetStrategy` has Flower's verbs beside them.
 
+    The attributes of a run, such as ``current``, are those of :class:`~strategies.server.Server`.
+
     Attributes
     ----------
-    remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`. They are in
-        the checkpoint, and :meth:`merge` alone gives them new values.
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
-    epoch_keys : names of the options that count epochs beside ``local-epochs``.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
     judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
         model is no model of the whole task, because parts of it stay with the clients.
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
-    settings, options : the run's settings and the method's own.
-    score : the task's score.
-    model : the network, for its structure only (``unit_groups(model)``, shapes).
-    current : the global model of the running round, named float32 CPU tensors; read-only.
-    round : number of the running round, from 1.
-    phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
-    state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
-    usual : with ``robust``, of the last rounds: usual sizes of each tensor's change (strategies/bounding.py), and the
-        merged models' losses.
     """
 
-    remembers: tuple[str, ...] = ()
     holds_all = False
     judged = True
     measurement: "Hooks | None" = None
     keeps_models = False
-    epoch_keys: tuple[str, ...] = ()
     refused: ClassVar[Mapping[str, str]] = {}
     reports: ClassVar[Mapping[str, Reported]] = {}
-
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        if settings.batch_size == 1 and _normalised(model):
-            raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
-        self.settings = settings
-        self.options = settings.options
-        self.score = settings.score
-        self.model = model
-        self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-        self.round = 0
-        self.phase = Phase()
-        self.facts: Facts | None = None
-        self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
-        self.usual: Tensors = {}
-        self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
 
     # --- the hooks of most methods -----------------------------------------------------------------------------------
 
@@ -147,7 +68,7 @@ class Hooks:
         tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
         return Contribution(tensors, None, self.weight(update))
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the outcome of the round, from the mean of its valid contributions.
 
         The model is ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021),
@@ -174,11 +95,21 @@ class Hooks:
     def passes(self, client: int) -> float:
         """Return an upper bound on a client's passes over its samples in a round, beside ``local-epochs``.
 
-        A client that reports more FLOPs than these passes can cost is dropped. Beside the epochs of :attr:`epoch_keys`
-        this is one pass, which covers work that no key counts, such as features or scores.
+        A client that reports more FLOPs than these passes can cost is dropped. Beside the method's keys of type
+        ``Epochs`` this is one pass, which covers work that no key counts, such as features or scores.
         """
-        epochs: list[int] = [getattr(self.options, key) for key in self.epoch_keys]
-        return 1 + sum(epochs)
+        return 1 + self.options.epochs
+
+    def max_samples(self, client: int) -> int:
+        """Return an upper bound on the samples that a client computes on in a round, each counted once a pass."""
+        settings, count = self.settings, self.max_examples(client)
+        steps = settings.local_steps
+        fitted = steps * settings.batch_size if steps else count * settings.local_epochs
+        return fitted + math.ceil(count * self.passes(client))
+
+    def max_flops(self, client: int) -> float:
+        """Return an upper bound on the FLOPs of a client in a round."""
+        return MAX_PASSES * self.facts.sample_flops * self.max_samples(client) if self.facts else 1e24
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Return the norms of an update that are compared with the round's other updates: a name -> Euclidean norm.
@@ -234,100 +165,3 @@ class Hooks:
         One dict a client, tensor name -> bool of the tensor's shape, the same names for all; None: the method has none.
         """
         return None
-
-    # --- what methods use --------------------------------------------------------------------------------------------
-
-    @cached_property
-    def units(self) -> tuple[UnitGroup, ...]:
-        """The network's hidden units; :class:`UserError` where none can be removed."""
-        try:
-            return unit_groups(self.model)
-        except TypeError as error:
-            raise UserError(
-                f"model = {self.settings.model!r}: not with method = {self.settings.method!r}: {error}"
-            ) from None
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        """Specs of a whole model that was trained from the global one."""
-        if self._specs[0] is not self.current:
-            self._specs = (self.current, specs(self.current))
-        return self._specs[1]
-
-    def weight(self, update: Update) -> float:
-        """Return the update's weight in a mean (setting ``weighting``)."""
-        return float(update.num_examples) if self.settings.by_examples else 1.0
-
-    def distance(self, update: Update, contribution: Contribution) -> float:
-        """Return the Euclidean distance of a contribution from the model, at the positions that it holds."""
-        masks, slices, total = contribution.masks or {}, contribution.slices or {}, 0.0
-        for name, x in contribution.tensors.items():
-            known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
-            start = select(self.current[name], slices.get(name, ALL))
-            total += square(x, start, masks.get(name)) if known is None else known
-        return math.sqrt(total)
-
-    def max_examples(self, client: int) -> int:
-        """Return an upper bound on a client's training samples."""
-        return self.facts.examples[client] if self.facts else MAX_EXAMPLES
-
-    def examples(self, client: int) -> tuple[int, int]:
-        """Return the bounds of a client's training samples; where the server knows their number, both are equal."""
-        most = self.max_examples(client)
-        return (most if self.facts and self.facts.exact else 1), most
-
-    def steps(self, examples: int) -> int:
-        """Return the steps that ``local-epochs`` or ``local-steps`` make of so many samples, as the client counts."""
-        settings = self.settings
-        batches = -(-examples // settings.batch_size)
-        if examples % settings.batch_size == 1 < examples and _normalised(self.model):
-            batches -= 1  # BatchNorm cannot train on one sample
-        return (settings.local_steps or batches * settings.local_epochs) if batches else 0
-
-    @property
-    def robust(self) -> bool:
-        """Say whether updates are bounded by one another (setting ``robust``); not with privacy's own bound."""
-        settings = self.settings
-        if settings.robust == "auto":
-            return not self.simulated and not settings.dp_noise_multiplier
-        return settings.robust == "on"
-
-    @property
-    def simulated(self) -> bool:
-        """Say whether all nodes are simulated, or there are none yet."""
-        return not hasattr(self, "federation") or self.federation.simulated
-
-    def max_samples(self, client: int) -> int:
-        """Return an upper bound on the samples that a client computes on in a round, each counted once a pass."""
-        settings, count = self.settings, self.max_examples(client)
-        steps = settings.local_steps
-        fitted = steps * settings.batch_size if steps else count * settings.local_epochs
-        return fitted + math.ceil(count * self.passes(client))
-
-    def max_flops(self, client: int) -> float:
-        """Return an upper bound on the FLOPs of a client in a round."""
-        return MAX_PASSES * self.facts.sample_flops * self.max_samples(client) if self.facts else 1e24
-
-    # --- called by the rounds ----------------------------------------------------------------------------------------
-
-    def connect(self, federation: Federation, facts: Facts | None = None) -> None:
-        """Set the nodes that the verbs talk to, and the server's facts; without facts fewer checks are made."""
-        self.federation = federation
-        self.facts = facts
-
-    def commit(self, merged: Merged, updates: Sequence[Update]) -> None:
-        """Make a round's outcome current: the model, the remembered attributes, the rounds of the clients' states."""
-        if unknown := merged.state.keys() - {*self.remembers}:
-            raise ValueError(f"{type(self).__name__}.merge returned {sorted(unknown)}, which it does not remember")
-        self.current = merged.model
-        vars(self).update(merged.state)
-        self.state_rounds[[update.client for update in updates if update.state[1] == self.round]] = self.round
-
-    def state(self) -> Tensors:
-        """Return the server's state between rounds, as named tensors for the checkpoint."""
-        return flattened({name: getattr(self, name) for name in (*KEPT, *self.remembers)})
-
-    def load_state(self, state: Tensors) -> None:
-        """Restore the tensors that :meth:`state` returned; :class:`UserError` where one is missing."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in (*KEPT, *self.remembers)}
-        vars(self).update(restored(state, values))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import Update, formula_bytes
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, MaskedMean, Mean
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.subnets.privacy import NoisyMean
 from fedsub_app.subnets.robust import RobustMean, clipped
@@ -130,7 +130,6 @@ class Merging:
         return merged
 
     def _count(self, contribution: Contribution) -> None:
-        """Count the contributors of each position."""
         for name in contribution.tensors:
             old = self._strategy.current[name]
             mask = contribution.whole(name, old)[1]
@@ -150,8 +149,7 @@ class Merging:
         self.seconds += time.perf_counter() - start
 
 
-def _empty_mean(strategy: Hooks) -> MaskedMean:
-    """Return the mean of the settings, to which nothing was added yet."""
+def _empty_mean(strategy: Hooks) -> Mean:
     settings, old = strategy.settings, strategy.current
     if settings.dp_noise_multiplier:
         deviation = settings.dp_noise_multiplier * settings.clip_norm

@@ -57,24 +57,6 @@ class SharedPart(SubnetStrategy):
         return chosen(self.current, self.shared)
 
 
-class Tuned(SubnetStrategy):
-    """FedAvg whose clients fine-tune a copy of the model for their evaluation."""
-
-    epoch_keys = ("tune_epochs",)
-
-
-class FedRep(SharedPart):
-    """Shares the body; a client trains its head first, then the body."""
-
-    epoch_keys = ("personal_epochs", "shared_epochs")
-
-
-class FedBABU(SharedPart):
-    """Shares the body; the head stays at its start, and a client fine-tunes a copy of the model for its evaluation."""
-
-    epoch_keys = ("tune_epochs",)
-
-
 class LGFedAvg(SharedPart):
     """Shares everything in the first ``warm_rounds``; a client that lacks a body is sent the whole model."""
 

@@ -14,8 +14,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.own_code import OWN
 from fedsub_app.common.tensors import Json, prefixed
-from fedsub_app.data.own import NAME as OWN
 from fedsub_app.federation.nodes import draw
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, StateLost, Task, Update, finite
@@ -272,7 +272,6 @@ def _sums(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) 
 
 
 def _middle(norms: Sequence[float]) -> dict[str, float]:
-    """Return the median and the largest norm of the updates that count."""
     if not norms:
         return {}
     return {"update-norm": float(f"{median(norms):.3g}"), "largest-update-norm": float(f"{max(norms):.3g}")}

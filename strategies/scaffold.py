@@ -24,7 +24,7 @@ from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
@@ -81,7 +81,7 @@ class Scaffold(SubnetStrategy):
         """Add the norm of the change of c_i."""
         return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the model, and set c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
         changes = {n: sum(update.tensors[f"{VARIATE}{n}"] for update in updates) for n in self.variate}
         variate = {name: c + changes[name] / self.settings.num_clients for name, c in self.variate.items()}

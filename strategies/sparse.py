@@ -17,7 +17,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
@@ -102,7 +102,7 @@ class Sparse(SubnetStrategy):
         """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
         return {**super().refuses(), **WITHOUT_MASKS}
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge each position over the clients that keep it; adjust the masks."""
         merged = super().merge(mean, updates)
         if not self.adjusts(self.round):

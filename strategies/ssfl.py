@@ -20,7 +20,7 @@ import torch
 
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import largest
 from strategies.defences import DEFENCES
@@ -63,7 +63,7 @@ class SSFL(Sparse):
         """Refuse all defences: in the first round the clients' answers are no changes of the model."""
         return dict.fromkeys(DEFENCES, "the answers of its first round are saliencies")
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Keep the weights of the largest mean saliency."""
         if not self.choosing:
             return super().merge(mean, updates)

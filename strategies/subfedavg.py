@@ -40,11 +40,10 @@ from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.tensors import Json, Tensors, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
-from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
@@ -94,9 +93,7 @@ class SubFedAvg(SubnetStrategy):
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client keeps, whole tensors where these are all."""
         cut = {n: kept for n, kept in self.plan.positions(self.masks[client]).items() if not kept.all()}
-        whole = {name: self.current[name] for name in self.plan.sizes if name not in cut}
-        values = gather(self.current, {name: kept for name, kept in cut.items() if name in self.plan.sizes})
-        return Task(client, whole | values)
+        return Task(client, chosen(self.values_at(cut), self.plan.sizes))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the values at the positions that the client keeps after pruning, and the masks that shrank."""
@@ -123,12 +120,9 @@ class SubFedAvg(SubnetStrategy):
         for name, kept in positions.items():
             if not kept.any():
                 raise BadReply(f"tensor {name!r}: its masks keep nothing of it")
-            if len(update.tensors[name]) != int(kept.sum()):
-                raise BadReply(f"tensor {name!r}: {len(update.tensors[name])} values, its masks keep {int(kept.sum())}")
-        whole = {name: update.tensors[name] for name in self.current if name not in positions}
-        return Contribution(whole | scatter(update.tensors, positions), positions, self.weight(update))
+        return self.contribution_at(update, positions)
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Average each position over the clients that keep it; the clients' masks shrink."""
         masks, fractions = list(self.masks), self.fractions.clone()
         for update in updates:

@@ -20,9 +20,10 @@ from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, build_model, tensors_of, unit_groups
+from fedsub_app.models.groups import split
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.gates import gated
-from fedsub_app.subnets.masks import gather, split
+from fedsub_app.subnets.masks import gather
 from strategies.fedpews import FedPeWS
 
 Run = Callable[..., tuple[Json, Path]]

@@ -35,7 +35,7 @@ from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.settings import Settings
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
-from strategies.hooks import Facts
+from strategies.server import Facts
 
 HOSTILE = (1, 3, 5)  # clients of the second node; 0, 2, 4 and 6 are the first one's
 HONEST = (0, 2, 4, 6)

@@ -153,14 +153,6 @@ def test_masked_units_have_no_gradient_and_no_influence(kind, narrow):
     torch.testing.assert_close(loss(), before, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("unit_masks", [{"fc9": torch.ones(3)}, {"fc1": torch.ones(4)}])
-def test_masks_of_no_group_or_wrong_size_are_named(unit_masks):
-    model = tiny("mlp")
-    (name,) = unit_masks
-    with pytest.raises(ValueError, match=name):
-        masks.expand(unit_groups(model), unit_masks, shapes_of(model))
-
-
 def test_group_without_mask_is_on():
     model = tiny("mlp")
     groups = unit_groups(model)

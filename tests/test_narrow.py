@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fedsub_app.models import build_model, load_tensors, narrow_shapes, narrowed, tensors_of, unit_groups, widths_of
+from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of, unit_groups, widths_of
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks
 from fedsub_app.subnets.slices import indices, put, take
@@ -82,9 +82,6 @@ def test_put_and_take_are_inverse(data):
         if group.name in named
     }
     small = take(tensors, groups, units)
-    assert {n: t.shape for n, t in small.items()} == narrow_shapes(
-        groups, {name: int(mask.sum()) for name, mask in units.items()}, shapes
-    )
     whole, masks = put(small, groups, units, shapes), expand(groups, units, shapes)
     assert whole.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -142,8 +139,6 @@ def test_a_slice_that_does_not_fit_is_named():
         put(small | {"conv2.weight": tensors["conv2.weight"]}, groups, units, shapes)
     with pytest.raises(ValueError, match=r"its units on are"):  # as many numbers, but turned
         put(small | {"fc1.weight": tensors["fc1.weight"].T}, groups, units, shapes)
-    with pytest.raises(ValueError, match="conv9"):
-        put(small, groups, {"conv9": torch.tensor([True])}, shapes)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -179,12 +174,11 @@ def test_a_narrow_network_is_a_network_of_its_own(name):
     model = network(name).eval()
     next(model.parameters()).requires_grad_(False)
     groups = unit_groups(model)
-    tensors, shapes = tensors_and_shapes(model)
+    tensors, _ = tensors_and_shapes(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     widths = {group.name: 1 + group.size // 3 for group in groups}
     small = narrowed(model, groups, widths)
     own = tensors_of(small)
-    assert {n: t.shape for n, t in own.items()} == narrow_shapes(groups, widths, shapes)
     assert list(own) == list(tensors)
     first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
     assert all(torch.equal(own[n], t) for n, t in take(tensors, groups, first).items())

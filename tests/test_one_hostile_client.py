@@ -27,8 +27,9 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import STYPE, read_update
 from fedsub_app.methods import METHODS
+from fedsub_app.models.groups import split
 from fedsub_app.subnets.bounds import FLOOR, Size, remembered, size, usual, within
-from fedsub_app.subnets.masks import expand, gather, split
+from fedsub_app.subnets.masks import expand, gather
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.training.workplace import workplace
 from strategies.bounding import parts

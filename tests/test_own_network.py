@@ -40,14 +40,14 @@ from fedsub_app.models import (
     unit_groups,
     widths_of,
 )
-from fedsub_app.models.groups import Place
+from fedsub_app.models.groups import Place, split
 from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import prepare
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
-from fedsub_app.subnets.masks import expand, split
+from fedsub_app.subnets.masks import expand
 from fedsub_app.subnets.slices import put, take
 from fedsub_app.training.costs import forward_flops
 from fedsub_app.training.stacked import unstackable

@@ -15,10 +15,11 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model
 from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy
-from strategies.hooks import Facts, Merged
+from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
 from strategies.rounds import _merged
+from strategies.server import Facts
 
 
 def strategy(**settings: object) -> SubnetStrategy:

@@ -647,7 +647,7 @@ def test_masks_that_grow_and_values_that_do_not_fit_are_refused() -> None:
         strategy.contribution(answer_of(strategy, 1, 1.0, conv1=bits(1, 1)))
     update = answer_of(strategy, 1, 1.0)
     update.tensors["conv1.weight"] = torch.ones(2)
-    with pytest.raises(BadReply, match=r"tensor 'conv1.weight': 2 values, its masks keep 1"):
+    with pytest.raises(BadReply, match=r"tensor 'conv1.weight': 2 values, its mask covers 1"):
         strategy.contribution(update)
 
 

@@ -17,6 +17,7 @@ from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import make_partition
 from fedsub_app.models import UnitGroup, load_tensors
+from fedsub_app.models.groups import split
 from fedsub_app.problem import Problem
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import figure, spaced
@@ -24,7 +25,6 @@ from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.masks import strategy_of
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.subnets.masks import split
 from strategies.base import SubnetStrategy
 
 log = logging.getLogger("fedsub")

@@ -15,6 +15,8 @@ from typing import Any
 
 from fedsub_app.common.errors import UserError, one_line, shown
 
+OWN = "own"  # stands in the settings ``dataset`` and ``model`` for objects of the user's program
+
 
 def named_code(key: str, text: str, file: Path | None = None) -> Callable[..., Any]:
     """Return the class or function that a setting names; ``file``: instead of the file in it.

@@ -98,7 +98,8 @@ NonNegative = Annotated[float, Field(ge=0, le=MILLION)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=MILLION)]
 CountOrZero = Annotated[int, Field(ge=0, le=MILLION)]
-Epochs = Annotated[int, Field(ge=0, le=10_000)]
+EPOCHS = "epochs"  # mark of a key that counts a client's passes over its samples
+Epochs = Annotated[int, Field(ge=0, le=10_000), EPOCHS]
 ZERO_IS_NONE, NONE_IS_ZERO = AfterValidator(lambda number: number or None), PlainSerializer(lambda number: number or 0)
 CountOrNone = Annotated[int | None, Field(ge=0, le=MILLION), ZERO_IS_NONE, NONE_IS_ZERO]
 Finite = Annotated[float, Field(ge=-MILLION, le=MILLION)]

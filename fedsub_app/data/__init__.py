@@ -17,44 +17,28 @@ A name is one of (see :func:`dataset_names`):
 * ``a+b+c``: several of these image sets as one, their labels one after the other.
 
 Files are looked for in ``data-dir`` and its direct subfolders; it may be read-only unless something must be downloaded.
-Unpacked and decoded files are cached in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
+Decoded images are cached in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
 features of images that pretrained networks extract (:mod:`fedsub_app.data.features`).
 """
 
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.late import late
-from fedsub_app.data.names import dataset_names, private_name
-from fedsub_app.data.settings import DataSettings, PartitionSettings
+from fedsub_app.data.names import dataset_names as dataset_names
+from fedsub_app.data.names import private_name as private_name
+from fedsub_app.data.settings import DataSettings as DataSettings
+from fedsub_app.data.settings import PartitionSettings as PartitionSettings
 
 if TYPE_CHECKING:
-    from fedsub_app.data.dataset import load_dataset
-    from fedsub_app.data.own import Collate, own_dataset
-    from fedsub_app.data.partition import Partition, make_partition, partition_summary
-    from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples
+    from fedsub_app.data.dataset import load_dataset as load_dataset
+    from fedsub_app.data.own import Collate as Collate
+    from fedsub_app.data.own import own_dataset as own_dataset
+    from fedsub_app.data.partition import Partition as Partition
+    from fedsub_app.data.partition import make_partition as make_partition
+    from fedsub_app.data.partition import partition_summary as partition_summary
+    from fedsub_app.data.samples import AnySamples as AnySamples
+    from fedsub_app.data.samples import Dataset as Dataset
+    from fedsub_app.data.samples import LazySamples as LazySamples
+    from fedsub_app.data.samples import Samples as Samples
 
-__all__ = [
-    "AnySamples",
-    "Collate",
-    "DataSettings",
-    "Dataset",
-    "LazySamples",
-    "Partition",
-    "PartitionSettings",
-    "Samples",
-    "dataset_names",
-    "load_dataset",
-    "make_partition",
-    "own_dataset",
-    "partition_summary",
-    "private_name",
-]
-__getattr__ = late(
-    __name__,
-    {
-        "dataset": "load_dataset",
-        "own": "Collate own_dataset",
-        "partition": "Partition make_partition partition_summary",
-        "samples": "AnySamples Dataset LazySamples Samples",
-    },
-)
+__getattr__ = late(__name__, "samples", "own", "partition", "dataset")

@@ -172,7 +172,6 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
 
 
 def _shape(parts: list[Tensor], image_size: int | None) -> tuple[int, ...]:
-    """Return the shape of a sample that all sources are brought to."""
     if parts[0].ndim != 4:
         return tuple(parts[0].shape[1:])
     channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))

@@ -21,7 +21,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
 import torch
+from filelock import FileLock
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -39,16 +40,11 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import derive
-from fedsub_app.data.files import FORMATS, cache_folder
+from fedsub_app.data.files import cache_folder, opened, unwritable
 from fedsub_app.data.settings import Features
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("fedsub")
 
@@ -91,13 +87,8 @@ class Pictures:
             if pixels.is_floating_point():
                 pixels = (pixels * 255).round().to(torch.uint8)
             return Image.fromarray(pixels.contiguous().numpy())
-        try:
-            with Image.open(self.images[number], formats=FORMATS) as image:
-                if image.mode[0] in "IF":
-                    raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
-                return image.convert("RGB")
-        except Exception as error:  # PIL's decoders raise many types on damaged bytes
-            raise UserError(f"{self.images[number]} is not readable ({one_line(error)})") from error
+        with opened(self.images[number], str(self.images[number])) as image:
+            return image.convert("RGB")
 
     @cached_property
     def digest(self) -> str:
@@ -226,10 +217,14 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
     cached = torch.empty(len(pictures.images), SIZE)
     known = _read(kept, cached)
     if not known[pictures.index].all():
-        with _alone(kept):
-            known = _read(kept, cached)  # another process may have extracted them meanwhile
-            missing = pictures.index[~known[pictures.index]].unique()
-            _extract(name, pictures, missing, random_crops, networks, kept, cached)
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            with FileLock(kept / ".lock"):
+                known = _read(kept, cached)  # another process may have extracted them meanwhile
+                missing = pictures.index[~known[pictures.index]].unique()
+                _extract(name, pictures, missing, random_crops, networks, kept, cached)
+        except OSError as error:
+            raise unwritable(kept, error) from error
     return cached[pictures.index]
 
 
@@ -246,25 +241,6 @@ def _read(folder: Path, cached: Tensor) -> Tensor:
             log.warning("%s: damaged, its images are extracted again", path)
             path.unlink(missing_ok=True)
     return known
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait for the only right to write to a cache folder, where the file system has locks."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    with file:
-        if fcntl is not None:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder")
 
 
 def _extract(
@@ -292,11 +268,8 @@ def _extract(
                 done += len(batch)
                 progress.update(done)
             header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
-            try:
-                content = save({"index": group, "features": cached[group]}, header)
-                write_atomic(folder / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
-            except OSError as error:
-                raise _unwritable(folder, error) from error
+            content = save({"index": group, "features": cached[group]}, header)
+            write_atomic(folder / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
     finally:
         torch.set_num_threads(threads)
 

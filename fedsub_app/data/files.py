@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -27,7 +28,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.memory import check_memory
 from fedsub_app.common.progress import Progress
-from fedsub_app.data.names import IMAGES, NPZ_KEYS, find, folder_form
+from fedsub_app.data.names import IMAGES, NPZ_KEYS, folder_form
 
 Split = tuple[Tensor, Tensor]
 Array = NDArray[np.generic]
@@ -36,7 +37,7 @@ Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # of IMAGES; Pillow reads others by programs, as EPS by gs
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
 MAX_CLASSES = 10_000
-MAX_UNPACKED = 2**31  # bytes of an idx file or of an image; EMNIST's largest file has 550 MB
+MAX_UNPACKED = 2**31  # bytes of an image in an archive
 
 
 def cache_folder() -> Path:
@@ -108,28 +109,30 @@ def hold_out(labels: Tensor) -> Tensor:
     return places % HOLD_OUT == 0
 
 
-def unpacked_idx(folder: Path, raw: str, names: Sequence[str]) -> Path | None:
-    """Return a folder that holds ``raw/<name>`` for all idx files named, checked; None where a file is missing.
-
-    Files that exist only as ``<name>.gz`` are unpacked into the cache folder, never beside the original.
-    """
-    found = find(folder, raw)
-    if found is None:
-        return None
-    originals = [found / name if (found / name).exists() else found / f"{name}.gz" for name in names]
-    if not all(path.exists() for path in originals):
-        return None
-    if odd := [path for path in originals if not path.is_file()]:  # reading from a pipe would wait for ever
-        raise UserError(f"{odd[0]}: not a file")
-    root = found.parents[len(Path(raw).parts) - 1]
-    if any(path.suffix == ".gz" for path in originals):
-        root = cache_folder() / f"idx-{fingerprint(originals)}"
-        for original, name in zip(originals, names, strict=True):
-            if not (root / raw / name).exists():
-                _keep(root / raw / name, partial(_copy, original))
-    for original, name in zip(originals, names, strict=True):
-        _check_idx(root / raw / name, original, dimensions=3 if "images" in name else 1)
-    return root
+def read_idx(path: Path, dimensions: int) -> Array:
+    """Read an idx file of unsigned bytes, or its ``.gz``: uint8 of this number of dimensions."""
+    if not path.is_file():  # reading from a pipe would wait for ever
+        raise UserError(f"{path}: not a file")
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(4 + 4 * dimensions)
+            if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
+                raise UserError(f"{path}: not an idx file of unsigned bytes with {dimensions} dimensions")
+            shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
+            count = math.prod(shape)
+            check_memory(str(path), count)
+            content = bytearray(file.read(count + 1))
+    except UserError:
+        raise
+    except Exception as error:  # gzip and zlib raise several types on damaged bytes
+        raise UserError(f"{path}: not a readable gzip file ({one_line(error)})") from error
+    if not count:
+        raise UserError(f"{path}: empty, its header is {shape}")
+    if len(content) != count:
+        raise UserError(
+            f"{path}: {'more' if len(content) > count else len(content)} bytes, its header {shape} needs {count}"
+        )
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def read_images(path: Path, image_size: int | None = None, classes: Sequence[str] = ()) -> tuple[Split, Split]:
@@ -193,13 +196,15 @@ def list_images(path: Path) -> list[Listed]:
 
 
 def _keep(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file of the cache folder."""
     try:
         write_atomic(path, write)
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder"
-        ) from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """Return the error of a file or folder of the cache that cannot be written."""
+    return UserError(f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder")
 
 
 def fingerprint(files: Sequence[Path], more: str = "") -> str:
@@ -213,31 +218,6 @@ def fingerprint(files: Sequence[Path], more: str = "") -> str:
 
 def _save(arrays: dict[str, Array], target: BinaryIO) -> None:
     np.savez(target, allow_pickle=False, **arrays)
-
-
-def _copy(original: Path, target: BinaryIO) -> None:
-    try:
-        with gzip.open(original) if original.suffix == ".gz" else original.open("rb") as source:
-            for number, part in enumerate(iter(lambda: source.read(2**20), b"")):
-                if number >= MAX_UNPACKED // 2**20:
-                    raise ValueError(f"more than {MAX_UNPACKED} bytes unpacked")
-                target.write(part)
-    except Exception as error:  # gzip and zlib raise several types on damaged bytes
-        raise UserError(f"{original}: not a readable gzip file ({one_line(error)})") from error
-
-
-def _check_idx(path: Path, original: Path, dimensions: int) -> None:
-    # torchvision's reader fails on such files without naming them
-    with path.open("rb") as file:
-        header = file.read(4 + 4 * dimensions)
-    if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
-        raise UserError(f"{original}: not an idx file of unsigned bytes with {dimensions} dimensions")
-    shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
-    expected = len(header) + math.prod(shape)
-    if expected == len(header):
-        raise UserError(f"{original}: empty, its header is {shape}")
-    if path.stat().st_size != expected:
-        raise UserError(f"{original}: {path.stat().st_size} bytes unpacked, its header {shape} needs {expected}")
 
 
 def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
@@ -303,13 +283,20 @@ def _stack(
     return arrays
 
 
-def _decode(content: bytes, where: str, image_size: int | None) -> NDArray[np.uint8]:
+@contextmanager
+def opened(image: Path | BinaryIO, where: str) -> Iterator[Image.Image]:
+    """Open an image, for work on its pixels; :class:`UserError` where they cannot be read, or not with 8 bits."""
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if image.mode[0] in "IF":
-                raise ValueError(f"pixels of mode {image.mode}, expected 8 bits a channel")
-            converted = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
-            size = (image_size, image_size) if image_size else converted.size
-            return np.asarray(converted.resize(size, Image.Resampling.BILINEAR))
+        with Image.open(image, formats=FORMATS) as pixels:
+            if pixels.mode[0] in "IF":
+                raise ValueError(f"pixels of mode {pixels.mode}, expected 8 bits a channel")
+            yield pixels
     except Exception as error:  # PIL's decoders raise many types on damaged bytes
         raise UserError(f"{where} is not readable ({one_line(error)})") from error
+
+
+def _decode(content: bytes, where: str, image_size: int | None) -> NDArray[np.uint8]:
+    with opened(io.BytesIO(content), where) as image:
+        converted = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+        size = (image_size, image_size) if image_size else converted.size
+        return np.asarray(converted.resize(size, Image.Resampling.BILINEAR))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
 from fedsub_app.data.features import Pictures, impatient
-from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, hold_out, read_npy, unpacked_idx
+from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, hold_out, read_idx, read_npy
 from fedsub_app.data.names import EMNIST, MEDMNIST, find
 
+NO_DOWNLOAD = "; torchvision cannot download it any more"
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 
 Split = tuple[torch.Tensor | Pictures, torch.Tensor]
@@ -53,30 +54,24 @@ class Request(NamedTuple):
     listed: bool
 
 
-Load = Callable[[Request], dict[str, Source]]  # its domains, or itself without domains
-
-
 class NotHere(UserError):
     """The files of a known data set are missing and cannot be downloaded."""
-
-
-def without_domains(load: Callable[[Request], Source], request: Request) -> dict[str, Source]:
-    """Load a data set without domains; refuse a request for some."""
-    if request.domains:
-        raise UserError(f"domains = {', '.join(request.domains)!r}: dataset {request.name!r} has none; allowed is ''")
-    return {request.name: load(request)}
 
 
 def _synthetic(request: Request) -> Source:
     return Source(*synthetic.generate(request.name, request.seed), synthetic.NUM_CLASSES)
 
 
-def _digits(request: Request) -> Source:
-    # scikit-learn's own file, read as its load_digits reads it: importing scikit-learn costs every start a second.
+def _of_sklearn(file: str, delimiter: str | None = None) -> Array:
+    """Read a file of scikit-learn as its loaders do: importing scikit-learn costs every start a second."""
     package = importlib.util.find_spec("sklearn")
     assert package is not None
-    table = np.loadtxt(Path(str(package.origin)).parent / "datasets/data/digits.csv.gz", delimiter=",")
-    x, y = torch.from_numpy(table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), torch.from_numpy(table[:, -1]).long()
+    return np.loadtxt(Path(str(package.origin)).parent / "datasets/data" / file, delimiter=delimiter)
+
+
+def _digits(request: Request) -> Source:
+    table = torch.from_numpy(_of_sklearn("digits.csv.gz", ","))
+    x, y = (table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), table[:, -1].long()
     order = torch.randperm(len(y), generator=generator(request.seed, "digits", "split"))
     in_test = torch.zeros(len(y), dtype=torch.bool)
     for label in range(10):
@@ -86,16 +81,11 @@ def _digits(request: Request) -> Source:
 
 
 def _diabetes(request: Request) -> Source:
-    # scikit-learn's own files, as _digits reads its own; each feature with mean 0 and deviation 1.
-    package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    folder = Path(str(package.origin)).parent / "datasets/data"
-    x = torch.from_numpy(np.loadtxt(folder / "diabetes_data_raw.csv.gz"))
-    y = torch.from_numpy(np.loadtxt(folder / "diabetes_target.csv.gz")).float()
-    x = ((x - x.mean(0)) / x.std(0, correction=0)).float()
+    x, y = (torch.from_numpy(_of_sklearn(f"diabetes_{part}.csv.gz")) for part in ("data_raw", "target"))
+    x = ((x - x.mean(0)) / x.std(0, correction=0)).float()  # each feature with mean 0 and deviation 1
     order = torch.randperm(len(y), generator=generator(request.seed, "diabetes", "split"))
     test, train = order.tensor_split([len(y) // 5])
-    return Source((x[train], y[train]), (x[test], y[test]), 1)
+    return Source((x[train], y[train].float()), (x[test], y[test].float()), 1)
 
 
 def _python_sources(request: Request) -> dict[str, Source]:
@@ -107,41 +97,31 @@ def _python_sources(request: Request) -> dict[str, Source]:
 
 
 def _idx(request: Request, kind_name: str, split: str = "") -> Source:
-    """``kind_name``: torchvision's class of that name, which reads idx files; ``split``: of EMNIST."""
-    from torchvision import datasets
-
-    data, kind = request.data, getattr(datasets, kind_name)
-    options = {"split": split} if split else {}
+    """Read the idx files that torchvision's class ``kind_name`` downloads; ``split``: of EMNIST."""
     prefixes = (f"emnist-{split}-train", f"emnist-{split}-test") if split else ("train", "t10k")
-    files = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
-    raw = f"{kind_name}/raw"
-    needed = f"{raw}/{{{','.join(files)}}}[.gz]"
-    root = unpacked_idx(data, raw, files)
-    if root is None:
-        _download(request, needed, lambda: kind(str(data), download=True, **options))
-        root = unpacked_idx(data, raw, files)
-    if root is None:
-        raise UserError(f"dataset = {request.name!r}: the download left no {needed} in {data}")
-    train, test = kind(str(root), train=True, **options), kind(str(root), train=False, **options)
-    first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
-    return _labelled(
-        find(data, raw) or root,
-        (train.data.numpy(), train.targets.numpy() - first),
-        (test.data.numpy(), test.targets.numpy() - first),
-        len(train.classes) - first,
+    names = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
+    options = {"split": split} if split else {}
+
+    def files(folder: Path) -> list[Path]:
+        return [next(filter(Path.exists, (folder / name, folder / f"{name}.gz")), folder / name) for name in names]
+
+    folder = _located(
+        request,
+        f"{kind_name}/raw",
+        f"{kind_name}/raw/{{{','.join(names)}}}[.gz]",
+        lambda: _torchvision(kind_name)(str(request.data), download=True, **options),
+        lambda folder: all(map(Path.exists, files(folder))),
     )
+    first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
+    arrays = [read_idx(file, dimensions) for file, dimensions in zip(files(folder), (3, 1, 3, 1), strict=True)]
+    train, test = ((x, y.astype(np.int64) - first) for x, y in (arrays[:2], arrays[2:]))
+    return _labelled(folder, train, test, EMNIST.get(split, 10))
 
 
 def _cifar(request: Request, kind_name: str) -> Source:
-    """``kind_name``: torchvision's class of that name."""
-    from torchvision import datasets
-
-    data, kind = request.data, getattr(datasets, kind_name)
-    folder = find(data, kind.base_folder)
-    if folder is None:
-        needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
-        _download(request, needed, lambda: kind(str(data), download=True))
-        folder = data / kind.base_folder
+    kind = _torchvision(kind_name)
+    needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
+    folder = _located(request, kind.base_folder, needed, lambda: kind(str(request.data), download=True))
     try:
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
@@ -157,11 +137,8 @@ def _medmnist(request: Request) -> Source:
     name, data = request.name, request.data
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
-    file = find(data, f"{name}.npz")
-    if file is None:
-        needed = f"{name}.npz ({info['url']})"
-        _download(request, needed, lambda: kind(split="train", root=str(data), download=True))
-        file = data / f"{name}.npz"
+    needed = f"{name}.npz ({info['url']})"
+    file = _located(request, f"{name}.npz", needed, lambda: kind(split="train", root=str(data), download=True))
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
@@ -188,10 +165,8 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
 
 def _cub200(request: Request) -> Source:
     """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
-    folder = find(request.data, "CUB_200_2011")
-    if folder is None:
-        needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-        raise UserError(f"dataset = {request.name!r}: {request.data} has no {needed}")
+    needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
+    folder = _located(request, "CUB_200_2011", needed)
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
@@ -228,18 +203,14 @@ class Published:
 
 def _published(request: Request, about: Published) -> Source:
     """Let torchvision read a set's lists; its validation images go to the test images, as in IST's paper."""
-    from torchvision import datasets
-
-    kind = getattr(datasets, about.kind_name)
-    root = find(request.data, about.base)
-    needed = f"{about.base}/{{{', '.join(about.holds)}}}"
-    if root is None or not all((root / name).exists() for name in about.holds):
-        if not about.downloads:
-            raise UserError(
-                f"dataset = {request.name!r}: {request.data} has no {needed}; torchvision cannot download it any more"
-            )
-        _download(request, needed, lambda: kind(str(request.data), download=True))
-        root = request.data / about.base
+    kind = _torchvision(about.kind_name)
+    root = _located(
+        request,
+        about.base,
+        f"{about.base}/{{{', '.join(about.holds)}}}" + ("" if about.downloads else NO_DOWNLOAD),
+        (lambda: kind(str(request.data), download=True)) if about.downloads else None,
+        lambda folder: all((folder / name).exists() for name in about.holds),
+    )
     try:
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *about.test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
@@ -275,10 +246,8 @@ def _cifar10_c(request: Request) -> dict[str, Source]:
 
     Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
     """
-    folder = find(request.data, "CIFAR-10-C")
-    if folder is None:
-        needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
-        raise UserError(f"dataset = {request.name!r}: {request.data} has no {needed}")
+    needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
+    folder = _located(request, "CIFAR-10-C", needed)
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
     labels = read_npy(folder / "labels.npy")
     sources = {}
@@ -331,36 +300,49 @@ def read_listed(
     return splits[0], splits[1]
 
 
-def _download(request: Request, needed: str, attempt: Callable[[], object]) -> None:
-    """Let torchvision or medmnist download; where that fails, say what is missing."""
-    name, data = request.name, request.data
+def _torchvision(kind_name: str) -> Any:
+    from torchvision import datasets
+
+    return getattr(datasets, kind_name)
+
+
+def _located(
+    request: Request,
+    base: str,
+    needed: str,
+    download: Callable[[], object] | None = None,
+    complete: Callable[[Path], bool] = Path.exists,
+) -> Path:
+    """Return where the file or folder ``base`` is; torchvision or medmnist downloads it where it is not complete."""
+    path = find(request.data, base)
+    if path and complete(path):
+        return path
+    missing = f"dataset = {request.name!r}: {request.data} has no {needed}"
+    if not download:
+        raise NotHere(missing)
     try:
-        data.mkdir(parents=True, exist_ok=True)
+        request.data.mkdir(parents=True, exist_ok=True)
         with impatient():
-            attempt()
+            download()
     except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
         how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
-        raise NotHere(f"dataset = {name!r}: {data} has no {needed}; {how}") from error
+        raise NotHere(f"{missing}; {how}") from error
+    return request.data / base
 
 
-def _one(load: Callable[[Request], Source]) -> Load:
-    """A data set without domains."""
-    return partial(without_domains, load)
-
-
-LOADERS: dict[str, Load] = {  # of the names of names.py
-    **dict.fromkeys(synthetic.NAMES, _one(_synthetic)),
-    "digits": _one(_digits),
-    "diabetes": _one(_diabetes),
+LOADERS: dict[str, Callable[[Request], Source | dict[str, Source]]] = {  # of the names of names.py; several: domains
+    **dict.fromkeys(synthetic.NAMES, _synthetic),
+    "digits": _digits,
+    "diabetes": _diabetes,
     "python-sources": _python_sources,
-    "mnist": _one(partial(_idx, kind_name="MNIST")),
-    "fashion-mnist": _one(partial(_idx, kind_name="FashionMNIST")),
-    "emnist": _one(partial(_idx, kind_name="EMNIST", split="digits")),
-    **{f"emnist-{split}": _one(partial(_idx, kind_name="EMNIST", split=split)) for split in EMNIST},
-    "cifar10": _one(partial(_cifar, kind_name="CIFAR10")),
-    "cifar100": _one(partial(_cifar, kind_name="CIFAR100")),
+    "mnist": partial(_idx, kind_name="MNIST"),
+    "fashion-mnist": partial(_idx, kind_name="FashionMNIST"),
+    "emnist": partial(_idx, kind_name="EMNIST", split="digits"),
+    **{f"emnist-{split}": partial(_idx, kind_name="EMNIST", split=split) for split in EMNIST},
+    "cifar10": partial(_cifar, kind_name="CIFAR10"),
+    "cifar100": partial(_cifar, kind_name="CIFAR100"),
     "cifar10-c": _cifar10_c,
-    **dict.fromkeys(MEDMNIST, _one(_medmnist)),
-    "cub200": _one(_cub200),
-    **{name: _one(partial(_published, about=about)) for name, about in PUBLISHED.items()},
+    **dict.fromkeys(MEDMNIST, _medmnist),
+    "cub200": _cub200,
+    **{name: partial(_published, about=about) for name, about in PUBLISHED.items()},
 }

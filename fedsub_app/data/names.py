@@ -12,7 +12,7 @@ MEDMNIST = (  # the 2-D names of medmnist.INFO, spelled out: importing it takes 
     *("pathmnist", "dermamnist", "octmnist", "pneumoniamnist", "retinamnist", "breastmnist", "bloodmnist"),
     *("tissuemnist", "organamnist", "organcmnist", "organsmnist", "chestmnist"),
 )
-EMNIST = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+EMNIST = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}  # split → classes
 KNOWN = {  # name → what it is; known.py has their loaders
     "synthetic": "32,000 generated points of FedPeWS, 5 features, 4 classes (no file needed)",
     "synthetic-3k": "the same with 3,200 training points",

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of, joined, shape_shown
+from fedsub_app.common.own_code import OWN
 from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples
 from fedsub_app.tasks import Task
 
 Collate = Callable[[list[Any]], Any]  # items -> (x, y), or a mapping with "label" or "labels"
-NAME = "own"  # of such data, in the setting ``dataset``
 ALLOWED = "must be (x, y), (x, y, groups), or a map-style data set of (x, y)"
 LABELS = ("label", "labels")
 IN_MEMORY = 2**30  # bytes of samples of a map-style data set that are kept; larger ones are read when they are used
@@ -32,7 +32,7 @@ def own_dataset(
     task: Task,
     output_for: Callable[[Shape], tuple[int, ...]] | None = None,
     collate: Collate | None = None,
-    name: str = NAME,
+    name: str = OWN,
 ) -> Dataset:
     """Return a user's ``(train, test)`` as a data set.
 
@@ -179,7 +179,6 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
 
 
 def _pair(item: Any, name: str) -> tuple[Any, Tensor]:
-    """Return x and y of an item or a batch."""
     if isinstance(item, Mapping):
         key = next((key for key in LABELS if key in item), None)
         rest = {k: value for k, value in item.items() if k != key}

@@ -1,8 +1,8 @@
 """Which client holds which samples.
 
-flwr-datasets' partitioners make ``dirichlet``, ``shards`` and the uneven case of ``classes``. The others are a few
-lines of torch here, because importing flwr-datasets takes seconds: ``iid`` gives the same sizes as its IidPartitioner,
-``source`` the same clients as its NaturalIdPartitioner, ``lists`` has no counterpart there.
+flwr-datasets' partitioners make ``dirichlet``, ``shards`` and the uneven case of ``classes`` (flwr_partitions.py). The
+others are a few lines of torch here, because importing flwr-datasets takes seconds: ``iid`` gives the same sizes as its
+IidPartitioner, ``source`` the same clients as its NaturalIdPartitioner, ``lists`` has no counterpart there.
 
 ``classes`` deals every class to equally many clients where ``num-clients * classes-per-client`` is a multiple of the
 number of classes, as FedSelect's code does, with distinct classes for each client; with one client a class (FedPeWS)
@@ -10,8 +10,6 @@ the clients are disjoint and cover everything. flwr-datasets' PathologicalPartit
 rest.
 """
 
-import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.memory import check_memory
-from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive, generator
+from fedsub_app.data.flwr_partitions import by_flwr
 from fedsub_app.data.samples import Dataset
-from fedsub_app.data.settings import FLWR, KINDS, WITHOUT_CLASSES, PartitionSettings
+from fedsub_app.data.settings import KINDS, WITHOUT_CLASSES, PartitionSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +56,7 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         train = [torch.arange(len(dataset.train_y))] * settings.num_clients
     else:
         _check(dataset, settings)
-        train = (_draw if settings.samples_per_client else _DIVIDE.get(settings.partition, _by_name))(dataset, settings)
+        train = (_draw if settings.samples_per_client else _DIVIDE.get(settings.partition, by_flwr))(dataset, settings)
     validation: list[Tensor] = []
     test: list[Tensor] = []
     for client, indices in enumerate(train):
@@ -247,16 +245,7 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if settings.num_clients * settings.classes_per_client % dataset.label_count == 0:
         return _share_classes(dataset, deal_classes(dataset.label_count, settings), settings.seed)
-    from flwr_datasets.partitioner import PathologicalPartitioner
-
-    partitioner = PathologicalPartitioner(
-        num_partitions=settings.num_clients,
-        partition_by="label",
-        num_classes_per_partition=settings.classes_per_client,
-        class_assignment_mode="first-deterministic",  # every class is used where there are clients enough
-        seed=derive(settings.seed, "partition"),
-    )
-    return _by_flwr(dataset, settings, partitioner, f"classes-per-client = {settings.classes_per_client}")
+    return by_flwr(dataset, settings)
 
 
 def deal_classes(num_classes: int, settings: PartitionSettings) -> list[list[int]]:
@@ -297,72 +286,8 @@ def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) 
     return [torch.cat(parts) for parts in shares]
 
 
-def _dirichlet(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    from flwr_datasets.partitioner import DirichletPartitioner
-
-    partitioner = DirichletPartitioner(
-        num_partitions=settings.num_clients,
-        partition_by="label",
-        alpha=settings.dirichlet_alpha,
-        min_partition_size=2 if settings.client_test == "holdout" else 1,  # one to train on, one to hold out
-        self_balancing=False,
-        seed=derive(settings.seed, "partition"),
-    )
-    return _by_flwr(dataset, settings, partitioner, f"dirichlet-alpha = {settings.dirichlet_alpha}")
-
-
-def _by_shards(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    from flwr_datasets.partitioner import ShardPartitioner
-
-    partitioner = ShardPartitioner(
-        num_partitions=settings.num_clients,
-        partition_by="label",
-        num_shards_per_partition=settings.shards_per_client,
-        seed=derive(settings.seed, "partition"),
-    )
-    return _by_flwr(dataset, settings, partitioner, f"shards-per-client = {settings.shards_per_client}")
-
-
-def _by_name(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    from flwr_datasets import partitioner as partitioners
-
-    name = settings.partition.removeprefix(FLWR)
-    kind = getattr(partitioners, name, None)
-    if kind is None:
-        allowed = ", ".join(each for each in dir(partitioners) if each.endswith("Partitioner"))
-        raise UserError(f"partition = {settings.partition!r}: flwr-datasets has no {name}; allowed are {allowed}")
-    ours = {"num_partitions": settings.num_clients, "seed": derive(settings.seed, "partition")}
-    takes = inspect.signature(kind).parameters
-    try:
-        made = kind(**{k: value for k, value in ours.items() if k in takes} | read_options(settings.partition_options))
-        return _by_flwr(dataset, settings, made, f"partition = {settings.partition!r}")
-    except UserError:
-        raise
-    except Exception as error:  # of options that are none of its
-        raise UserError(f"partition-options = {settings.partition_options!r}: {one_line(error)[:200]}") from error
-
-
-def _by_flwr(dataset: Dataset, settings: PartitionSettings, partitioner: Any, setting: str) -> list[Tensor]:
-    from datasets import Dataset as Table
-
-    labels, sources = dataset.train_labels.tolist(), [dataset.sources[k] for k in dataset.train_source.tolist()]
-    partitioner.dataset = Table.from_dict({"label": labels, "source": sources, "index": list(range(len(labels)))})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
-            clients = [partitioner.load_partition(client)[:]["index"] for client in range(settings.num_clients)]
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{setting}: no partition of {len(labels)} samples over num-clients = {settings.num_clients}: {reason}"
-        ) from error
-    return [torch.tensor(client, dtype=torch.int64) for client in clients]
-
-
 _DIVIDE = {
     "iid": _iid,
-    "dirichlet": _dirichlet,
-    "shards": _by_shards,
     "classes": _by_classes,
     "source": _by_source,
     "source-classes": _by_source_and_classes,

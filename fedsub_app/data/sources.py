@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.data.files import list_images, read_images, read_npz
-from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Request, Source, Split, read_listed, without_domains
+from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Request, Source, Split, read_listed
 from fedsub_app.data.names import (
     ALIASES,
     ARCHIVES,
@@ -25,13 +24,17 @@ def load_sources(request: Request) -> dict[str, Source]:
 
     The name is without ``+``. Raises :class:`UserError` where it cannot.
     """
-    load = LOADERS.get(request.name, _own)
     try:
-        return load(request)
+        loaded = LOADERS.get(request.name, _own)(request)
     except NotHere as error:
         similar = [other for other in own_files(request.data) if other.startswith(request.name)]
         instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
         raise UserError(f"{error}{instead}") from error
+    if isinstance(loaded, dict):
+        return loaded
+    if request.domains:
+        raise UserError(f"domains = {', '.join(request.domains)!r}: dataset {request.name!r} has none; allowed is ''")
+    return {request.name: loaded}
 
 
 def check_hidden(name: str, data: Path) -> None:
@@ -44,16 +47,12 @@ def check_hidden(name: str, data: Path) -> None:
             raise UserError(f"dataset = {name!r}: a known set, and {path} has the name too; rename that one")
 
 
-def _own(request: Request) -> dict[str, Source]:
+def _own(request: Request) -> Source | dict[str, Source]:
     """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
-    file = own_files(request.data).get(request.name)
+    name, data = request.name, request.data
+    file = own_files(data).get(name)
     if file and folder_form(file) == "domains":
         return _image_domains(file, request)
-    return without_domains(partial(_own_single, file), request)
-
-
-def _own_single(file: Path | None, request: Request) -> Source:
-    name, data = request.name, request.data
     if file is None and re.fullmatch(r"[\w.-]+", name):
         file = find(data, f"{name}.npz")  # a file of other keys than ours: its reader says which are missing
     if file is None and (packed := find(data, f"{name}.zip")):

@@ -97,7 +97,6 @@ class Federation:
         self.roll.meet(grid)
 
     def _forget_late(self, grid: Grid) -> None:
-        """Discard the replies that came too late, which a SuperLink keeps until they are pulled."""
         for reply in grid.pull_messages(list(self.late)) if self.late else ():
             self.late.discard(reply.metadata.reply_to_message_id)
 

@@ -116,11 +116,9 @@ class Roll:
         return f"nodes with partition-id {', '.join(map(str, absent[:10]))}{more} of {announced}" if absent else ""
 
     def _twin(self, node: Node) -> Node | None:
-        """Return the node that has this one's partition."""
         return next((other for other in self.nodes.values() if other.partition_id == node.partition_id), None)
 
     def _call_roll(self, grid: Grid, node_ids: Sequence[int]) -> None:
-        """Call the nodes whose turn it is."""
         now = time.monotonic()
         due = [node_id for node_id in node_ids if self.ask_again.get(node_id, (0.0, 0.0))[0] <= now]
         for node_id in due:
@@ -133,7 +131,6 @@ class Roll:
             self.called |= {number: node_id for number, node_id in asked.items() if number in stored}
 
     def _take_answers(self, grid: Grid) -> None:
-        """Read the answers that have come."""
         replies = list(grid.pull_messages(list(self.called))) if self.called else []
         present = set(grid.get_node_ids()) if replies else set()
         for reply in replies:

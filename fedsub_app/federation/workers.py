@@ -143,7 +143,6 @@ class WorkerGrid(LocalGrid):
 
     @_limits()
     def _collect(self, seconds: float) -> None:
-        """Take the replies that have come, or come within ``seconds``."""
         node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
         for ready in wait_for(list(node_of), seconds) if node_of else ():
             node = node_of[ready]
@@ -266,7 +265,6 @@ def _answer_next(mine: socket.socket, run: ClientApp, node: int, context: Contex
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended or was killed."""
     while os.getppid() == parent:
         time.sleep(PARENT_LOOK_S)
     os._exit(1)

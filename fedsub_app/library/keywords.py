@@ -7,11 +7,11 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import RENAMED
 from fedsub_app.config import defaults, resolve
 from fedsub_app.data import DataSettings, PartitionSettings
-from fedsub_app.data.own import NAME
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, registered
@@ -76,7 +76,7 @@ def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
 
 def whole_keys(method: str, keys: Mapping[str, Value], clients: int, num_rounds: int) -> dict[str, Value]:
     """Return all keys of a run with so many clients."""
-    own: dict[str, Value] = {"dataset": NAME, "model": NAME, "method": method}
+    own: dict[str, Value] = {"dataset": OWN, "model": OWN, "method": method}
     return {**keys, **own, "num-clients": clients, "num-rounds": num_rounds}
 
 

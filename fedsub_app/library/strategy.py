@@ -28,8 +28,8 @@ from fedsub_app.models import tensors_of
 from fedsub_app.problem import Model, built, with_named_head
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
-from strategies.hooks import Facts
 from strategies.rounds import check_defences
+from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
 
@@ -182,7 +182,6 @@ class LibraryStrategy(Strategy):
         return strategy
 
     def _network(self, settings: Settings, initial: Tensors) -> nn.Module:
-        """Return the network, or what stands for it, with the initial tensors."""
         if self.model is None:
             return TensorsAlone(initial)
         network = with_named_head(built(self.model, self.in_shape)(0), settings.head)

@@ -3,67 +3,32 @@
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.late import late
-from fedsub_app.models.names import is_sourced, model_names
+from fedsub_app.models.names import is_sourced as is_sourced
+from fedsub_app.models.names import model_names as model_names
 
 if TYPE_CHECKING:
-    from fedsub_app.models.groups import UnitGroup
-    from fedsub_app.models.narrow import narrow_shapes, narrowed, widths_of
-    from fedsub_app.models.network import Network, Output
-    from fedsub_app.models.networks import build_model, load_tensors, mlp, tensors_of, trainable
-    from fedsub_app.models.sources import (
-        adopted,
-        bundled,
-        check_network,
-        is_own_code,
-        own_digest,
-        own_file,
-        with_logits,
-    )
-    from fedsub_app.models.units import (
-        head_names,
-        layer_groups,
-        output_names,
-        part_names,
-        unit_groups,
-        with_head,
-    )
+    from fedsub_app.models.groups import UnitGroup as UnitGroup
+    from fedsub_app.models.narrow import narrowed as narrowed
+    from fedsub_app.models.narrow import widths_of as widths_of
+    from fedsub_app.models.network import Network as Network
+    from fedsub_app.models.network import Output as Output
+    from fedsub_app.models.networks import build_model as build_model
+    from fedsub_app.models.networks import load_tensors as load_tensors
+    from fedsub_app.models.networks import mlp as mlp
+    from fedsub_app.models.networks import tensors_of as tensors_of
+    from fedsub_app.models.networks import trainable as trainable
+    from fedsub_app.models.sources import adopted as adopted
+    from fedsub_app.models.sources import bundled as bundled
+    from fedsub_app.models.sources import check_network as check_network
+    from fedsub_app.models.sources import is_own_code as is_own_code
+    from fedsub_app.models.sources import own_digest as own_digest
+    from fedsub_app.models.sources import own_file as own_file
+    from fedsub_app.models.sources import with_logits as with_logits
+    from fedsub_app.models.units import head_names as head_names
+    from fedsub_app.models.units import layer_groups as layer_groups
+    from fedsub_app.models.units import output_names as output_names
+    from fedsub_app.models.units import part_names as part_names
+    from fedsub_app.models.units import unit_groups as unit_groups
+    from fedsub_app.models.units import with_head as with_head
 
-__all__ = [
-    "Network",
-    "Output",
-    "UnitGroup",
-    "adopted",
-    "build_model",
-    "bundled",
-    "check_network",
-    "head_names",
-    "is_own_code",
-    "is_sourced",
-    "layer_groups",
-    "load_tensors",
-    "mlp",
-    "model_names",
-    "narrow_shapes",
-    "narrowed",
-    "output_names",
-    "own_digest",
-    "own_file",
-    "part_names",
-    "tensors_of",
-    "trainable",
-    "unit_groups",
-    "widths_of",
-    "with_head",
-    "with_logits",
-]
-__getattr__ = late(
-    __name__,
-    {
-        "groups": "UnitGroup",
-        "narrow": "narrow_shapes narrowed widths_of",
-        "network": "Network Output",
-        "networks": "build_model load_tensors mlp tensors_of trainable",
-        "sources": "adopted bundled check_network is_own_code own_digest own_file with_logits",
-        "units": "head_names layer_groups output_names part_names unit_groups with_head",
-    },
-)
+__getattr__ = late(__name__, "groups", "narrow", "networks", "units", "network", "sources")

@@ -1,13 +1,14 @@
 """A group of units and the places that it has in the network's tensors; the order in which modules are executed."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedsub_app.common.inputs import Shape, blank
 from fedsub_app.models.sources import about
@@ -68,6 +69,12 @@ class UnitGroup:
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
         cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
         return (*rows, *cols, *self.blocks)
+
+
+def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
+    """Return the parts of a vector over all hidden units: group name -> view ``[group.size]``, in the groups' order."""
+    parts = vector.split([group.size for group in groups])
+    return {group.name: part for group, part in zip(groups, parts, strict=True)}
 
 
 def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:

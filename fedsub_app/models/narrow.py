@@ -1,4 +1,4 @@
-"""Networks with fewer hidden units: the real module, its shapes, and the widths read off its tensors."""
+"""Networks with fewer hidden units: the real module, and the widths read off its tensors."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -8,46 +8,6 @@ from torch import Tensor, nn
 
 from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.networks import tensors_of
-
-
-def narrow_shapes(
-    groups: Sequence[UnitGroup], widths: Mapping[str, int], shapes: Mapping[str, torch.Size]
-) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors of a network with fewer units.
-
-    Parameters
-    ----------
-    groups : the full network's :func:`~fedsub_app.models.units.unit_groups`.
-    widths : group name -> number of units kept, 0 to ``group.size``; a group that is lacking keeps all.
-    shapes : tensor name -> shape in the full network, of the tensors wanted.
-
-    Returns
-    -------
-    tensor name -> shape, for every name of ``shapes``: ``[width, ...]`` of a group's rows, ``[:, width * repeat, ...]``
-    of its columns, others as they are; of a part of an axis the units that are left, and the rest of it.
-
-    Raises
-    ------
-    ValueError
-        If a width is of no group or out of range.
-    """
-    _check_groups(groups, widths)
-    sizes = {name: list(shape) for name, shape in shapes.items()}
-    for group in groups:
-        width = widths.get(group.name, group.size)
-        if not 0 <= width <= group.size:
-            raise ValueError(f"width of {group.name} = {width}: the group has {group.size} units")
-        for place in group.places:
-            if place.name in sizes:
-                sizes[place.name][place.axis] -= (group.size - width) * place.repeat
-    return {name: torch.Size(size) for name, size in sizes.items()}
-
-
-def _check_groups(groups: Sequence[UnitGroup], widths: Mapping[str, int]) -> None:
-    unknown = widths.keys() - {group.name for group in groups}
-    if unknown:
-        allowed = ", ".join(group.name for group in groups)
-        raise ValueError(f"widths of {', '.join(sorted(unknown))}: no such group; allowed: {allowed}")
 
 
 def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
@@ -90,7 +50,9 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
     ValueError
         If a width is of no group or out of range.
     """
-    _check_groups(groups, widths)
+    if unknown := widths.keys() - {group.name for group in groups}:
+        allowed = ", ".join(group.name for group in groups)
+        raise ValueError(f"widths of {', '.join(sorted(unknown))}: no such group; allowed: {allowed}")
     for group in groups:
         width = widths.get(group.name, group.size)
         if not 1 <= width <= group.size:

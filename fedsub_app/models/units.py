@@ -35,7 +35,6 @@ _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictiona
 
 
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
-    """Full names of a leaf module's tensors."""
     return tuple(f"{prefix}.{name}" for name in tensors_of(module))
 
 

@@ -34,8 +34,8 @@ from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
-from strategies.hooks import Facts
 from strategies.rounds import check_defences, evaluation_due
+from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
 Measure = Callable[[ArrayRecord], dict[str, float]]  # of the global model, for the round's line

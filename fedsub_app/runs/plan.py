@@ -17,7 +17,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MAX_STACKED
 from strategies.base import SubnetStrategy
-from strategies.hooks import Facts
+from strategies.server import Facts
 
 MAX_CLIENTS = 20  # with more clients the partition is summed up
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ class Contribution(NamedTuple):
         values, mask = x.new_zeros(old.shape), torch.zeros(old.shape, dtype=torch.bool, device=x.device)
         values[where], mask[where] = x, True
         return values, mask
+
+
+class Mean(Protocol):
+    """A mean of contributions that come one after the other: :class:`MaskedMean`, and others in its place."""
+
+    def add(self, updates: Sequence[Contribution]) -> None:
+        """Add the clients' contributions, in order; ValueError for one that does not fit the old model."""
+
+    def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
+        """Return the new model, float32; ``server_lr``: step from the old model (0) to the mean (1). Call it once."""
+        ...
 
 
 def masked_mean(
@@ -125,7 +136,6 @@ class MaskedMean:
                 self._add_to(name, terms)
 
     def _add_to(self, name: str, terms: Sequence["_Term"]) -> None:
-        """Add to one tensor, in the order of the terms."""
         old = self._old[name]
         shape = old.shape or (1,)
         if name not in self._sums:
@@ -202,8 +212,6 @@ class MaskedMean:
 
 
 class _Term(NamedTuple):
-    """One client's contribution to one tensor."""
-
     x: Tensor
     mask: Tensor | None
     place: Index | None

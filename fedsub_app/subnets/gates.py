@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsub_app.models import Network, Output
-from fedsub_app.subnets.masks import split
+from fedsub_app.models.groups import split
 from fedsub_app.subnets.slices import take
 
 

@@ -17,18 +17,7 @@ from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions
 
 
-def _check(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless every mask belongs to a group and has one entry per unit."""
-    sizes = {group.name: group.size for group in groups}
-    for name, mask in unit_masks.items():
-        if name not in sizes:
-            raise ValueError(f"mask {name} belongs to no group; allowed: {', '.join(sizes)}")
-        if mask.shape != (sizes[name],):
-            raise ValueError(f"mask {name} has shape {tuple(mask.shape)}, its group has {sizes[name]} units")
-
-
 def _along(mask: Tensor, axis: int, dim: int) -> Tensor:
-    """View a vector as a ``dim``-dimensional tensor that broadcasts over all axes but ``axis``."""
     return mask.view([-1 if k == axis else 1 for k in range(dim)])
 
 
@@ -52,13 +41,7 @@ def expand(
     Returns
     -------
     tensor name -> bool of the full shape, for every name of ``shapes``.
-
-    Raises
-    ------
-    ValueError
-        If a mask is of no group or of the wrong size.
     """
-    _check(groups, unit_masks)
     masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
     for (name, axis), kept in kept_positions(groups, unit_masks).items():
         if name in masks:
@@ -138,12 +121,6 @@ def deal(groups: Sequence[UnitGroup], parts: int, draws: torch.Generator) -> lis
         for masks, index in zip(dealt, order.tensor_split(parts), strict=True):
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool).index_fill_(0, index, True)
     return dealt
-
-
-def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
-    """Return the parts of a vector over all hidden units: group name -> view ``[group.size]``, in the groups' order."""
-    parts = vector.split([group.size for group in groups])
-    return {group.name: part for group, part in zip(groups, parts, strict=True)}
 
 
 def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:

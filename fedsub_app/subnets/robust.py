@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedsub_app.subnets.averaging import Contribution, MaskedMean, check
+from fedsub_app.subnets.averaging import Contribution, check
 from fedsub_app.subnets.slices import ALL, select
 
 BLOCK = 1 << 18  # values of all clients together that are sorted at a time
@@ -44,7 +44,7 @@ def clipped(contribution: Contribution, old: Mapping[str, Tensor], distance: flo
     return contribution._replace(tensors=tensors)
 
 
-class RobustMean(MaskedMean):
+class RobustMean:
     """A robust mean instead of the weighted one; it keeps all contributions until :meth:`result` is called.
 
     Parameters
@@ -57,7 +57,7 @@ class RobustMean(MaskedMean):
     """
 
     def __init__(self, old: Mapping[str, Tensor], rule: str, trim_fraction: float = 0.0, byzantine: int = 0) -> None:
-        super().__init__(old)
+        self._old = old
         self._rule, self._trim_fraction, self._byzantine = rule, trim_fraction, byzantine
         self._kept: list[Contribution] = []
 

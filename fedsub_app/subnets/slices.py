@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.models import UnitGroup
-from fedsub_app.models.narrow import kept_positions, narrow_shapes
-from fedsub_app.subnets.masks import expand, scatter
+from fedsub_app.models.narrow import kept_positions
 
 Index = tuple[Tensor | None, Tensor | None]  # rows and columns of a tensor: int64, ascending; None: all of them
 ALL: Index = (None, None)
@@ -91,8 +90,7 @@ def put(
 ) -> dict[str, Tensor]:
     """Return the tensors of a smaller network at their rows and columns of the whole one, 0 elsewhere.
 
-    Inverse of :func:`take` at those positions, which are the mask :func:`~fedsub_app.subnets.masks.expand` of the same
-    arguments.
+    Inverse of :func:`take` at those positions.
 
     Parameters
     ----------
@@ -107,12 +105,14 @@ def put(
     Raises
     ------
     ValueError
-        A mask has no group or the wrong size, or a tensor's size is not that of the units that are on.
+        A tensor's size is not that of the units that are on.
     """
-    wanted = {name: shapes[name] for name in tensors}
-    masks = expand(groups, units, wanted)
-    small = narrow_shapes(groups, {name: int(mask.sum()) for name, mask in units.items()}, wanted)
-    for name, shape in small.items():
-        if tensors[name].shape != shape:
-            raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}, its units on are {tuple(shape)}")
-    return scatter(tensors, masks)
+    index = indices(groups, units)
+    whole = {}
+    for name, tensor in tensors.items():
+        own = index.get(name, ALL)
+        if tensor.shape != (shape := sliced_shape(shapes[name], own)):
+            raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, its units on are {tuple(shape)}")
+        whole[name] = tensor.new_zeros(shapes[name])
+        whole[name][position(own)] = tensor
+    return whole

@@ -1,0 +1,206 @@
+"""What every method's server has at hand: the run's settings, the model, the bounds of a client's work, the state.
+
+Methods read it and override nothing of it; their hooks are :class:`~strategies.hooks.Hooks`'.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.phase import Phase
+from fedsub_app.federation.protocol import MAX_EXAMPLES, BadReply, Spec, Update, specs
+from fedsub_app.models import UnitGroup, tensors_of, unit_groups
+from fedsub_app.settings import Settings
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.norms import square
+from fedsub_app.subnets.slices import ALL, select
+from strategies.memory import Memory, flattened, restored
+
+KEPT = ("state_rounds", "usual")  # the server's state of every method
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The server's own knowledge, against which the clients' reports are checked.
+
+    Attributes
+    ----------
+    examples : training samples of each client, by the partition.
+    sample_flops : FLOPs of a forward and backward pass of the whole network on one sample.
+    loss : a global model -> its loss on some test samples.
+    held_out : upper bound on a client's validation or test samples.
+    exact : whether ``examples`` are exact; else they are upper bounds, of clients that have private data.
+    """
+
+    examples: Sequence[int]
+    sample_flops: float
+    loss: Callable[[Tensors], float]
+    held_out: int = 0
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The outcome of a round, before it is committed.
+
+    Attributes
+    ----------
+    model : the next global model.
+    state : new values of remembered attributes; an attribute that is lacking keeps its value.
+    report : JSON-able entries for the round's line.
+    """
+
+    model: Tensors
+    state: Mapping[str, Memory] = field(default_factory=dict)
+    report: Json = field(default_factory=dict)
+
+
+def _normalised(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+class Server:
+    """The state of a run on the server, and what is computed from it.
+
+    Attributes
+    ----------
+    remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`. They are in
+        the checkpoint, and :meth:`merge` alone gives them new values.
+    settings, options : the run's settings and the method's own.
+    score : the task's score.
+    model : the network, for its structure only (``unit_groups(model)``, shapes).
+    current : the global model of the running round, named float32 CPU tensors; read-only.
+    round : number of the running round, from 1.
+    phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
+    state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
+    usual : with ``robust``, of the last rounds: usual sizes of each tensor's change (strategies/bounding.py), and the
+        merged models' losses.
+    """
+
+    remembers: tuple[str, ...] = ()
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        if settings.batch_size == 1 and _normalised(model):
+            raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
+        self.settings = settings
+        self.options = settings.options
+        self.score = settings.score
+        self.model = model
+        self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+        self.round = 0
+        self.phase = Phase()
+        self.facts: Facts | None = None
+        self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
+        self.usual: Tensors = {}
+        self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
+
+    @cached_property
+    def units(self) -> tuple[UnitGroup, ...]:
+        """The network's hidden units; :class:`UserError` where none can be removed."""
+        try:
+            return unit_groups(self.model)
+        except TypeError as error:
+            raise UserError(
+                f"model = {self.settings.model!r}: not with method = {self.settings.method!r}: {error}"
+            ) from None
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Specs of a whole model that was trained from the global one."""
+        if self._specs[0] is not self.current:
+            self._specs = (self.current, specs(self.current))
+        return self._specs[1]
+
+    def weight(self, update: Update) -> float:
+        """Return the update's weight in a mean (setting ``weighting``)."""
+        return float(update.num_examples) if self.settings.by_examples else 1.0
+
+    def values_at(self, masks: Tensors) -> Tensors:
+        """Return the global model with the values at the mask's positions alone of each tensor that has a mask."""
+        return self.current | gather(self.current, masks)
+
+    def contribution_at(self, update: Update, masks: Tensors) -> Contribution:
+        """Return the contribution of an update that holds, of tensors with a mask, the values at its positions alone.
+
+        Raises
+        ------
+        BadReply
+            A mask covers another number of positions than there are values.
+        """
+        for name, mask in masks.items():
+            if (count := update.tensors[name].numel()) != (covered := int(mask.sum())):
+                raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
+        whole = {name: x for name, x in update.tensors.items() if name in self.current and name not in masks}
+        return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
+
+    def distance(self, update: Update, contribution: Contribution) -> float:
+        """Return the Euclidean distance of a contribution from the model, at the positions that it holds."""
+        masks, slices, total = contribution.masks or {}, contribution.slices or {}, 0.0
+        for name, x in contribution.tensors.items():
+            known = update.squares.get(name) if x is update.tensors.get(name) and name not in masks else None
+            start = select(self.current[name], slices.get(name, ALL))
+            total += square(x, start, masks.get(name)) if known is None else known
+        return math.sqrt(total)
+
+    def max_examples(self, client: int) -> int:
+        """Return an upper bound on a client's training samples."""
+        return self.facts.examples[client] if self.facts else MAX_EXAMPLES
+
+    def examples(self, client: int) -> tuple[int, int]:
+        """Return the bounds of a client's training samples; where the server knows their number, both are equal."""
+        most = self.max_examples(client)
+        return (most if self.facts and self.facts.exact else 1), most
+
+    def steps(self, examples: int) -> int:
+        """Return the steps that ``local-epochs`` or ``local-steps`` make of so many samples, as the client counts."""
+        settings = self.settings
+        batches = -(-examples // settings.batch_size)
+        if examples % settings.batch_size == 1 < examples and _normalised(self.model):
+            batches -= 1  # BatchNorm cannot train on one sample
+        return (settings.local_steps or batches * settings.local_epochs) if batches else 0
+
+    @property
+    def robust(self) -> bool:
+        """Say whether updates are bounded by one another (setting ``robust``); not with privacy's own bound."""
+        settings = self.settings
+        if settings.robust == "auto":
+            return not self.simulated and not settings.dp_noise_multiplier
+        return settings.robust == "on"
+
+    @property
+    def simulated(self) -> bool:
+        """Say whether all nodes are simulated, or there are none yet."""
+        return not hasattr(self, "federation") or self.federation.simulated
+
+    # --- called by the rounds ----------------------------------------------------------------------------------------
+
+    def connect(self, federation: Federation, facts: Facts | None = None) -> None:
+        """Set the nodes that the verbs talk to, and the server's facts; without facts fewer checks are made."""
+        self.federation = federation
+        self.facts = facts
+
+    def commit(self, merged: Merged, updates: Sequence[Update]) -> None:
+        """Make a round's outcome current: the model, the remembered attributes, the rounds of the clients' states."""
+        if unknown := merged.state.keys() - {*self.remembers}:
+            raise ValueError(f"{type(self).__name__}.merge returned {sorted(unknown)}, which it does not remember")
+        self.current = merged.model
+        vars(self).update(merged.state)
+        self.state_rounds[[update.client for update in updates if update.state[1] == self.round]] = self.round
+
+    def state(self) -> Tensors:
+        """Return the server's state between rounds, as named tensors for the checkpoint."""
+        return flattened({name: getattr(self, name) for name in (*KEPT, *self.remembers)})
+
+    def load_state(self, state: Tensors) -> None:
+        """Restore the tensors that :meth:`state` returned; :class:`UserError` where one is missing."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in (*KEPT, *self.remembers)}
+        vars(self).update(restored(state, values))
