@@ -30,7 +30,7 @@ from fedsub_app.models import UnitGroup, tensors_of, unit_groups
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import square
-from fedsub_app.subnets.slices import ALL, select
+from fedsub_app.subnets.slices import ALL, select, take
 from strategies.defences import DEFENCES
 from strategies.memory import Memory, flattened, restored
 
@@ -88,6 +88,7 @@ class Hooks:
         the checkpoint, and :meth:`merge` alone gives them new values.
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
+    narrows : clients train networks as narrow as their device's class holds (``devices``).
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
     epoch_keys : names of the options that count epochs beside ``local-epochs``.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
@@ -96,6 +97,7 @@ class Hooks:
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     settings, options : the run's settings and the method's own.
     score : the task's score.
+    devices : the clients' devices, None without the setting ``devices``.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
@@ -107,6 +109,7 @@ class Hooks:
 
     remembers: tuple[str, ...] = ()
     holds_all = False
+    narrows = False
     judged = True
     measurement: "Hooks | None" = None
     keeps_models = False
@@ -122,6 +125,7 @@ class Hooks:
         self.score = settings.score
         self.model = model
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+        self.devices = settings.client_devices
         self.round = 0
         self.phase = Phase()
         self.facts: Facts | None = None
@@ -155,6 +159,14 @@ class Hooks:
         tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
+
+    def network_of(self, client: int) -> Tensors:
+        """Return the tensors of the network that a client holds while it trains: the global model's."""
+        return self.current
+
+    def network_at(self, width: float) -> Tensors:
+        """Return the global model's network of a width, to be tested: the first units of each hidden layer."""
+        return take(self.current, self.units, {g.name: torch.arange(g.size) < g.kept(width) for g in self.units})
 
     def personal_download(self, client: int) -> Tensors:
         """Return the tensors to evaluate the model of ``client``: the global model, or none (``keeps_models``)."""

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -68,6 +69,10 @@ class UnitGroup:
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
         cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
         return (*rows, *cols, *self.blocks)
+
+    def kept(self, width: float) -> int:
+        """Return the number of units of a network of this width, a fraction of the units, rounded up."""
+        return ceil(round(width * self.size, 6))  # rounded first: 0.07 * 100 is 7.000000000000001
 
 
 def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
