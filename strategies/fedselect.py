@@ -61,7 +61,7 @@ class FedSelect(SubnetStrategy):
     """
 
     options: FedSelectSettings
-    keeps_models = True
+    keeps_models = narrows = True
     refused = WITHOUT_MASKS
     remembers = ("masks", "held")
     judged = False
@@ -86,7 +86,9 @@ class FedSelect(SubnetStrategy):
         """Send the values at the positions that the client does not hold; whole tensors where it holds none."""
         cut = shared_positions(self.held[client])
         whole = {name: self.current[name] for name in self.global_names if name not in cut}
-        return Task(client, whole | gather(self.current, cut))
+        return Task(
+            client, whole | gather(self.current, cut), {"width": self.held_width(client)} if self.devices else {}
+        )
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the values at the client's global positions and, where it grew, its mask."""

@@ -94,6 +94,16 @@ class HeteroFL(Sliced):
         if self.current.keys() - dict(model.named_parameters()):
             self.measurement = Statistics(self)
 
+    def held_width(self, client: int) -> float:
+        """Return a client's width: its device's or, without ``devices``, the (i mod number)-th of ``widths``."""
+        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
+
+    @property
+    def held_widths(self) -> Sequence[float]:
+        """The widths of all clients."""
+        whole = self.settings.model_width
+        return [min(1.0, each.width / whole) for each in self.devices.classes] if self.devices else self.options.widths
+
     def width(self, client: int) -> float:
         """Return a client's fraction of the units in the running round."""
         held = self.held_width(client)

@@ -88,7 +88,7 @@ class Hooks:
         the checkpoint, and :meth:`merge` alone gives them new values.
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
-    narrows : clients train networks as narrow as their device's class holds (``devices``).
+    narrows : the method goes by the widths of the clients' devices; others refuse a class below ``model-width``.
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
     epoch_keys : names of the options that count epochs beside ``local-epochs``.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
@@ -159,6 +159,14 @@ class Hooks:
         tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
+
+    def held_width(self, client: int) -> float:
+        """Return the fraction of the global network that a client's device can hold; without ``devices`` 1."""
+        return min(1.0, self.devices.of(client).width / self.settings.model_width) if self.devices else 1.0
+
+    def fits(self, client: int) -> bool:
+        """Say whether a client can train in the running round; others are not asked."""
+        return True
 
     def network_of(self, client: int) -> Tensors:
         """Return the tensors of the network that a client holds while it trains: the global model's."""

@@ -7,7 +7,7 @@ value. Positions that belong to no unit, such as the output bias, go to all clie
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -37,25 +37,6 @@ class Sliced(SubnetStrategy):
 
         A group that is lacking has all its units.
         """
-
-    def held_width(self, client: int) -> float:
-        """Return the fraction of each layer's units that a client can hold.
-
-        It is the width of the client's device class; without ``devices`` client i has the (i mod number)-th of the
-        method's own setting ``widths``.
-        """
-        if self.devices:
-            return self.devices.of(client).width
-        widths: Sequence[float] = self.options.widths  # type: ignore[attr-defined]
-        return widths[client % len(widths)]
-
-    @property
-    def held_widths(self) -> Sequence[float]:
-        """The widths of all clients, in the order of the classes or of the setting."""
-        if self.devices:
-            return [device.width for device in self.devices.classes]
-        widths: Sequence[float] = self.options.widths  # type: ignore[attr-defined]
-        return widths
 
     def slices_of(self, client: int) -> dict[str, Index]:
         """Return a client's rows and columns of each tensor that it does not have whole."""

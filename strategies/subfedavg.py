@@ -87,6 +87,7 @@ class SubFedAvg(SubnetStrategy):
             raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
             raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
+        self.narrows = bool(self.options.target)
         self.cuttable = list(self.plan.positions(self.plan.everything()))
         self.masks = [self.plan.everything()] * settings.num_clients
         self.fractions = torch.zeros(settings.num_clients, dtype=torch.float64)
@@ -96,7 +97,7 @@ class SubFedAvg(SubnetStrategy):
         cut = {n: kept for n, kept in self.plan.positions(self.masks[client]).items() if not kept.all()}
         whole = {name: self.current[name] for name in self.plan.sizes if name not in cut}
         values = gather(self.current, {name: kept for name, kept in cut.items() if name in self.plan.sizes})
-        return Task(client, whole | values)
+        return Task(client, whole | values, {"width": self.held_width(client)} if self.devices else {})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the values at the positions that the client keeps after pruning, and the masks that shrank."""

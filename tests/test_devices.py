@@ -14,17 +14,21 @@ from helpers import ends_as_if_never_stopped, rounds
 from fedsub_app.common.conf_files import read_toml
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
+from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.federation.devices import Device, checked, devices_of, presets
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import available, draw, held_out
 from fedsub_app.federation.protocol import Update
+from fedsub_app.methods import METHODS
 from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.plan import plan
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.masks import deal
 from fedsub_app.subnets.norms import NormGuard
+from fedsub_app.training.workplace import workplace
 from strategies.clock import Clock
 from strategies.merging import FirstValid, Valid
 from strategies.served import by_client
@@ -226,6 +230,75 @@ def test_a_model_width_keeps_the_first_units() -> None:
     weight, narrow = (next(p for p in each.network().parameters() if p.dim() > 1) for each in (whole, half))
     assert 2 * len(narrow) == len(weight)
     assert narrow.equal(weight[: len(narrow)])
+
+
+# --- the methods of the five papers ----------------------------------------------------------------------------------
+
+
+def made(two: str, **keys: Any) -> Any:
+    """The server side of a method in round 1."""
+    chosen = settings(**{"devices": two, "num_clients": 4, "model": "fedpews-mlp"} | keys)
+    strategy = METHODS[chosen.method].strategy(chosen, workplace(chosen).network.module)
+    strategy.round = 1
+    return strategy
+
+
+def slow(strategy: Any) -> int:
+    return next(client for client in range(4) if strategy.devices.of(client).name == "slow")
+
+
+def test_ist_deals_units_in_proportion_to_the_widths(two: str) -> None:
+    """Widths 1, 1, 0.5, 0.5: each client has one unit and a third or a sixth of the others."""
+    strategy = made(two, method="ist")
+    for group in strategy.units:
+        counts = {client: int(strategy.units_of(client)[group.name].sum()) for client in range(4)}
+        assert sum(counts.values()) == group.size
+        for client, count in counts.items():
+            assert count == pytest.approx(1 + (group.size - 4) * strategy.held_width(client) / 3, abs=1)
+    few = deal(strategy.units, [0.25, 0.25], generator(0))
+    assert all(int(each[group.name].sum()) <= 0.25 * group.size + 1 for each in few for group in strategy.units)
+
+
+def test_fedpews_fixed_masks_have_the_widths_as_shares(two: str) -> None:
+    keys = {"method": "fedpews", "fedpews.masks": "fixed", "fedpews.warmup-rounds": 50}
+    strategy = made(two, **keys)
+    narrow = slow(strategy)
+    assert strategy.fixed[narrow].float().mean() == pytest.approx(1 / 6, abs=0.01)
+    assert strategy.narrows
+    prepare(strategy.settings)
+    with pytest.raises(UserError, match="method = 'fedpews' trains the whole network"):
+        prepare(made(two, **keys | {"fedpews.warmup-rounds": 3}).settings)
+
+
+@pytest.mark.parametrize("method", ["fedselect", "subfedavg"])
+def test_personal_and_pruned_parts_go_by_the_width(method: str, two: str) -> None:
+    strategy = made(two, method=method, local_epochs=2, validation_fraction=0.1)
+    narrow = slow(strategy)
+    assert strategy.task(narrow).config == {"width": 0.5}
+    assert made("", method=method, local_epochs=2, validation_fraction=0.1).task(0).config == {}
+    place, sent = workplace(strategy.settings), strategy.task(narrow).tensors
+    client: Any = METHODS[method].client(place, narrow, 1, {})
+    if method == "subfedavg":
+        masks, client.width = client.masks, 0.3
+        while fewer := client.fewer_weights(masks, {n: -t.flip(0) for n, t in sent.items()}, sent):
+            masks |= fewer
+        assert client.plan.pruned(masks) == pytest.approx(0.7, abs=0.01), "the setting's target is 0.5"
+    else:
+        grown = client.grow(client.masks("mask/"), sent, {name: 2 * tensor for name, tensor in sent.items()}, 0.01)
+        assert grown, "a part of alpha is personal after the first growth"
+
+
+def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: str, tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(TWO.replace("width = 0.5", "width = 0.1"))
+    strategy = made(two, method="fedpart", **{"fedpart.full-rounds": 1})
+    narrow = slow(strategy)
+    wide = next(client for client in range(4) if client != narrow and strategy.devices.of(client).width == 1)
+    assert (strategy.fits(narrow), strategy.fits(wide)) == (False, True), "round 1 trains the whole network"
+    fitting = set()
+    for number in range(2, 2 + 2 * len(strategy.groups)):
+        strategy.round = number
+        fitting.add(strategy.fits(narrow))
+    assert fitting == {True, False}
 
 
 # --- who is served ----------------------------------------------------------------------------------------------------
