@@ -35,7 +35,7 @@ class FedSelectClient(Client):
         trained = self.keep_own()
         self.state |= prefixed(HELD, pack_bits(masks))
         shared = chosen(trained, sent) | gather(trained, shared_positions(masks))
-        return shared | self.grow(masks, before, trained)
+        return shared | self.grow(masks, before, trained, max(self.options.alpha, 1 - config.get("width", 1.0)))
 
     def masks(self, kind: str) -> Tensors:
         """Return a mask of the state, for every tensor that can be selected; at first the empty one."""
@@ -54,7 +54,7 @@ class FedSelectClient(Client):
                 personal.run(mine)
             shared.run(theirs)
 
-    def grow(self, masks: Tensors, before: Tensors, trained: Tensors) -> Tensors:
+    def grow(self, masks: Tensors, before: Tensors, trained: Tensors, alpha: float) -> Tensors:
         """Return the masks that have changed, and keep them in the state (lines 8 to 10)."""
         options, draws = self.options, self.generator("selection")
         since = options.movement == "since-growth"
@@ -63,7 +63,7 @@ class FedSelectClient(Client):
         if since:
             before = unprefixed(SINCE, self.state) or self.initial()
         moved = {name: trained[name] - before[name] for name in masks}
-        new = grow(masks, moved, options.share, options.alpha, options.alpha_test == "at-most", options.choose, draws)
+        new = grow(masks, moved, options.share, alpha, options.alpha_test == "at-most", options.choose, draws)
         changed = {name: mask for name, mask in new.items() if not torch.equal(mask, masks[name])}
         if changed:
             self.state |= prefixed(MASK, pack_bits(new))

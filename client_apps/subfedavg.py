@@ -19,12 +19,15 @@ from strategies.subfedavg import MASK
 class SubFedAvgClient(Client):
     """Trains its sub-network, then prunes it where its gates are open.
 
+    ``width``: fraction of the network that its device can hold, down to which it prunes.
+
     Its state is its model before the last round's pruning, in the shapes of the whole network, and its masks after it,
     ``mask/<name>``, as bits.
     """
 
     options: SubFedAvgSettings
     irreplaceable = "its masks are not there"
+    width = 1.0
 
     @cached_property
     def plan(self) -> Prunable:
@@ -36,6 +39,7 @@ class SubFedAvgClient(Client):
         if len(self.y) == 1 and self.place.network.normalisations:
             raise UserError(f"client {self.id} has one training sample: BatchNorm needs at least 2")
         plan, masks = self.plan, self.masks
+        self.width = config.get("width", 1.0)
         self.load(plan.cut(self.received(sent, masks), masks))
         if self.settings.objective == "moon" and self.own:  # as narrow as the current network
             self.previous = plan.cut(self.own, masks)
@@ -89,9 +93,10 @@ class SubFedAvgClient(Client):
         early, late = (prune_weights(model, old, options.share) for model in (first, last))
         self.metrics["mask-distance"] = mask_distance(early, late)
         least = options.hybrid_distance if options.pruning == "hybrid" else options.distance
-        if self.metrics["mask-distance"] <= least or pruned >= options.target:
+        target = max(options.target, 1 - self.width)
+        if self.metrics["mask-distance"] <= least or pruned >= target:
             return {}
-        return prune_weights(last, old, last_share(pruned, options.target, options.share, options.pruning == "hybrid"))
+        return prune_weights(last, old, last_share(pruned, target, options.share, options.pruning == "hybrid"))
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Return the channels' masks without the smallest scaling factors' channels; none where epochs agree."""
@@ -100,7 +105,8 @@ class SubFedAvgClient(Client):
             return {}
         old = plan.units(masks)
         scales = ({group: model[name] for group, name in plan.scales.items()} for model in (first, last))
-        early, late = (prune_channels(each, old, options.channel_share, options.channel_floor) for each in scales)
+        floor = min(options.channel_floor, self.width)
+        early, late = (prune_channels(each, old, options.channel_share, floor) for each in scales)
         differ = sum(int((early[name] != late[name]).sum()) for name in old)
         return late if differ / sum(len(mask) for mask in old.values()) > options.channel_distance else {}
 

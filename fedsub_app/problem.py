@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -15,7 +15,16 @@ from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
-from fedsub_app.models import adopted, build_model, check_network, is_sourced, unit_groups, with_head, with_logits
+from fedsub_app.models import (
+    adopted,
+    build_model,
+    check_network,
+    is_sourced,
+    narrowed,
+    unit_groups,
+    with_head,
+    with_logits,
+)
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
 
@@ -34,6 +43,7 @@ class Problem:
     task : loss and score.
     seed : seed of the initial global model.
     head : name of the network's head; "": its last Linear.
+    width : fraction of each hidden layer's units that the network has.
     """
 
     data: Dataset
@@ -41,6 +51,7 @@ class Problem:
     task: Task
     seed: int = 0
     head: str = ""
+    width: float = 1.0
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
@@ -52,7 +63,8 @@ class Problem:
             The data are missing, damaged or too few; :meth:`network` checks the network.
         """
         network = (settings.model, settings.hidden_width, settings.model_options)
-        return _named(load_dataset(settings.data), network, settings.task, settings.seed, settings.head)
+        named = _named(load_dataset(settings.data), network, settings.task, settings.seed, settings.head)
+        return replace(named, width=settings.model_width) if settings.model_width < 1 else named
 
     @staticmethod
     def own(
@@ -78,7 +90,7 @@ class Problem:
         task = task or task_of(settings.task)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
         build = built(model, dataset.in_shape if traced else ())
-        return Problem(dataset, build, task, settings.seed, settings.head)
+        return Problem(dataset, build, task, settings.seed, settings.head, settings.model_width)
 
     def check_start(self) -> None:
         """Compute the loss of a few training samples before any training, as a step does.
@@ -109,7 +121,8 @@ class Problem:
         UserError
             No network has this name, or it cannot take these inputs.
         """
-        return with_named_head(self.build(self.seed if seed is None else seed), self.head)
+        model = self.build(self.seed if seed is None else seed)
+        return with_named_head(_of_width(model, self.width) if self.width < 1 else model, self.head)
 
 
 def with_named_head(model: nn.Module, head: str) -> nn.Module:
@@ -118,6 +131,15 @@ def with_named_head(model: nn.Module, head: str) -> nn.Module:
         return with_head(model, head) if head else model
     except ValueError as error:
         raise UserError(f"head = {head!r}: {error}") from None
+
+
+def _of_width(model: nn.Module, width: float) -> nn.Module:
+    """Return the network with a fraction of each hidden layer's units; :class:`UserError` where none can be removed."""
+    try:
+        groups = unit_groups(model)
+    except TypeError as error:
+        raise UserError(f"model-width = {width:g}: {error}") from None
+    return narrowed(model, groups, {group.name: group.kept(width) for group in groups})
 
 
 def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:

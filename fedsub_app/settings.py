@@ -118,6 +118,8 @@ class RunSettings(Section):
     """
     max_bytes: AmountOrNone = None
     """Stop after the round in which the bytes of all messages, by the papers' formula, reach this; 0: no limit."""
+    max_device_seconds: AmountOrNone = None
+    """Stop after the round in which the devices' clock reaches this, with ``devices``; 0: no limit."""
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Scores to measure, any of global, global-local, personal: "global, personal".
 
@@ -173,6 +175,8 @@ class TrainingSettings(Section):
     """Device; auto: a GPU if there is one."""
     stack_clients: bool = False
     """Train clients of equal shape together: several times as fast on small networks, equal up to float rounding."""
+    model_width: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of the units of each hidden layer of ``model`` that the global network has."""
     compile_steps: bool = False
     """Compile the steps that train the whole network on a full mini-batch; on a GPU replay them as CUDA graphs.
 
@@ -316,6 +320,8 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
         for key in ("target-score", "stop-at-score") if self.task in SCORES else ():
             if (value := getattr(self, key.replace("-", "_")) or 0) > SCORES[self.task].high:
                 raise ValueError(f"{key} = {value:g}: must be less than or equal to {SCORES[self.task].high:g}")
+        if self.max_device_seconds and not self.devices:
+            raise ValueError(f"max-device-seconds = {self.max_device_seconds:g}: does nothing without devices")
         if self.attack == "label-flip" and self.task in SCORES and self.task not in CLASSES:
             raise ValueError(f"attack = 'label-flip': needs classes, task = {self.task!r} has none")
         return self

@@ -25,7 +25,8 @@ class SubnetStrategy(Hooks, Strategy):
 
         ``config["checkpoints"]`` are the rounds that a resume may start from.
         """
-        clients = self.federation.sample(server_round)
+        self.round = server_round
+        clients = [client for client in self.federation.sample(server_round) if self.fits(client)]
         return rounds.ask(self, MessageType.TRAIN, clients, server_round, arrays, config, grid)
 
     def aggregate_train(

@@ -57,6 +57,7 @@ class FedPart(SubnetStrategy):
 
     options: FedPartSettings
     remembers = ("changed", "has", "moments")
+    narrows = True
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -82,6 +83,11 @@ class FedPart(SubnetStrategy):
     def trained_parameters(self) -> list[str]:
         """Names of the parameters among them, which have moments."""
         return [name for name in self.trained if name in self.parameters]
+
+    def fits(self, client: int) -> bool:
+        """Say whether the trained parameters are at most the fraction of all that the client's device can hold."""
+        trained = sum(self.current[name].numel() for name in self.trained_parameters)
+        return trained <= self.held_width(client) * sum(self.current[name].numel() for name in self.parameters)
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,12 @@ class FedPeWS(SubnetStrategy):
         self.theta = torch.stack(starts).sigmoid()
         self.fixed = torch.empty(0)
         if self.options.masks == "fixed" and self.options.warmup_rounds:
-            fixed = fixed_masks(self.units, self.options.share_list(settings.num_clients))
+            shares = self.options.share_list(settings.num_clients)
+            if self.devices and not self.options.shares:
+                self.narrows = self.options.warmup_rounds >= settings.num_rounds
+                widths = [self.held_width(client) for client in range(settings.num_clients)]
+                shares = [width / sum(widths) for width in widths]
+            fixed = fixed_masks(self.units, shares)
             self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
 
     @property

@@ -60,7 +60,7 @@ class FedSelect(SubnetStrategy):
     """
 
     options: FedSelectSettings
-    keeps_models = True
+    keeps_models = narrows = True
     refused = WITHOUT_MASKS
     remembers = ("masks", "held")
     judged = False
@@ -83,7 +83,8 @@ class FedSelect(SubnetStrategy):
 
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client does not hold; whole tensors where it holds none."""
-        return Task(client, chosen(self.values_at(shared_positions(self.held[client])), self.global_names))
+        values = chosen(self.values_at(shared_positions(self.held[client])), self.global_names)
+        return Task(client, values, {"width": self.held_width(client)} if self.devices else {})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the values at the client's global positions and, where it grew, its mask."""

@@ -33,7 +33,6 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
 """
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 
 import torch
 from flwr.app import ConfigRecord
@@ -42,6 +41,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.nodes import available
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import output_names
 from fedsub_app.settings import Settings
@@ -60,8 +60,9 @@ class Statistics(Measurement):
     """Asks all clients for the statistics of the global model's BatchNorm, in rounds that are evaluated."""
 
     def clients(self) -> Sequence[int]:
-        """Return all clients, or none where no evaluation is due."""
-        return range(self.settings.num_clients) if evaluation_due(self, self.round, ConfigRecord()) else ()
+        """Return all clients that a round may ask, or none where no evaluation is due."""
+        there = available(self.settings, self.round) if evaluation_due(self, self.round, ConfigRecord()) else ()
+        return [client for client, able in enumerate(there) if able]
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the tensors that are no parameters."""
@@ -93,11 +94,22 @@ class HeteroFL(Sliced):
         if self.current.keys() - dict(model.named_parameters()):
             self.measurement = Statistics(self)
 
+    def held_width(self, client: int) -> float:
+        """Return a client's width: its device's or, without ``devices``, the (i mod number)-th of ``widths``."""
+        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
+
+    @property
+    def held_widths(self) -> Sequence[float]:
+        """The widths of all clients."""
+        whole = self.settings.model_width
+        return [min(1.0, each.width / whole) for each in self.devices.classes] if self.devices else self.options.widths
+
     def width(self, client: int) -> float:
         """Return a client's fraction of the units in the running round."""
-        widths = self.options.widths
+        held = self.held_width(client)
         if self.options.assignment == "fixed":
-            return widths[client % len(widths)]
+            return held
+        widths = [width for width in self.held_widths if not self.devices or width <= held]
         draws = generator(self.settings.seed, self.round, client, "width")
         return widths[int(torch.randint(len(widths), (), generator=draws))]
 
@@ -105,8 +117,7 @@ class HeteroFL(Sliced):
         """Return the window of each layer; a client of width 1 has all."""
         width, start = self.width(client), self.round - 1 if self.rolling else 0
         groups = self.units if width < 1 else ()
-        # Rounded first: 0.07 * 100 is 7.000000000000001.
-        return {g.name: (torch.arange(g.size) - start) % g.size < ceil(round(width * g.size, 6)) for g in groups}
+        return {g.name: (torch.arange(g.size) - start) % g.size < g.kept(width) for g in groups}
 
     def task(self, client: int) -> Task:
         """Send the client's network and its width."""

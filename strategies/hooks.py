@@ -14,12 +14,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Range, Spec, Task, Update
 from fedsub_app.subnets.averaging import Contribution, Mean
+from fedsub_app.subnets.slices import take
 from strategies.defences import DEFENCES
 from strategies.server import Merged, Server
 
@@ -36,6 +38,7 @@ class Hooks(Server):
     ----------
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
+    narrows : the method goes by the widths of the clients' devices; others refuse a class below ``model-width``.
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
     judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
@@ -44,6 +47,7 @@ class Hooks(Server):
     """
 
     holds_all = False
+    narrows = False
     judged = True
     measurement: "Hooks | None" = None
     keeps_models = False
@@ -76,6 +80,18 @@ class Hooks(Server):
         tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
+
+    def fits(self, client: int) -> bool:
+        """Say whether a client can train in the running round; others are not asked."""
+        return True
+
+    def network_of(self, client: int) -> Tensors:
+        """Return the tensors of the network that a client holds while it trains: the global model's."""
+        return self.current
+
+    def network_at(self, width: float) -> Tensors:
+        """Return the global model's network of a width, to be tested: the first units of each hidden layer."""
+        return take(self.current, self.units, {g.name: torch.arange(g.size) < g.kept(width) for g in self.units})
 
     def personal_download(self, client: int) -> Tensors:
         """Return the tensors to evaluate the model of ``client``: the global model, or none (``keeps_models``)."""

@@ -13,7 +13,8 @@ from fedsub_app.federation.protocol import MEASURE
 from strategies import rounds
 from strategies.hooks import Hooks
 
-SUMMED = (*rounds.COSTS, "bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up", "merge-seconds")
+BYTES = ("bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up")
+SUMMED = (*rounds.COSTS, *BYTES, "merge-seconds", "device-seconds", "joules")
 
 
 class Measurement(Hooks):

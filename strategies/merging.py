@@ -34,18 +34,25 @@ class FirstValid:
 
     No update is decided before enough of them are in. The decision depends on the set of updates, not on their order:
     all are compared with each other in the order of the clients, and among the accepted ones the clients that were
-    drawn first count.
+    drawn first count or, with devices, those whose replies come first by their clock.
 
     Parameters
     ----------
     draw : the clients that were asked, in the order in which they were drawn.
     wanted : number of accepted updates that are enough.
     guard : makes the guard of a round.
+    arrivals : client -> seconds on the devices' clock; read when replies are decided.
     """
 
-    def __init__(self, draw: Sequence[int], wanted: int, guard: Callable[[], NormGuard[Valid]]) -> None:
-        self._place = {client: place for place, client in enumerate(draw)}
-        self._wanted, self._guard = wanted, guard
+    def __init__(
+        self,
+        draw: Sequence[int],
+        wanted: int,
+        guard: Callable[[], NormGuard[Valid]],
+        arrivals: Mapping[int, float] | None = None,
+    ) -> None:
+        self._drawn = {client: place for place, client in enumerate(draw)}
+        self._wanted, self._guard, self._arrivals = wanted, guard, {} if arrivals is None else arrivals
         self._received: dict[int, Valid] = {}
 
     def add(self, item: Valid, norms: Mapping[str, float]) -> list[tuple[Valid, str]]:
@@ -63,12 +70,15 @@ class FirstValid:
         decided = [each for _, item in sorted(self._received.items()) for each in guard.add(item, item.norms)]
         return decided + guard.rest()
 
+    def _place(self, item: Valid) -> tuple[float, int]:
+        client = item.update.client
+        return self._arrivals.get(client, 0.0), self._drawn[client]
+
     def rest(self) -> list[tuple[Valid, str]]:
         """Return the updates that count, with the reason "", and the refused ones; in the order of the clients."""
         decided = self._judged()
-        passed = sorted(self._place[item.update.client] for item, reason in decided if not reason)
-        last = passed[: self._wanted][-1] if passed else -1
-        return [(item, reason) for item, reason in decided if reason or self._place[item.update.client] <= last]
+        passed = sorted(self._place(item) for item, reason in decided if not reason)[: self._wanted]
+        return [(item, reason) for item, reason in decided if reason or self._place(item) in passed]
 
 
 class Merging:

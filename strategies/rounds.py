@@ -16,16 +16,18 @@ from flwr.serverapp import Grid
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.tensors import Json, prefixed
-from fedsub_app.federation.nodes import draw
+from fedsub_app.federation.nodes import draw, held_out
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.subnets.norms import NormGuard, norm
 from fedsub_app.subnets.privacy import epsilon, require_accountant
 from strategies.bounding import MAX_NORM, Bounds, reach
+from strategies.clock import Clock
 from strategies.harm import far_worse, harmless
 from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
+from strategies.served import by_client
 
 MAX_COST = 1.5  # with robust, of a sample, over the median client's
 FURTHER, MAX_FURTHER = Range(-1e12, 1e12), 16  # metrics besides score and loss
@@ -76,7 +78,9 @@ def merge_answers(
         reached = reach(strategy, phase.report["clients"])
         bounds = Bounds(strategy, reached)
     spares = settings.spares if phase.outbox.header["phase"] == MessageType.TRAIN else 0
-    judge = FirstValid(draw(settings, server_round), settings.sample_size, guard) if spares else guard()
+    clock = Clock(strategy, strategy.devices) if strategy.devices else None
+    arrivals = clock.arrivals if clock else {}
+    judge = FirstValid(draw(settings, server_round), settings.sample_size, guard, arrivals) if spares else guard()
     merging = Merging(strategy)
     diverged = 0
 
@@ -91,7 +95,13 @@ def merge_answers(
 
     for client, part, expected in federation.answers(phase, replies, strategy.expected, not spares):
         try:
+            if clock:
+                clock.check_there(client)
             update = read_update(part, expected, strategy.metrics(client), strategy.examples(client))
+            if clock and (late := clock.add(update)):
+                if spares:
+                    continue  # it is not waited for
+                raise BadReply(late)
             contribution = strategy.contribution(update)
             norms = strategy.norms(update, contribution)
             if bounds:
@@ -102,7 +112,7 @@ def merge_answers(
             diverged += isinstance(error, Diverged)
             if isinstance(error, StateLost):
                 strategy.forget(client)
-        if judge.enough and not federation.simulated:  # the server does not wait for the other replies
+        if judge.enough and not federation.simulated and not clock:  # the server does not wait for the other replies
             break
     take(judge.rest())
     # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.
@@ -111,7 +121,7 @@ def merge_answers(
     metrics = _means(updates, names, strategy.robust) | _sums(updates, COSTS, strategy.robust)
     # The server's own measurements override the clients' metrics.
     phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
-    phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": phase.outbox.formula_down}
+    phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": sum(phase.outbox.formula_of.values())}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
     phase.report |= merging.report | _privacy(strategy) | (bounds.report if bounds else {})
     phase.report |= _lost(strategy, "lost-state", updates)
@@ -120,7 +130,9 @@ def merge_answers(
     if spares:
         decided = {update.client for update in updates} | {drop.client for drop in phase.dropped}
         phase.report["not-waited-for"] = sorted(set(phase.report["clients"]) - decided)
-    wanted = len(phase.report["clients"]) - spares
+    wanted = min(len(phase.report["clients"]), settings.sample_size) if spares else len(phase.report["clients"])
+    if clock:
+        phase.report |= clock.report([update.client for update in updates], wanted)
     if merged and len(updates) < wanted:
         phase.report["partial"] = f"{len(updates)} of {wanted} replies"
     phase.report["dropped"] = _reasons(phase.dropped)
@@ -239,12 +251,15 @@ def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecor
             updates.append(read_update(part, expected, allowed))
         except BadReply as error:
             phase.dropped.append(Dropped(client, str(error)))
+    members = [update for update in updates if update.client not in held_out(strategy.settings)]
     names = sorted({key for update in updates for key in update.metrics} - {"flops"})
     accuracies = [name for name in names if not name.endswith("-loss")]  # 0 to 100: no client moves their mean far
-    means = _means(updates, accuracies) | _means(updates, [*{*names} - {*accuracies}], strategy.robust)
+    means = _means(members, accuracies) | _means(members, [*{*names} - {*accuracies}], strategy.robust)
     spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",), strategy.robust).items() if value}
     phase.report |= means | spent
     phase.report |= _lost(strategy, "evaluated-without-state", updates)
+    if served := by_client(strategy, updates):
+        phase.report["served"] = served
     phase.report["evaluated"] = {update.client: update.metrics for update in updates}
     phase.report["not-evaluated"] = _reasons(phase.dropped)
     return MetricRecord(dict(means)) if updates else None

@@ -84,7 +84,7 @@ class Scaffold(SubnetStrategy):
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the model, and set c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
         changes = {n: sum(update.tensors[f"{VARIATE}{n}"] for update in updates) for n in self.variate}
-        variate = {name: c + changes[name] / self.settings.num_clients for name, c in self.variate.items()}
+        variate = {name: c + changes[name] / self.settings.members for name, c in self.variate.items()}
         return Merged(super().merge(mean, updates).model, {"variate": variate})
 
     def forget(self, client: int) -> None:

@@ -77,6 +77,7 @@ class Server:
         the checkpoint, and :meth:`merge` alone gives them new values.
     settings, options : the run's settings and the method's own.
     score : the task's score.
+    devices : the clients' devices, None without the setting ``devices``.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
     round : number of the running round, from 1.
@@ -96,6 +97,7 @@ class Server:
         self.score = settings.score
         self.model = model
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+        self.devices = settings.client_devices
         self.round = 0
         self.phase = Phase()
         self.facts: Facts | None = None
@@ -119,6 +121,10 @@ class Server:
         if self._specs[0] is not self.current:
             self._specs = (self.current, specs(self.current))
         return self._specs[1]
+
+    def held_width(self, client: int) -> float:
+        """Return the fraction of the global network that a client's device can hold; without ``devices`` 1."""
+        return min(1.0, self.devices.of(client).width / self.settings.model_width) if self.devices else 1.0
 
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""

@@ -24,6 +24,8 @@ from strategies.defences import WITHOUT_MASKS
 class Sliced(SubnetStrategy):
     """Sends each client the network of its units."""
 
+    narrows = True
+
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
         # Slices of the model that some message still holds: equal ones are one object, which travels once a message.

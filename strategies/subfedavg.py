@@ -86,6 +86,7 @@ class SubFedAvg(SubnetStrategy):
             raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
             raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
+        self.narrows = bool(self.options.target)
         self.cuttable = list(self.plan.positions(self.plan.everything()))
         self.masks = [self.plan.everything()] * settings.num_clients
         self.fractions = torch.zeros(settings.num_clients, dtype=torch.float64)
@@ -93,7 +94,8 @@ class SubFedAvg(SubnetStrategy):
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client keeps, whole tensors where these are all."""
         cut = {n: kept for n, kept in self.plan.positions(self.masks[client]).items() if not kept.all()}
-        return Task(client, chosen(self.values_at(cut), self.plan.sizes))
+        values = chosen(self.values_at(cut), self.plan.sizes)
+        return Task(client, values, {"width": self.held_width(client)} if self.devices else {})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the values at the positions that the client keeps after pruning, and the masks that shrank."""

@@ -117,7 +117,9 @@ def test_the_guides_commands(page: str, least: int, desk: Path, capsys: pytest.C
             experiment, pairs = split(options["words"], options["pairs"])
             fixed, space = read_space(pairs)
             search = Search(experiment, fixed, space, "random", options["trials"])
-            assert metric_of(resolve(search.overrides(search.examples()[0])), options["metric"]) == "personal-validation"
+            assert (
+                metric_of(resolve(search.overrides(search.examples()[0])), options["metric"]) == "personal-validation"
+            )
         elif words[0] in ("report", "export", "list", "completion", "help") or words[:3] == ["analyse", "runs/A"]:
             assert cli.main(words) == 0, line
     assert "error" not in capsys.readouterr().err

@@ -894,7 +894,7 @@ def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None
     assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == list(range(5))
     assert ["settings" in header for header in headers] == [False, False, True]
     assert phase.outbox.bytes_down == sum(sent)
-    assert phase.outbox.formula_down == 5 * 4
+    assert sum(phase.outbox.formula_of.values()) == 5 * 4
 
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:

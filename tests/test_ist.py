@@ -48,7 +48,7 @@ def made(**changes: Any) -> tuple[IST, Workplace]:
 @settings(max_examples=50, deadline=None)
 def test_every_unit_is_dealt_once(sizes: list[int], parts: int, seed: int) -> None:
     groups = [UnitGroup(f"fc{k}", size, (), ()) for k, size in enumerate(sizes)]
-    masks = deal(groups, parts, generator(seed))
+    masks = deal(groups, [1.0] * parts, generator(seed))
     assert len(masks) == parts
     for group in groups:
         held = torch.stack([mask[group.name] for mask in masks]).int()

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from statistics import median
 
 import torch
@@ -37,15 +38,33 @@ MAX_WAITING = 4  # times message-mb: replies that wait for an earlier client's
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, the tensors that it was asked for
 
 
+@lru_cache(maxsize=4)
+def held_out(settings: FederationSettings) -> frozenset[int]:
+    """Return the clients that never take part (``held-out-clients``), drawn from the seed."""
+    order = torch.randperm(settings.num_clients, generator=generator(settings.seed, "held-out"))
+    return frozenset(order[: settings.held_out_clients].tolist())
+
+
+def available(settings: FederationSettings, server_round: int) -> list[bool]:
+    """Say of each client whether a round may ask it: it is not held out, its device is there and wide enough."""
+    there = [True] * settings.num_clients
+    if devices := settings.client_devices:
+        wide = (devices.of(client).width >= settings.min_width for client in range(settings.num_clients))
+        there = [a and b for a, b in zip(devices.available(server_round).tolist(), wide, strict=True)]
+    for client in held_out(settings) if settings.held_out_clients else ():
+        there[client] = False
+    return there
+
+
 def draw(settings: FederationSettings, server_round: int) -> list[int]:
     """Return the clients that a round asks, in the order in which they are drawn, seeded by (seed, round).
 
     The first ``sample_size`` take part; the clients after them are asked as well and stand in for them
     (``oversample``).
     """
-    order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample"))
-    drawn: list[int] = order[: settings.asked_size].tolist()
-    return drawn
+    order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample")).tolist()
+    there = available(settings, server_round)
+    return [client for client in order if there[client]][: settings.asked_size]
 
 
 def sample(settings: FederationSettings, server_round: int) -> list[int]:

@@ -47,7 +47,8 @@ class Outbox:
     ----------
     sent : Flower's metadata of each message, with the clients whose tasks it holds.
     shared : whether several nodes take their clients from one queue.
-    bytes_down, formula_down : bytes so far, on the wire and by the papers' formula.
+    bytes_down : bytes so far, on the wire.
+    formula_of : client -> bytes of its task by the papers' formula.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Outbox:
     ) -> None:
         self.header, self.queues = header, dict(queues)
         self.sent: list[tuple[Metadata, list[int]]] = []
-        self.bytes_down = self.formula_down = 0
+        self.bytes_down = 0
+        self.formula_of: dict[int, int] = {}
         self._settings, self._run_settings = settings, run_settings or {}
         self._task, self._expected, self._initial, self._work = task, expected, initial, work
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
@@ -94,7 +96,7 @@ class Outbox:
         self._left -= work
         if not tasks:
             return None
-        self.formula_down += sum(formula_bytes(task.tensors) for task in tasks)
+        self.formula_of |= {task.client: formula_bytes(task.tensors) for task in tasks}
         message = self._message(node_id, tasks, self.header)
         self.sent.append((message.metadata, [task.client for task in tasks]))
         return message

@@ -3,9 +3,19 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from fedsub_app.common.section import ClientsSettings, Count, CountOrNone, Positive, SeedSettings
+from fedsub_app.common.section import (
+    AmountOrNone,
+    ClientsSettings,
+    Count,
+    CountOrNone,
+    CountOrZero,
+    Fraction,
+    Positive,
+    SeedSettings,
+)
+from fedsub_app.federation.devices import Devices, checked, devices_of
 
 
 class FederationSettings(SeedSettings, ClientsSettings):
@@ -43,6 +53,17 @@ class FederationSettings(SeedSettings, ClientsSettings):
     ``auto``: by samples for fedavg, fedprox, moon, fedala, ssfl and feddst, as in their papers, but with a robust mean
     or noise; the same for all other methods.
     """
+    devices: Annotated[str, AfterValidator(checked)] = ""
+    """Device classes of the clients: a preset's name, or a file of yours, "FILE.toml" (docs/devices.md); "": none."""
+    deadline: AmountOrNone = None
+    """Seconds of the devices' clock after which a round takes no reply, with devices; 0: none.
+
+    With ``oversample`` the replies that are first by that clock count.
+    """
+    min_width: Fraction = 0.0
+    """Clients whose device class has a smaller width never take part; 1: only those that hold the whole network."""
+    held_out_clients: CountOrZero = 0
+    """Clients, drawn from the seed, that never take part; their scores are reported apart."""
     placement: Literal["auto", "balanced", "pinned"] = "auto"
     """Clients are spread evenly over the nodes, or client c is on the node c mod num-partitions.
 
@@ -65,12 +86,22 @@ class FederationSettings(SeedSettings, ClientsSettings):
     @property
     def sample_size(self) -> int:
         """Clients that take part in a round."""
-        return self.clients_per_round or max(1, round(self.participation * self.num_clients))
+        return self.clients_per_round or max(1, round(self.participation * self.members))
+
+    @property
+    def members(self) -> int:
+        """Clients that are not held out."""
+        return self.num_clients - self.held_out_clients
+
+    @property
+    def client_devices(self) -> Devices | None:
+        """The clients' devices; None without the setting ``devices``."""
+        return devices_of(self.devices, self.num_clients, self.seed) if self.devices else None
 
     @property
     def asked_size(self) -> int:
         """Clients that are asked in a round."""
-        return min(self.num_clients, math.ceil(round(self.oversample * self.sample_size, 6)))
+        return min(self.members, math.ceil(round(self.oversample * self.sample_size, 6)))
 
     @property
     def spares(self) -> int:
@@ -79,9 +110,16 @@ class FederationSettings(SeedSettings, ClientsSettings):
 
     @model_validator(mode="after")
     def _check_counts(self) -> "FederationSettings":
-        if self.clients_per_round and self.clients_per_round > self.num_clients:
-            raise ValueError(f"clients-per-round = {self.clients_per_round}: at most num-clients = {self.num_clients}")
-        if self.oversample > 1 and self.sample_size == self.num_clients:
+        if self.held_out_clients >= self.num_clients:
+            raise ValueError(f"held-out-clients = {self.held_out_clients}: below num-clients = {self.num_clients}")
+        for key, given in (("deadline", self.deadline), ("min-width", self.min_width)):
+            if given and not self.devices:
+                raise ValueError(f"{key} = {given:g}: does nothing without devices")
+        if self.clients_per_round and self.clients_per_round > self.members:
+            without = f" without held-out-clients = {self.held_out_clients}" if self.held_out_clients else ""
+            most = f"num-clients = {self.num_clients}{without}"
+            raise ValueError(f"clients-per-round = {self.clients_per_round}: at most {most}")
+        if self.oversample > 1 and self.sample_size == self.members:
             all_ = f"all num-clients = {self.num_clients} take part in a round"
             raise ValueError(f"oversample = {self.oversample:g}: must be 1 where {all_}")
         if self.min_replies > self.sample_size:

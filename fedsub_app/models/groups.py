@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -69,6 +70,10 @@ class UnitGroup:
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
         cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
         return (*rows, *cols, *self.blocks)
+
+    def kept(self, width: float) -> int:
+        """Return the number of units of a network of this width, a fraction of the units, rounded up."""
+        return ceil(round(width * self.size, 6))  # rounded first: 0.07 * 100 is 7.000000000000001
 
 
 def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:

@@ -8,7 +8,17 @@ from typing import NamedTuple
 from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.records import COSTS, Group, Record, kinds_of, named_runs, read_run, summary_table
+from fedsub_app.reports.records import (
+    COSTS,
+    OPTIONAL,
+    Group,
+    Record,
+    costs_of,
+    kinds_of,
+    named_runs,
+    read_run,
+    summary_table,
+)
 
 
 def comparisons(folders: Sequence[Path]) -> str:
@@ -33,12 +43,12 @@ def compare(runs: Sequence[tuple[str, Record]]) -> str:
     For every score that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
     where the first run had not been evaluated yet.
     """
-    first, score = runs[0][1].lines, runs[0][1].score
+    first, score, axes = runs[0][1].lines, runs[0][1].score, costs_of(record for _, record in runs)
     header = (
         "run",
         score.name,
         score.titled("at the end"),
-        *(text for cost in COSTS for text in (cost, score.titled("first run by then"))),
+        *(text for cost in axes for text in (cost, score.titled("first run by then"))),
     )
     rows = []
     for name, record in runs:
@@ -47,7 +57,7 @@ def compare(runs: Sequence[tuple[str, Record]]) -> str:
             if not any(key in line for line in first) or not any(key in line for line in lines):
                 continue
             row = [name, kind_of(key), score.number([line[key] for line in lines if key in line][-1])]
-            for cost in COSTS:
+            for cost in axes:
                 spent = lines[-1][cost]
                 by_then = [line[key] for line in first if key in line and line[cost] <= spent]
                 row += [f"{spent:.1f}", score.number(by_then[-1]) if by_then else "–"]
@@ -64,7 +74,7 @@ class CostTable(NamedTuple):
 
 def cost_table(groups: Sequence[Group]) -> CostTable | None:
     """Return what 90 % of the best run's score has cost, in each section by itself; ``None`` for less than two rows."""
-    rows = []
+    rows, timed = [], OPTIONAL in costs_of(record for group in groups for record in group.records)
     for section in dict.fromkeys(group.section for group in groups):
         mine = [group for group in groups if group.section == section]
         runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
@@ -72,10 +82,10 @@ def cost_table(groups: Sequence[Group]) -> CostTable | None:
             threshold, costs = costs_to_accuracy(runs, key, score)
             for k, group in enumerate(mine):
                 label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
-                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))], score)
+                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))], score, timed)
                 rows.append((label, [score.number(threshold), kind_of(key), *texts]))
     score = groups[0].records[0].score
-    return CostTable((score.titled("threshold"), score.name, *columns(score)), rows) if len(rows) > 1 else None
+    return CostTable((score.titled("threshold"), score.name, *columns(score, timed)), rows) if len(rows) > 1 else None
 
 
 def shared_scores(records: Sequence[Record]) -> dict[str, Score]:

@@ -38,12 +38,14 @@ class Reached(NamedTuple):
 
     ``gigabytes``: 1e9 bytes, down and up, by the papers' formula. ``gflops``: 1e9 FLOPs, 2 x MAC, forward and backward.
     ``published_gflops``: :func:`~fedsub_app.training.costs.published_flops`; NaN in runs that did not record them.
+    ``device_seconds``: on the devices' clock.
     """
 
     round: int
     gigabytes: float
     published_gflops: float
     gflops: float
+    device_seconds: float = 0.0
 
 
 class Cost(NamedTuple):
@@ -121,12 +123,14 @@ def _spent(lines: Sequence[Json], last_round: int) -> Reached:
         total("formula-bytes-down", "formula-bytes-up"),
         total("published-flops") if recorded else float("nan"),
         total("flops"),
+        total("device-seconds") * 1e9,
     )
 
 
-def columns(score: Score) -> tuple[str, ...]:
-    """Return the header of :func:`cells`."""
-    return (score.titled("best"), "rounds", "GB", "GFLOPs, paper's count", "GFLOPs")
+def columns(score: Score, timed: bool = False) -> tuple[str, ...]:
+    """Return the header of :func:`cells`; ``timed``: with the devices' clock."""
+    names = (score.titled("best"), "rounds", "GB", "GFLOPs, paper's count", "GFLOPs", "device seconds")
+    return names if timed else names[:-1]
 
 
 def about(score: Score) -> str:
@@ -141,12 +145,12 @@ def about(score: Score) -> str:
     )
 
 
-def cells(costs: Sequence[Cost], score: Score = ACCURACY) -> list[str]:
+def cells(costs: Sequence[Cost], score: Score = ACCURACY, timed: bool = False) -> list[str]:
     """Return the text of :func:`columns` for the runs of a row, one a seed."""
     reached, never = [cost.reached for cost in costs], "not reached"
     columns = [[score.number(cost.best) for cost in costs]]
     columns.append([str(end.round) if end else never for end in reached])
-    for part in Reached._fields[1:]:
+    for part in Reached._fields[1 : None if timed else -1]:
         amounts = [getattr(end, part) if end else None for end in reached]
         columns.append([never if x is None else "–" if math.isnan(x) else three_digits(x) for x in amounts])
     return [", ".join(column) for column in columns]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.score import Score
-from fedsub_app.reports.records import COSTS, Curve, Group, curves, grouped
+from fedsub_app.reports.records import COSTS, Curve, Group, costs_of, curves, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # colours and four dashes have no common divisor: 28 styles.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("", "6 2", "2 1.5", "7 2 1.5 2")  # of a line of width 1, as SVG's stroke-dasharray
-AXES = ("round", *COSTS)
 LONGEST = 18  # letters of a label beside its curve; where one is longer all are numbers
 MAX_LABELS = 22  # beside one picture
 
@@ -133,6 +132,11 @@ def limits_of(lines: Sequence[Curve]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
+def axes_of(groups: Sequence[Group]) -> list[str]:
+    """Return what the curves of some groups are drawn against."""
+    return ["round", *costs_of(record for group in groups for record in group.records)]
+
+
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
     """Draw the score against rounds, bytes, FLOPs and seconds, a curve a group; returns the picture.
 
@@ -145,12 +149,13 @@ def draw_curves(groups: Sequence[Group], target: Path) -> Path:
     if not rows:
         folders = ", ".join(str(record.folder) for group in groups for record in group.records)
         raise UserError(f"{folders}: no evaluated round to draw")
+    axes = axes_of(groups)
     with _as_text():
-        drawing = figure(16, 3.6 * len(rows))
-        grid = drawing.subplots(len(rows), len(AXES), squeeze=False)
+        drawing = figure(4 * len(axes), 3.6 * len(rows))
+        grid = drawing.subplots(len(rows), len(axes), squeeze=False)
         keys: dict[str, str] = {}
         for panels, (title, lines) in zip(grid, rows.items(), strict=True):
-            for panel, axis in zip(panels, AXES, strict=True):
+            for panel, axis in zip(panels, axes, strict=True):
                 draw_lines(panel, lines, axis, limits_of(lines))
             panels[0].set_ylabel(lines[0].score.titled(title))
             keys |= {name: line.label for name, line in zip(short_names(lines), lines, strict=True)}

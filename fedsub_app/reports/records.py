@@ -27,7 +27,9 @@ COSTS = {
     "MB by formula": (("formula-bytes-down", "formula-bytes-up"), 1e6),
     "GFLOPs": (("flops",), 1e9),
     "seconds in rounds": (("seconds",), 1),
+    "device seconds": (("device-seconds",), 1),
 }
+OPTIONAL = "device seconds"  # of runs with devices; elsewhere it is 0 and left out
 NOT_COMPARED = (*LOCATION_KEYS, "seed")
 
 
@@ -134,6 +136,32 @@ def read_run(folder: Path) -> Record:
             total += sum(line.get(key) or 0 for key in keys) / unit
             line[cost] = total
     return Record(folder, provenance, lines)
+
+
+def costs_of(records: Iterable[Record]) -> list[str]:
+    """Return the costs that any of some runs has (``COSTS``)."""
+    spent = any(record.lines[-1][OPTIONAL] for record in records if record.lines)
+    return [cost for cost in COSTS if cost != OPTIONAL or spent]
+
+
+def served_table(groups: Sequence["Group"]) -> tuple[list[str], list[tuple[str, list["Cell"]]]]:
+    """Return the last scores by width, device class and so on: the header, and a label and cells for each group.
+
+    Both are empty where no run has any (strategies/served.py).
+    """
+    last: dict[Path, Json] = {
+        record.folder: next((line["served"] for line in reversed(record.lines) if "served" in line), {})
+        for group in groups
+        for record in group.records
+    }
+    places = dict.fromkeys((key, name) for served in last.values() for key in served for name in served[key])
+    rows = []
+    for group in groups if places else ():
+        mine = [last[record.folder] for record in group.records]
+        values = [[served[key][name] for served in mine if name in served.get(key, {})] for key, name in places]
+        rows.append((group.label, [_scored(each, group.records[0].score) for each in values]))
+    scores = [group.records[0].score for group in groups]
+    return [scores[0].titled(f"{kind_of(key)}, {name}") for key, name in places], rows
 
 
 @dataclass(frozen=True)
@@ -296,6 +324,7 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, l
         "GFLOPs",
         "seconds",
     ]
+    timed = OPTIONAL in costs_of(record for group in groups for record in group.records)
     several = len({group.section for group in groups}) > 1
     rows = []
     for group in groups:
@@ -312,14 +341,14 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, l
         ]
         row += [_amount(last or [0])]
         row += [total(f"formula-bytes-{direction}", 1e6) for direction in ("down", "up")]
-        row += [total("flops", 1e9), total("seconds", 1)]
+        row += [total("flops", 1e9), total("seconds", 1), *([total("device-seconds", 1)] if timed else [])]
         dropped = sum(len(record.dropped) for record in group.records)
         abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
         row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned)]
         status = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
         row += [Cell(status, status)]
         rows.append((f"{group.section}: {group.label}" if several else group.label, row))
-    return [*header, "replies dropped", "rounds abandoned", "status"], rows
+    return [*header, *([OPTIONAL] if timed else []), "replies dropped", "rounds abandoned", "status"], rows
 
 
 def named_runs(records: Sequence[Record]) -> list[tuple[str, Record]]:

@@ -81,8 +81,13 @@ def summary_table(summary: Json, score: Score) -> str:
     rows.append(
         ("training", f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks")
     )
-    rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds"))
+    clock = (
+        f", {summary['total-device-seconds']:.4g} s by the devices' clock" if "total-device-seconds" in summary else ""
+    )
+    rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds{clock}"))
     folder = Path(summary["run-dir"])
     rows += [("results", str(folder)), ("learning curve", str(folder / "curve.png"))]
+    for key, of in summary.get("served", {}).items():
+        rows.append((f"{kind_of(key)} by", ", ".join(f"{name} {score.text(value)}" for name, value in of.items())))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"{name:<{width}}  {text}" for name, text in rows), ""])

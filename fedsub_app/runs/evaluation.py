@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import TEST, Task
 from fedsub_app.federation.wire import to_tensors
-from fedsub_app.models import load_tensors
+from fedsub_app.models import load_tensors, narrowed, unit_groups, widths_of
 from fedsub_app.problem import Problem
 from fedsub_app.training.local import added, evaluation_batches, sums_of
 
@@ -47,6 +47,18 @@ class GlobalTest:
                 sums[number] = sums_of(self.task, self.model, self.x[batch], self.y[batch])
         values = self.task.metrics(added(sums[number] for number in range(len(self.batches))))
         return {f"global-{name}": value for name, value in values.items()}
+
+    def narrow(self, tensors: Tensors) -> dict[str, float]:
+        """Return the metrics of a network with fewer units; its BatchNorm takes the statistics of each batch."""
+        groups = unit_groups(self.model)
+        model = narrowed(self.model, groups, widths_of(groups, tensors)).eval()
+        load_tensors(model, tensors)
+        for layer in model.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.running_mean = layer.running_var = None
+        batches = evaluation_batches(model, len(self.y), self.y.device)
+        sums = added(sums_of(self.task, model, self.x[batch], self.y[batch]) for batch in batches)
+        return {f"global-{name}": value for name, value in self.task.metrics(sums).items()}
 
     def _sums_of_nodes(self, tensors: Tensors) -> dict[int, Mapping[str, float | Tensor]]:
         """Return the sums of the batches that nodes have computed, by number; a batch takes the place of a client."""

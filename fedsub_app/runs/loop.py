@@ -25,6 +25,7 @@ from fedsub_app.models import Network
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
+from fedsub_app.runs.capacity import check_devices
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
@@ -35,6 +36,7 @@ from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.rounds import check_defences, evaluation_due
+from strategies.served import by_width
 from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
@@ -59,6 +61,7 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
     strategy = METHODS[settings.method].strategy(settings, problem.network())
+    check_devices(strategy, problem, partition)
     check_defences(strategy)
     check_tracker(settings.track)
     if settings.stack_clients:
@@ -238,4 +241,6 @@ def _evaluate(
     if (phase := strategy.configure_evaluate(number, arrays, config, grid)).clients:
         strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
         metrics = phase.report | metrics
+    if isinstance(global_test, GlobalTest) and (widths := by_width(strategy, metrics, global_test.narrow)):
+        metrics["served"] = widths | metrics.get("served", {})
     return metrics | {"evaluate-seconds": time.perf_counter() - start}

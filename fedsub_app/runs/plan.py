@@ -11,6 +11,7 @@ from fedsub_app.config import defaults
 from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Spec, formula_bytes
+from fedsub_app.runs.capacity import check_devices, client_bytes
 from fedsub_app.runs.console import stages_of
 from fedsub_app.runs.loop import prepare
 from fedsub_app.settings import Settings
@@ -48,6 +49,7 @@ def plan(settings: Settings) -> str:
         *((f"round {number}{f', {name}' if name else ''}", text) for number, name, text in _rounds(strategy)),
         ("training", _training(strategy, partition, sample_flops)),
         ("memory", _memory(strategy, dataset, partition)),
+        *((f"device {name}", text) for name, text in check_devices(strategy, problem, partition)),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), "", _clients(dataset, partition)])
@@ -108,10 +110,9 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     kept = settings.sample_size if all_held else 1
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
     server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
-    state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
     together = min(MAX_STACKED, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
     samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
-    client = (3 + state) * model + samples  # network, gradients, the received model
+    client = client_bytes(settings, model, samples)
     worker = data + together * client + messages
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"
 

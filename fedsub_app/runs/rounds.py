@@ -23,6 +23,7 @@ TOTALS = (
     "seconds",
     "compute-seconds",
 )
+OF_DEVICES = ("device-seconds", "joules")  # totals of runs with devices
 
 
 def to_line(line: Json) -> str:
@@ -82,11 +83,13 @@ def read_rounds(folder: Path) -> list[Json]:
 def ended_by(lines: list[Json], settings: Settings) -> str | None:
     """Return the setting that ends a run after these rounds, before ``num-rounds``; None where the run continues.
 
-    ``max-flops`` or ``max-bytes``: the budget is used up; ``stop-at-<score>``: the score is reached.
+    ``max-flops``, ``max-bytes``, ``max-device-seconds``: the budget is used up; ``stop-at-<score>``: the score is
+    reached.
     """
     spent = {
         "max-flops": (settings.max_flops, ("flops",)),
         "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
+        "max-device-seconds": (settings.max_device_seconds, ("device-seconds",)),
     }
     for key, (limit, counted) in spent.items():
         if limit and sum(line.get(count) or 0 for line in lines for count in counted) >= limit:
@@ -120,4 +123,7 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
         summary |= {"epsilon": spent[-1]["epsilon"], "delta": spent[-1]["delta"]}
     if reason := ended_by(lines, settings):
         summary["ended-by"] = reason
-    return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in TOTALS}
+    if served := [line["served"] for line in lines if "served" in line]:
+        summary["served"] = served[-1]
+    totals = [*TOTALS, *(key for key in OF_DEVICES if any(key in line for line in lines))]
+    return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in totals}

@@ -16,7 +16,7 @@ from fedsub_app.common.files import read_json, to_json, write_atomic
 from fedsub_app.common.tensors import Json
 from fedsub_app.reports.records import COSTS, read_run
 
-COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds")
+COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds", "device-seconds")
 SAME = ("formula-bytes-down", "formula-bytes-up", "flops")  # costs that do not depend on the machine
 MEASURED = ("seed", "commit", "versions", "machine", "device")
 
@@ -114,10 +114,11 @@ def run_entry(folder: Path, metric: str) -> Json:
     entry = {key: kept[key] for key in MEASURED if key in kept} | {
         "rounds": summary["rounds"],
         "final": summary[f"final-{metric}"],
-        "totals": {cost: summary[f"total-{cost}"] for cost in COSTS_OF_A_RUN},
+        "totals": {cost: summary[key] for cost in COSTS_OF_A_RUN if (key := f"total-{cost}") in summary},
         "curve": {"round": [line["round"] for line in lines], metric: [line[metric] for line in lines]}
         | {cost: [float(f"{line[cost]:.6g}") for line in lines] for cost in COSTS if "second" not in cost},
     }
+    entry |= {"served": summary["served"]} if "served" in summary else {}
     optional = {"validation": f"final-{validation}", "rounds-to-target": "rounds-to-target", "epsilon": "epsilon"}
     return entry | {name: summary[key] for name, key in optional.items() if key in summary}
 

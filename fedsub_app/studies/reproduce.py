@@ -24,7 +24,7 @@ from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
-from fedsub_app.reports.records import Group, as_argument, read_run
+from fedsub_app.reports.records import Group, as_argument, read_run, served_table
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
@@ -200,12 +200,13 @@ def table_header(score: Score) -> tuple[str, ...]:
     return (
         *("setting", "method", "rounds to target", "paper", score.titled(f"final {score.name}"), "paper"),
         *("difference (95 %)", *(score.titled(f"final {kind}") for kind in ON_TEST_DATA)),
-        *(score.titled("on validation data"), "epsilon", "MB down", "MB up", "GFLOPs", "minutes"),
+        *(score.titled("on validation data"), "epsilon", "MB down", "MB up", "GFLOPs", "minutes", "device seconds"),
     )
 
 
 SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum to maximum)"}
-COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9), ("seconds", 60))  # and their unit
+# Costs and their unit; the last one is of runs with devices.
+COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9), ("seconds", 60), ("device-seconds", 1))
 
 
 def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
@@ -225,7 +226,8 @@ def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
     epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
-    costs = [f"{statistics.mean(summary[f'total-{cost}'] for summary in good) / unit:.1f}" for cost, unit in COSTS]
+    totals = [([summary[key] for summary in good if (key := f"total-{cost}") in summary], unit) for cost, unit in COSTS]
+    costs = [f"{statistics.mean(each) / unit:.1f}" if each else "" for each, unit in totals]
     reached_in = ", ".join(reached)
     before = [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, apart]
     return [*before, *others, validation, epsilon, *costs]
@@ -243,12 +245,12 @@ def _over_seeds(summaries: Sequence[Json], key: str, score: Score, spread: str) 
     return f"{score.number(statistics.mean(values))} ± {score.number(statistics.stdev(values))} ({len(values)})"
 
 
-def _cost_header(score: Score) -> tuple[str, ...]:
-    names = columns(score)
-    return ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:], "paper")
+def _cost_header(score: Score, timed: bool) -> tuple[str, ...]:
+    names = columns(score, timed)
+    return ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
 
 
-def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
+def _cost_cells(rows: list[Row], jobs: list[RowJob], timed: bool) -> list[list[str]]:
     """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed.
 
     The score is the one that the first of them names first; a row that has not measured it has empty cells.
@@ -269,9 +271,9 @@ def _cost_cells(rows: list[Row], jobs: list[RowJob]) -> list[list[str]]:
         mine = costs_of.get((row.setting, row.label), [])
         finished = any(job.summary() for job in jobs if job.row is row)
         thresholds = ", ".join(score.number(threshold) for threshold, _ in mine) or "failed" * (not finished)
-        best, rounds, gigabytes, published, gflops = reached_cells([cost for _, cost in mine], score)
+        best, rounds, gigabytes, published, gflops, *clock = reached_cells([cost for _, cost in mine], score, timed)
         shown = [thresholds, best, rounds, gigabytes, row.paper.gigabytes, published, gflops, row.paper.gflops]
-        cells.append([row.setting, row.label, *shown])
+        cells.append([row.setting, row.label, *shown, *clock])
     return cells
 
 
@@ -294,9 +296,19 @@ def _write(
         "",
     ]
     if table.cost_to_accuracy:
-        costs = tables[f"{name}-cost-to-accuracy"] = (_cost_header(score), _cost_cells(rows, jobs))
+        timed = any(job.settings.devices for job in jobs)
+        costs = tables[f"{name}-cost-to-accuracy"] = (_cost_header(score, timed), _cost_cells(rows, jobs, timed))
         lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
         lines += [_filled_columns(*costs), ""]
+    groups = _groups(rows, jobs)
+    names, served = served_table(groups)
+    if served:
+        shown = [
+            [group.section, label, *(cell.text for cell in row)]
+            for group, (label, row) in zip(groups, served, strict=True)
+        ]
+        tables[f"{name}-served"] = (("setting", "method", *names), shown)
+        lines += ["## Who is served", "", _filled_columns(*tables[f"{name}-served"]), ""]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
     for file_name, (header, cells) in tables.items():

@@ -7,6 +7,7 @@ that has no mask is fully on.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -100,25 +101,31 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
     return clients
 
 
-def deal(groups: Sequence[UnitGroup], parts: int, draws: torch.Generator) -> list[dict[str, Tensor]]:
-    """Return IST's partition: every unit of every hidden layer in exactly one of ``parts`` masks, at random.
+def deal(groups: Sequence[UnitGroup], widths: Sequence[float], draws: torch.Generator) -> list[dict[str, Tensor]]:
+    """Return IST's partition: every unit of every hidden layer in exactly one mask, at random.
 
-    Each layer is dealt by a permutation of its own; its parts' sizes differ by at most 1.
+    Each layer is dealt by a permutation of its own; its parts are as equal as possible.
 
     Parameters
     ----------
     groups : the network's unit groups.
-    parts : number of masks, >= 1; a mask of a layer with fewer units may be empty.
+    widths : fraction of each layer, above 0, that each client can hold. Unless all are 1, each client has one unit and
+        a part of the others in proportion to its width, at most as large as its width.
     draws : CPU generator of the permutations.
 
     Returns
     -------
-    One mask per part: group name -> bool ``[group.size]``.
+    One mask a client: group name -> bool ``[group.size]``; of a layer with fewer units than clients it may be empty.
     """
-    dealt: list[dict[str, Tensor]] = [{} for _ in range(parts)]
+    dealt: list[dict[str, Tensor]] = [{} for _ in widths]
+    shares = [width / max(1.0, sum(widths)) for width in widths]
     for group in groups:
         order = torch.randperm(group.size, generator=draws)
-        for masks, index in zip(dealt, order.tensor_split(parts), strict=True):
+        parts = order.tensor_split(len(widths))
+        if {*widths} != {1.0}:
+            rest = group.size - len(widths)
+            parts = order.tensor_split([k + round(rest * x) for k, x in enumerate(accumulate(shares), 1)])
+        for masks, index in zip(dealt, parts, strict=False):
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool).index_fill_(0, index, True)
     return dealt
 

@@ -1,0 +1,161 @@
+"""Device classes: what a client's device can hold, how fast it computes and sends, and how often it is there.
+
+The setting ``devices`` names a preset (a file of conf/devices/classes/) or a file of the user, ``<name>.toml``, with a
+table ``[[class]]`` for each class, whose keys are the fields of :class:`Device`. The settings of a run hold the content
+of a user's file, so that neither a node nor a resumed run reads it again.
+
+Methods ask through the strategy: ``self.devices`` is one :class:`Devices`, or None without the setting, and
+``self.devices.of(client)`` is the client's :class:`Device`. ``width`` is the fraction of each hidden layer's units that
+the client can hold; :meth:`strategies.sliced.Sliced.held_width` returns it, or what the method's own setting ``widths``
+says where there are no devices. A method that is not :attr:`~strategies.hooks.Hooks.narrows` refuses a class of a width
+below ``model-width`` before round 1.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, ValidationError
+
+from fedsub_app.common.conf_files import conf_folder, is_file, read_toml
+from fedsub_app.common.errors import shown
+from fedsub_app.common.section import AmountOrNone, NonNegative, Section
+
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import Tensor
+
+
+class Device(Section):
+    """One class of devices; a speed or a memory of 0 has no limit.
+
+    Attributes
+    ----------
+    name : name in reports: lower-case letters and digits, in words joined by '-'.
+    share : fraction of the clients; the shares of all classes add up to 1.
+    width : fraction of each hidden layer's units that the device can hold.
+    flops_per_second : training speed, FLOPs as fedsub counts them: 2 x MAC, forward and backward.
+    down_mbps, up_mbps : speed from and to the server, 10^6 bits a second.
+    memory_mb : memory for training, 10^6 bytes.
+    availability : chance of being there when a round draws its clients.
+    drop : chance of vanishing within a round, after the download.
+    watts : power while the device downloads, trains and uploads.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.]*(-[a-z0-9.]+)*$", max_length=40)]
+    share: Annotated[float, Field(gt=0, le=1)]
+    width: Annotated[float, Field(gt=0, le=1)] = 1.0
+    flops_per_second: AmountOrNone = None
+    down_mbps: AmountOrNone = None
+    up_mbps: AmountOrNone = None
+    memory_mb: AmountOrNone = None
+    availability: Annotated[float, Field(gt=0, le=1)] = 1.0
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    watts: NonNegative = 0.0
+
+    def seconds(self, down: float, flops: float, up: float) -> float:
+        """Return the time that a client takes: bytes down, FLOPs and bytes up, each over its speed."""
+        amounts = ((8e-6 * down, self.down_mbps), (flops, self.flops_per_second), (8e-6 * up, self.up_mbps))
+        return sum(amount / speed for amount, speed in amounts if speed)
+
+
+class _File(Section):
+    classes: Annotated[tuple[Device, ...], Field(alias="class", min_length=1, strict=False)]
+
+
+class Devices:
+    """The clients' devices, drawn from the seed.
+
+    Parameters
+    ----------
+    classes : shares that add up to 1. The clients, in an order that the seed shuffles, are cut into these shares.
+    """
+
+    def __init__(self, classes: Sequence[Device], num_clients: int, seed: int) -> None:
+        import torch
+
+        from fedsub_app.common.seeds import generator
+
+        self.classes, self.num_clients, self.seed = tuple(classes), num_clients, seed
+        order = torch.randperm(num_clients, generator=generator(seed, "devices")).tolist()
+        ends = [round(num_clients * total) for total in accumulate(device.share for device in classes)]
+        devices = [
+            device for device, start, end in zip(classes, [0, *ends], ends, strict=False) for _ in range(start, end)
+        ]
+        by_client = dict(zip(order, devices, strict=True))
+        self._devices: list[Device] = [by_client[client] for client in range(num_clients)]
+        self._chance = {
+            name: torch.tensor([getattr(device, name) for device in self._devices], dtype=torch.float64)
+            for name in ("availability", "drop")
+        }
+
+    def of(self, client: int) -> Device:
+        """Return a client's device."""
+        return self._devices[client]
+
+    def available(self, server_round: int) -> "Tensor":
+        """Return which clients are there when a round draws its clients, bool ``[num_clients]``."""
+        return self._drawn(server_round, "availability")
+
+    def vanishes(self, client: int, server_round: int) -> bool:
+        """Say whether a client vanishes within a round."""
+        return bool(self._drawn(server_round, "drop")[client])
+
+    @lru_cache(maxsize=4)  # noqa: B019  (devices_of keeps few of these objects)
+    def _drawn(self, server_round: int, name: str) -> "Tensor":
+        import torch
+
+        from fedsub_app.common.seeds import generator
+
+        draws = generator(self.seed, server_round, name)
+        return torch.rand(self.num_clients, dtype=torch.float64, generator=draws) < self._chance[name]
+
+
+@lru_cache(maxsize=4)
+def devices_of(text: str, num_clients: int, seed: int) -> Devices:
+    """Return the clients' devices; ``text``: the setting ``devices``, as :func:`checked` returns it."""
+    return Devices(_classes(text), num_clients, seed)
+
+
+def presets() -> dict[str, Path]:
+    """Return the files of the device classes that come with the package, by name."""
+    return {path.stem: path for path in sorted((conf_folder() / "devices" / "classes").glob("*.toml"))}
+
+
+def checked(text: str) -> str:
+    """Return the setting ``devices`` with the content of a user's file, as JSON, in place of the file's name.
+
+    Raises
+    ------
+    UserError, ValueError
+        There is no such preset or file, or a class is wrong; the message names the class and the key.
+    """
+    classes = _classes(text) if text else ()
+    if not is_file(text):
+        return text
+    return json.dumps([device.model_dump(by_alias=True, exclude_defaults=True) for device in classes])
+
+
+def _classes(text: str) -> tuple[Device, ...]:
+    path = Path(text) if is_file(text) else presets().get(text)
+    if text.startswith("["):
+        content = {"class": json.loads(text)}
+    elif path and path.is_file():
+        content = read_toml(path)
+    else:
+        raise ValueError(f"allowed are {', '.join(presets())}, or a file of yours, <name>.toml")
+    try:
+        classes = _File.model_validate(content).classes
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = " ".join(str(part + 1) if isinstance(part, int) else part for part in first["loc"])
+        reason = "missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {first['msg']}"
+        raise ValueError(f"{where} {reason}") from None
+    names = [device.name for device in classes]
+    if len({*names}) < len(names):
+        raise ValueError(f"two classes of one name in {', '.join(names)}")
+    if abs((total := sum(device.share for device in classes)) - 1) > 1e-6:
+        raise ValueError(f"the shares add up to {total:g}: must be 1")
+    return classes

@@ -1,0 +1,67 @@
+"""Whether the clients' devices can hold what they would be sent; checked by the plan and before round 1."""
+
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import size_of
+from fedsub_app.common.text import human_bytes
+from fedsub_app.data import Partition
+from fedsub_app.federation.devices import Device
+from fedsub_app.federation.nodes import held_out
+from fedsub_app.federation.protocol import formula_bytes
+from fedsub_app.problem import Problem
+from fedsub_app.settings import Settings
+from strategies.base import SubnetStrategy
+
+
+def client_bytes(settings: Settings, network: int, samples: float) -> float:
+    """Return the memory of a client that trains: network, gradients, received model, optimizer state, samples; bytes.
+
+    Parameters
+    ----------
+    network, samples : bytes of its network and of its training samples.
+    """
+    state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
+    return (3 + state) * network + samples
+
+
+def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partition | None) -> list[tuple[str, str]]:
+    """Return each class of devices and, in words, its clients and what one of them needs in round 1.
+
+    Raises
+    ------
+    UserError
+        A class cannot hold the network, or no client can take part.
+    """
+    settings, devices = strategy.settings, strategy.devices
+    if not devices:
+        return []
+    strategy.round = 1
+    members = sorted({*range(settings.num_clients)} - held_out(settings))
+    sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients
+    rows, able = [], 0
+    for device in devices.classes:
+        clients = [client for client in members if devices.of(client) is device]
+        text = f"{len(clients)} clients of width {device.width:g}, "
+        if clients and device.width >= settings.min_width:
+            largest = max(clients, key=sizes.__getitem__)
+            network = formula_bytes(strategy.network_of(largest))
+            needed = client_bytes(settings, network, sizes[largest] * size_of(problem.data.in_shape))
+            _check(strategy, device, needed)
+            able += len(clients)
+            text += f"a network of {human_bytes(network)}, {human_bytes(needed)} in training"
+        else:
+            text += "none takes part"
+        rows.append((device.name, text))
+    if not able:
+        raise UserError(f"min-width = {settings.min_width:g}: no client has a device of that width")
+    return rows
+
+
+def _check(strategy: SubnetStrategy, device: Device, needed: float) -> None:
+    settings = strategy.settings
+    if device.width < settings.model_width and not strategy.narrows:
+        whole = f"holds width {device.width:g}, method = {settings.method!r} trains the whole network"
+        allowed = f"min-width = {settings.model_width:g}, model-width = {device.width:g} or a method of widths"
+        raise UserError(f"devices: class {device.name} {whole}; allowed are {allowed}")
+    if device.memory_mb and needed > device.memory_mb * 1e6:
+        has = f"class {device.name} has memory-mb = {device.memory_mb:g}"
+        raise UserError(f"devices: {has}, a client of {settings.method} needs {human_bytes(needed)}")

@@ -1,0 +1,365 @@
+"""Device classes: shares, speeds and the clock by hand, draws from the seed, refusals, the same run on all engines."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import ends_as_if_never_stopped, rounds
+
+from fedsub_app.common.conf_files import read_toml
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.section import Value
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
+from fedsub_app.federation.devices import Device, checked, devices_of, presets
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.nodes import available, draw, held_out
+from fedsub_app.federation.protocol import Update
+from fedsub_app.methods import METHODS
+from fedsub_app.runs.loop import prepare
+from fedsub_app.runs.plan import plan
+from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.subnets.averaging import Contribution
+from fedsub_app.subnets.masks import deal
+from fedsub_app.subnets.norms import NormGuard
+from fedsub_app.training.workplace import workplace
+from strategies.clock import Clock
+from strategies.merging import FirstValid, Valid
+from strategies.served import by_client
+
+Run = Callable[..., tuple[Json, Path]]
+TWO = """
+[[class]]
+name = "fast"
+share = 0.5
+flops-per-second = 1e9
+down-mbps = 8
+up-mbps = 4
+watts = 2
+[[class]]
+name = "slow"
+share = 0.5
+width = 0.5
+flops-per-second = 1e8
+down-mbps = 1
+up-mbps = 0.5
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> str:
+    """A file of two classes, the second one of half width."""
+    (tmp_path / "two.toml").write_text(TWO)
+    return str(tmp_path / "two.toml")
+
+
+def settings(**keys: Any) -> Any:
+    return resolve({key.replace("_", "-"): value for key, value in ({"method": "heterofl"} | keys).items()})
+
+
+def test_the_time_of_a_client_by_hand() -> None:
+    """10^6 bytes at 8 Mbit/s take a second, 2e9 FLOPs two, 10^6 bytes at 4 Mbit/s two; a speed of 0 takes none."""
+    device = Device(name="a", share=1.0, down_mbps=8.0, flops_per_second=1e9, up_mbps=4.0)
+    assert device.seconds(1e6, 2e9, 1e6) == pytest.approx(1 + 2 + 2)
+    assert Device(name="a", share=1.0).seconds(1e6, 2e9, 1e6) == 0
+
+
+def test_the_clients_are_cut_into_the_shares_by_the_seed(two: str) -> None:
+    drawn = [settings(devices=two, num_clients=7, seed=seed).client_devices for seed in (0, 0, 1)]
+    names = [[devices.of(client).name for client in range(7)] for devices in drawn]
+    assert Counter(names[0]) == {"fast": 4, "slow": 3}
+    assert names[0] == names[1] != names[2]
+
+
+def test_the_settings_hold_the_files_content(two: str, tmp_path: Path) -> None:
+    before = settings(devices=two)
+    (tmp_path / "two.toml").unlink()
+    assert resolve(before.flat()) == before
+    assert [each["name"] for each in json.loads(before.devices)] == ["fast", "slow"]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_are_valid_and_name_their_sources(name: str) -> None:
+    assert checked(name) == name
+    assert devices_of(name, 10, 0).of(0).share > 0
+    for line in presets()[name].read_text().splitlines():
+        if line.startswith(("flops", "down", "up", "watts")) and "84.33" not in line and "44.10" not in line:
+            assert "#" in line, "a published number stands beside its source"
+    assert read_toml(presets()[name])["class"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[class]]\nname = "a"\nshare = 1\nwidth = 2', "class 1 width = 2: Input should be less than or equal to 1"),
+        ('[[class]]\nname = "a"\nshare = 1\nwidht = 1', "class 1 widht = 1: Extra inputs are not permitted"),
+        ('[[class]]\nname = "a"', "class 1 share missing"),
+        ('[[class]]\nname = "a"\nshare = 0.5', "the shares add up to 0.5: must be 1"),
+        ('[[class]]\nname = "a"\nshare = 0.5\n[[class]]\nname = "a"\nshare = 0.5', "two classes of one name in a, a"),
+        ("class = []", "class = []: Tuple should have at least 1 item"),
+        ("[[class]", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_class_and_key(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UserError) as error:
+        settings(devices=str(tmp_path / "mine.toml"))
+    assert said in str(error.value)
+    assert "mine.toml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"devices": "none.toml"}, "devices = 'none.toml': allowed are boards, heterofl, phones, or a file of yours"),
+        ({"devices": "cars"}, "devices = 'cars': allowed are boards, heterofl, phones, or a file of yours"),
+        ({"deadline": 3.0}, "deadline = 3: does nothing without devices"),
+        ({"min-width": 1.0}, "min-width = 1: does nothing without devices"),
+        ({"max-device-seconds": 3.0}, "max-device-seconds = 3: does nothing without devices"),
+        ({"num-clients": 3, "held-out-clients": 3}, "held-out-clients = 3: below num-clients = 3"),
+        (
+            {"num-clients": 3, "held-out-clients": 1, "clients-per-round": 3},
+            "clients-per-round = 3: at most num-clients = 3 without held-out-clients = 1",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Value], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        resolve(keys)
+    assert str(error.value).startswith(said)
+
+
+# --- who is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_a_round_asks_neither_held_out_nor_absent_nor_narrow_clients(tmp_path: Path) -> None:
+    (tmp_path / "some.toml").write_text(TWO.replace('name = "fast"', 'name = "fast"\navailability = 0.5'))
+    keys = {"devices": str(tmp_path / "some.toml"), "num_clients": 200, "held_out_clients": 20}
+    chosen = settings(**keys)
+    out = held_out(chosen)
+    assert len(out) == 20
+    asked = [set(draw(chosen, number)) for number in range(1, 41)]
+    assert all(clients.isdisjoint(out) for clients in asked)
+    of = chosen.client_devices.of
+    fast = {client for client in range(200) if of(client).name == "fast"} - out
+    assert fmean(len(clients & fast) for clients in asked) == pytest.approx(len(fast) / 2, rel=0.05)
+    assert all(len(clients - fast) == 180 - len(fast) for clients in asked), "the others are always there"
+    assert len({frozenset(clients) for clients in asked}) == 40
+    wide = settings(**keys, min_width=1.0)
+    assert all(of(client).width == 1 for client in draw(wide, 1))
+    assert available(settings(num_clients=3), 1) == [True] * 3
+
+
+def test_without_devices_a_draw_is_the_earlier_one() -> None:
+    """By the permutation of (seed, round), which earlier versions took whole."""
+    assert draw(resolve({"num-clients": 6, "clients-per-round": 3}), 2) == draw(resolve({"num-clients": 6}), 2)[:3]
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def clock(text: str, **keys: Any) -> Clock:
+    """A clock of round 1 of four clients, each of which was sent 10^6 bytes."""
+    chosen = settings(devices=text, num_clients=4, **keys)
+    phase = SimpleNamespace(outbox=SimpleNamespace(formula_of=dict.fromkeys(range(4), 10**6)))
+    strategy = SimpleNamespace(settings=chosen, phase=phase, round=1)
+    return Clock(strategy, chosen.client_devices)  # type: ignore[arg-type]
+
+
+def of_class(timed: Clock, name: str) -> int:
+    return next(client for client in range(4) if timed.devices.of(client).name == name)
+
+
+def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
+    """Fast: 1 s down, 1e9 FLOPs in 1 s. Slow: 8 s down and 10 s."""
+    timed = clock(two)
+    fast, slow = of_class(timed, "fast"), of_class(timed, "slow")
+    assert [timed.add(Update(client, {}, {"flops": 1e9})) for client in (fast, slow)] == ["", ""]
+    assert timed.arrivals == {fast: pytest.approx(2), slow: pytest.approx(18)}
+    assert timed.report([fast, slow], 2) == {"device-seconds": pytest.approx(18), "joules": pytest.approx(2 * 2)}
+    assert timed.report([fast], 2)["device-seconds"] == pytest.approx(2), "no deadline: a lost reply is noticed at once"
+
+
+def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) -> None:
+    timed = clock(two, deadline=10.0)
+    fast, slow = of_class(timed, "fast"), of_class(timed, "slow")
+    late = timed.add(Update(slow, {}, {"flops": 1e9}))
+    assert late == "late: 18 s on its device (slow), deadline = 10"
+    assert timed.add(Update(fast, {}, {"flops": 1e9})) == ""
+    assert timed.report([fast], 2)["device-seconds"] == 10
+    assert timed.report([fast], 1)["device-seconds"] == pytest.approx(2), "over-sampled: one reply is enough"
+
+
+def test_in_an_over_sampled_round_the_first_by_the_clock_count() -> None:
+    arrivals: dict[int, float] = {}
+    judge = FirstValid([3, 1, 2], 2, lambda: NormGuard[Valid](10.0, 1.0), arrivals)
+    for client, seconds in ((1, 5.0), (2, 1.0), (3, 2.0)):
+        arrivals[client] = seconds
+        judge.add(Valid(Update(client), Contribution({}), {"update": 1.0}), {})
+    assert [item.update.client for item, _ in judge.rest()] == [2, 3]
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_class_that_cannot_hold_the_network_is_refused_before_round_1(two: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"devices": two, "num_clients": 4, "model": "fedpews-mlp"}
+    with pytest.raises(UserError, match=r"^devices: class slow holds width 0.5, method = 'fedavg' trains the whole"):
+        prepare(settings(**keys, method="fedavg"))
+    for allowed in ({"method": "fedavg", "min_width": 1.0}, {"method": "fedavg", "model_width": 0.5}, {}):
+        prepare(settings(**keys, **allowed))
+    text = plan(settings(**keys))
+    assert "device fast  2 clients of width 1, a network of" in text
+    assert "device slow  2 clients of width 0.5, a network of" in text
+    (tmp_path / "two.toml").write_text(TWO + "memory-mb = 0.01")
+    with pytest.raises(UserError, match=r"^devices: class slow has memory-mb = 0.01, a client of heterofl needs"):
+        prepare(settings(**keys))
+    (tmp_path / "two.toml").write_text('[[class]]\nname = "a"\nshare = 1\nwidth = 0.5')
+    with pytest.raises(UserError, match=r"^min-width = 1: no client has a device of that width"):
+        prepare(settings(**keys, min_width=1.0))
+
+
+def test_a_model_width_keeps_the_first_units() -> None:
+    whole, half = (prepare(settings(method="fedavg", model="fedpews-mlp", model_width=w))[0] for w in (1.0, 0.5))
+    weight, narrow = (next(p for p in each.network().parameters() if p.dim() > 1) for each in (whole, half))
+    assert 2 * len(narrow) == len(weight)
+    assert narrow.equal(weight[: len(narrow)])
+
+
+# --- the methods of the five papers ----------------------------------------------------------------------------------
+
+
+def made(two: str, **keys: Any) -> Any:
+    """The server side of a method in round 1."""
+    chosen = settings(**{"devices": two, "num_clients": 4, "model": "fedpews-mlp"} | keys)
+    strategy = METHODS[chosen.method].strategy(chosen, workplace(chosen).network.module)
+    strategy.round = 1
+    return strategy
+
+
+def slow(strategy: Any) -> int:
+    return next(client for client in range(4) if strategy.devices.of(client).name == "slow")
+
+
+def test_ist_deals_units_in_proportion_to_the_widths(two: str) -> None:
+    """Widths 1, 1, 0.5, 0.5: each client has one unit and a third or a sixth of the others."""
+    strategy = made(two, method="ist")
+    for group in strategy.units:
+        counts = {client: int(strategy.units_of(client)[group.name].sum()) for client in range(4)}
+        assert sum(counts.values()) == group.size
+        for client, count in counts.items():
+            assert count == pytest.approx(1 + (group.size - 4) * strategy.held_width(client) / 3, abs=1)
+    few = deal(strategy.units, [0.25, 0.25], generator(0))
+    assert all(int(each[group.name].sum()) <= 0.25 * group.size + 1 for each in few for group in strategy.units)
+
+
+def test_fedpews_fixed_masks_have_the_widths_as_shares(two: str) -> None:
+    keys = {"method": "fedpews", "fedpews.masks": "fixed", "fedpews.warmup-rounds": 50}
+    strategy = made(two, **keys)
+    narrow = slow(strategy)
+    assert strategy.fixed[narrow].float().mean() == pytest.approx(1 / 6, abs=0.01)
+    assert strategy.narrows
+    prepare(strategy.settings)
+    with pytest.raises(UserError, match="method = 'fedpews' trains the whole network"):
+        prepare(made(two, **keys | {"fedpews.warmup-rounds": 3}).settings)
+
+
+@pytest.mark.parametrize("method", ["fedselect", "subfedavg"])
+def test_personal_and_pruned_parts_go_by_the_width(method: str, two: str) -> None:
+    strategy = made(two, method=method, local_epochs=2, validation_fraction=0.1)
+    narrow = slow(strategy)
+    assert strategy.task(narrow).config == {"width": 0.5}
+    assert made("", method=method, local_epochs=2, validation_fraction=0.1).task(0).config == {}
+    place, sent = workplace(strategy.settings), strategy.task(narrow).tensors
+    client: Any = METHODS[method].client(place, narrow, 1, {})
+    if method == "subfedavg":
+        masks, client.width = client.masks, 0.3
+        while fewer := client.fewer_weights(masks, {n: -t.flip(0) for n, t in sent.items()}, sent):
+            masks |= fewer
+        assert client.plan.pruned(masks) == pytest.approx(0.7, abs=0.01), "the setting's target is 0.5"
+    else:
+        grown = client.grow(client.masks("mask/"), sent, {name: 2 * tensor for name, tensor in sent.items()}, 0.01)
+        assert grown, "a part of alpha is personal after the first growth"
+
+
+def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: str, tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(TWO.replace("width = 0.5", "width = 0.1"))
+    strategy = made(two, method="fedpart", **{"fedpart.full-rounds": 1})
+    narrow = slow(strategy)
+    wide = next(client for client in range(4) if client != narrow and strategy.devices.of(client).width == 1)
+    assert (strategy.fits(narrow), strategy.fits(wide)) == (False, True), "round 1 trains the whole network"
+    fitting = set()
+    for number in range(2, 2 + 2 * len(strategy.groups)):
+        strategy.round = number
+        fitting.add(strategy.fits(narrow))
+    assert fitting == {True, False}
+
+
+# --- who is served ----------------------------------------------------------------------------------------------------
+
+
+def test_scores_by_class_decile_and_held_out_by_hand(two: str) -> None:
+    chosen = settings(devices=two, num_clients=23, held_out_clients=3)
+    strategy: Any = SimpleNamespace(settings=chosen, devices=chosen.client_devices, score=chosen.score)
+    key, out = "personal-accuracy", held_out(chosen)
+    updates = [Update(client, {}, {key: float(client)}) for client in range(23)]
+    members = sorted({*range(23)} - out)
+    served = by_client(strategy, updates)[key]
+    assert served["held out"] == fmean(out)
+    assert served["worst decile"] == fmean(members[:2])
+    classes = {f"device {chosen.client_devices.of(client).name}" for client in members}
+    assert served.keys() == classes | {"held out", "worst decile"}
+    fast = [client for client in members if chosen.client_devices.of(client).name == "fast"]
+    assert served["device fast"] == fmean(fast)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+LIKE_FEDAVG: dict[str, Any] = {
+    "num_clients": 4, "clients_per_round": 2, "evaluate": "global, global-local", "weighting": "uniform",
+    "heterofl__masked_loss": False, "heterofl__widths": "1",
+}  # fmt: skip
+
+
+@pytest.mark.run
+def test_one_class_of_width_1_is_fedavg_bit_for_bit(run_local: Run, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('[[class]]\nname = "all"\nshare = 1')
+    plain = {k: v for k, v in LIKE_FEDAVG.items() if "__" not in k}
+    _, whole = run_local("fedavg", method="fedavg", **plain)
+    for name, keys in (("fedavg", plain), ("heterofl", LIKE_FEDAVG)):
+        _, folder = run_local(f"{name}-devices", method=name, **keys, devices=str(tmp_path / "one.toml"))
+        assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        for line, other in zip(rounds(folder)[1:], rounds(whole)[1:], strict=True):
+            assert line["device-seconds"] == 0
+            assert line["served"]["global-accuracy"] == {"width 1": other["global-accuracy"]}
+            assert line["global-local-accuracy"] == other["global-local-accuracy"]
+
+
+@pytest.mark.run
+def test_a_run_with_devices_is_the_same_on_two_workers_and_after_a_resume(
+    two: str, run_local: Run, tmp_path: Path
+) -> None:
+    """Absent and vanishing clients, a deadline and spares included; the budget ends it by the clock."""
+    (tmp_path / "two.toml").write_text(TWO.replace("share = 0.5", "share = 0.5\navailability = 0.8\ndrop = 0.2"))
+    keys: dict[str, Any] = {
+        "method": "heterofl", "heterofl__masked_loss": False, "devices": two, "num_clients": 8, "clients_per_round": 3,
+        "oversample": 1.6, "deadline": 100.0, "held_out_clients": 1, "num_rounds": 4, "keep_checkpoints": 0,
+        "evaluate": "global, global-local",
+    }  # fmt: skip
+    ends_as_if_never_stopped(run_local, tmp_path, keys)
+    lines = rounds(tmp_path / "whole")
+    _, folder = run_local("nodes", grid=lambda app, given: LocalGrid(app, given, 3), **keys)
+    assert rounds(folder) == lines
+    assert any("drops out" in drop["reason"] for line in lines[1:] for drop in line["dropped"])
+    assert {"width 0.5", "width 1"} == lines[-1]["served"]["global-accuracy"].keys()
+    assert "held out" in lines[-1]["served"]["global-local-accuracy"]
+    spent = [line["device-seconds"] for line in read_rounds(tmp_path / "whole")[1:]]
+    summary, _ = run_local("budget", **keys, max_device_seconds=spent[0] + spent[1] / 2)
+    assert (summary["rounds"], summary["ended-by"]) == (2, "max-device-seconds")
+    assert summary["total-device-seconds"] == pytest.approx(sum(spent[:2]))
