@@ -8,7 +8,17 @@ from typing import NamedTuple
 from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.records import COSTS, OPTIONAL, Group, Record, costs_of, kinds_of, named_runs, read_run, summary_table
+from fedsub_app.reports.records import (
+    COSTS,
+    OPTIONAL,
+    Group,
+    Record,
+    costs_of,
+    kinds_of,
+    named_runs,
+    read_run,
+    summary_table,
+)
 
 
 def comparisons(folders: Sequence[Path]) -> str:
