@@ -140,7 +140,7 @@ def read_run(folder: Path) -> Record:
 
 def costs_of(records: Iterable[Record]) -> list[str]:
     """Return the costs that any of some runs has (``COSTS``)."""
-    spent = any(record.lines[-1][OPTIONAL] for record in records if record.lines)
+    spent = any(record.lines[-1].get(OPTIONAL) for record in records if record.lines)
     return [cost for cost in COSTS if cost != OPTIONAL or spent]
 
 
@@ -184,7 +184,7 @@ class Group:
 
     def cost(self, cost: str) -> list[float]:
         """Return what each run has cost so far (``COSTS``)."""
-        return [record.lines[-1][cost] for record in self.records if record.lines]
+        return [record.lines[-1].get(cost, 0.0) for record in self.records if record.lines]
 
 
 def differing_keys(records: Sequence[Record]) -> list[str]:
@@ -249,7 +249,7 @@ def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curv
     points = [[lines[number] for lines in measured] for number in rounds]
     mean = [statistics.fmean(line[key] for line in lines) for lines in points]
     spread = [deviation([line[key] for line in lines]) for lines in points]
-    x = {axis: [statistics.fmean(line[axis] for line in lines) for lines in points] for axis in ("round", *COSTS)}
+    x = {axis: [statistics.fmean(line.get(axis, 0) for line in lines) for lines in points] for axis in ("round", *COSTS)}
     low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
     return Curve(label, number, x, mean, low, high, score)
 
