@@ -11,6 +11,7 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.models import Network, UnitGroup, build_model, tensors_of, unit_groups
+from fedsub_app.models.groups import split
 from fedsub_app.subnets import masks
 from fedsub_app.subnets.gates import gated
 
@@ -200,7 +201,7 @@ def test_fixed_masks_with_shares():
 def test_split_gather_scatter():
     model = tiny("mlp")
     groups = unit_groups(model)
-    unit_masks = masks.split(torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool(), groups)
+    unit_masks = split(torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool(), groups)
     assert [m.tolist() for m in unit_masks.values()] == [[True, False, True], [False, False, True, True]]
     full = masks.expand(groups, unit_masks, shapes_of(model))
     named = {name: t.detach() for name, t in tensors_of(model).items()}
