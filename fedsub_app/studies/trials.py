@@ -162,7 +162,7 @@ class Sweep:
 
     def trial(self, number: int) -> Trial:
         """Return a trial; the next one is drawn first."""
-        if number == len(self.study.trials):
+        if number == self._begun:
             self._draw(number)
         keys = self.study.get_trials(deepcopy=False)[number].params
         jobs = []
@@ -172,25 +172,31 @@ class Sweep:
             jobs.append(Job(name, self.search.overrides(keys) | {"seed": seed, "run-dir": str(folder)}, folder))
         return Trial(number, keys, tuple(jobs))
 
+    @property
+    def _begun(self) -> int:
+        return len(self.study.get_trials(deepcopy=False))
+
     def _draw(self, number: int) -> None:
         """Add a trial. It depends on the seed and the trials that have ended, not on when the sweep was continued."""
         if self.search.points is not None:
             self._add(self.study, self.search.points[number])
             return
-        self.tell()
-        kind = TPESampler if self.search.method == "optuna" else RandomSampler
-        self.study.sampler = kind(seed=derive(self.search.seed, "sweep", number) % 2**32)
+        seed = derive(self.search.seed, "sweep", number) % 2**32
+        self.study.sampler = RandomSampler(seed)
+        if self.search.method == "optuna":
+            self.study.sampler = TPESampler(seed=seed)
+            self.tell()
         self.study.ask({**self.search.space})
 
     def tell(self) -> None:
         """Tell the study the results of the trials that are complete."""
-        for frozen in self.study.get_trials(states=(TrialState.RUNNING,)):
+        for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if values := self.trial(frozen.number).values(self.metric):
                 self.study.tell(frozen.number, statistics.fmean(values))
 
     def started(self) -> list[Trial]:
         """Return the trials that have begun."""
-        return [self.trial(number) for number in range(min(len(self.study.trials), self.search.count))]
+        return [self.trial(number) for number in range(min(self._begun, self.search.count))]
 
     def jobs(self) -> Iterator[Job]:
         """Yield the runs that are not complete, trial by trial."""
