@@ -12,7 +12,7 @@ if not (3, low) <= sys.version_info[:2] <= (3, high):
 endef
 export CHECK
 
-.PHONY: run test quick slow test-method settings results check docs bench setup setup-run lock clean
+.PHONY: run test quick slow node test-method settings results check docs bench setup setup-run lock clean
 
 # Five methods on the same ten clients: a table, a page, what it means. It needs no tests' tools.
 run: setup-run
@@ -70,9 +70,14 @@ setup-run: .venv/installed-run
 	@$(PYTHON) install.py dev
 	@touch $@ .venv/installed-run
 
+# A SuperNode's machine: the package, Flower and torch, for CPUs where there is no NVIDIA driver; no tests' tools, no Ray.
+node:
+	@$(PYTHON) -c "$$CHECK"
+	@$(PYTHON) install.py node
+
 .venv/installed-run: pyproject.toml constraints.txt
 	@$(PYTHON) -c "$$CHECK"
-	@$(PYTHON) install.py
+	@$(PYTHON) install.py run
 	@touch $@
 
 # The newest versions that pyproject.toml allows; to be committed once `make check` has passed with them.

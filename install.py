@@ -1,6 +1,6 @@
 """`make setup` and `make run`: install fedsub into .venv with uv or pip. Python's own library alone.
 
-    python3 install.py [EXTRA]
+    python3 install.py EXTRA       # run, dev, or node: a SuperNode without what experiments and tests need
 
 TORCH=cpu or TORCH=cuda chooses torch's build; without it CUDA's is taken where there is an NVIDIA driver. The index of
 torch's CPU builds comes on top of the indices that pip is configured for; where it cannot be reached, those are enough.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON = Path(".venv", "Scripts" if os.name == "nt" else "bin", "python")
-SIZES = {"cpu": "2 GB", "cuda": "6.5 GB"}  # on disk
+SIZES = {"cpu": "2 GB", "cuda": "6.5 GB"}  # on disk, the extra run
 
 
 def has_driver() -> bool:
@@ -64,7 +64,7 @@ def commands(target: str, build: str) -> list[list[str]]:
 
 def main() -> None:
     """Make .venv where it is missing and install this checkout into it."""
-    target = f".[{sys.argv[1]}]" if len(sys.argv) > 1 else "."
+    target = f".[{sys.argv[1] if len(sys.argv) > 1 else 'run'}]"
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", ".venv"], check=True)
     build = build_of_torch()

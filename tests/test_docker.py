@@ -121,5 +121,8 @@ def test_the_image_has_what_the_app_needs() -> None:
         if name.startswith("FLWR") and "LOCAL" not in name:  # those are of a simulation
             assert f"{name}={value}" in text
     pinned = {line.split("==")[0].lower() for line in (PROJECT / "constraints.txt").read_text().splitlines()}
-    needed = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert extras["run"][0] == "fedsub[node]"  # whose packages the image names before the others
+    needed = [*project["dependencies"], *extras["node"], *extras["run"][1:]]
     assert {re.split(r"[\[<>=]", name)[0].lower() for name in needed} <= pinned

@@ -1,17 +1,31 @@
-"""``fedsub export``: the numbers of runs as CSV."""
+"""``fedsub export``: the numbers of runs as CSV, the model of one as ONNX."""
 
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
+from fedsub_app.cli.predict import Client
+from fedsub_app.common.errors import UserError
+
 
 def export(
     folders: Annotated[list[Path], Argument(metavar="DIR...", help="directories of runs")],
     clients: Annotated[bool, Option("--clients", help="a row a client and evaluation instead of one a round")] = False,
     out: Annotated[Path | None, Option(metavar="FILE", help="write it there")] = None,
+    onnx: Annotated[Path | None, Option(metavar="FILE", help="write the model of one run there, as ONNX")] = None,
+    client: Client = None,
 ) -> None:
-    """Print the rounds of runs, or their clients' numbers, as CSV."""
+    """Print the rounds of runs, or their clients' numbers, as CSV; or write a model."""
+    if onnx:
+        from fedsub_app.analysis.prediction import write_onnx
+
+        if len(folders) > 1 or clients or out:
+            raise UserError("--onnx: of one run, without --clients and --out")
+        print(onnx, write_onnx(folders[0], onnx, client), sep="\n")
+        return
+    if client is not None:
+        raise UserError(f"--client {client}: only with --onnx; --clients prints all clients' numbers")
     from fedsub_app.reports.export import export as table
 
     text = table(folders, clients)

@@ -79,6 +79,45 @@ def status(dir: Dir = None) -> int:
 
 
 @app.command()
+def node(
+    superlink: Annotated[str, Option(metavar="HOST:PORT", help="the SuperLink's door")],
+    partition: Annotated[int, Option(metavar="N", help="its place among the nodes, from 0")],
+    partitions: Annotated[int, Option(metavar="N", help="number of nodes in all")],
+    key: Annotated[Path | None, Option(metavar="FILE", help="the node's private key")] = None,
+    ca: Annotated[Path | None, Option(metavar="FILE", help="the federation's ca.crt")] = None,
+    data: Annotated[Path | None, Option(metavar="DIR", help="folder of data sets (default: $FEDSUB_DATA)")] = None,
+    private_data: Annotated[
+        Path | None, Option(metavar="PATH", help="the node's own data, an .npz file or image folder")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="its clients' state (default: ~/.local/state/fedsub, of a unit /var/lib/fedsub)"),
+    ] = None,
+    port: Annotated[int, Option(help="of 127.0.0.1, for the node's own processes")] = 9094,
+    insecure: Annotated[bool, Option("--insecure", help="neither TLS nor a key")] = False,
+    install: Annotated[bool, Option("--install", help="write a systemd unit instead of starting the node")] = False,
+    user: Annotated[str, Option(help="of --install: the unit's user")] = "fedsub",
+    unit: Annotated[Path | None, Option(metavar="FILE", help="of --install (default: fedsub-node.service)")] = None,
+) -> int:
+    """Start this machine's node of a federation, after a check of key, data and SuperLink."""
+    from fedsub_app.deployment import node as module
+
+    if not insecure and not (key and ca):
+        raise UserError("--key and --ca: needed, unless --insecure; `fedsub federation keys` makes both")
+    key, ca, data, private_data = (path and path.expanduser().resolve() for path in (key, ca, data, private_data))
+    between("--partitions", partitions, MAX_NODES)
+    home = state or Path("/var/lib/fedsub" if install else "~/.local/state/fedsub")
+    home = home.expanduser().resolve()
+    this = module.Node(superlink, partition, partitions, key, ca, data, private_data, home, port)
+    this.check()
+    if not install:
+        return module.run(this)
+    path = unit or module.UNIT
+    print(path, module.install(this, user, path), sep="\n")
+    return 0
+
+
+@app.command()
 def keys(
     folder: Annotated[Path, Argument(metavar="DIR")],
     host: Annotated[list[str] | None, Option(help="name or address of the SuperLink; may be given often")] = None,

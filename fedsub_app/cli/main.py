@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from typing import Annotated
 
 import click
@@ -21,6 +21,7 @@ from fedsub_app.cli import (
     helping,
     listing,
     new_method,
+    predict,
     report,
     reproduce,
     run,
@@ -32,7 +33,12 @@ from fedsub_app.common.errors import UserError
 EXIT_BAD_INPUT = 2
 GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     "Run": {"run": run.run, "reproduce": reproduce.reproduce, "sweep": sweep.sweep},
-    "Look at runs": {"report": report.report, "analyse": analyse.analyse, "export": export.export},
+    "Look at runs": {
+        "report": report.report,
+        "analyse": analyse.analyse,
+        "export": export.export,
+    },
+    "Use a model": {"predict": predict.predict},
     "Learn": {"list": listing.list_names, "help": helping.explain, "cp": copying.copy},
     "This machine": {"setup": setup.setup, "env": setup.env, "stop": setup.stop, "completion": completion.completion},
     "Extend": {"new-method": new_method.write_method},
@@ -53,7 +59,8 @@ app.add_typer(federation.app, name="federation", rich_help_panel="Deploy")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        packages = [f"{name} {version(name)}" for name in ("fedsub", "flwr", "ray", "torch")]
+        installed = {name.metadata["Name"] for name in distributions(name="ray")}  # a node has none
+        packages = [f"{name} {version(name)}" for name in ("fedsub", "flwr", *installed, "torch")]
         print(", ".join([*packages, f"Python {platform.python_version()}"]))
         raise typer.Exit
 
@@ -84,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, click.ClickException) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         print(f"error: {message}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:  # a package of an extra; one of ours is a fault
+        if (error.name or "fedsub_app").partition(".")[0] in ("fedsub", "fedsub_app", "strategies", "client_apps"):
+            raise
+        print(f"error: needs the package {error.name}: `pip install 'fedsub[run]'`", file=sys.stderr)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `fedsub export … | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python's exit says it again

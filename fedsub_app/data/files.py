@@ -236,6 +236,19 @@ def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
         raise UserError(f"{path}: not a readable archive ({one_line(error)})") from error
 
 
+def read_pixels(files: Sequence[Path], shape: Sequence[int]) -> Tensor:
+    """Return image files as uint8 ``[n, channels, height, width]`` of this shape, brought to a square's size."""
+    channels, height, width = shape
+    images = []
+    for file in files:
+        image = _decode(file.read_bytes(), str(file), height if height == width else None)
+        image = np.broadcast_to(image if image.ndim == 3 else image[..., None], (*image.shape[:2], channels))
+        if image.shape != (height, width, channels):
+            raise UserError(f"{file}: {list(image.shape[1::-1])} pixels: must be {[width, height]}")
+        images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))
+    return torch.stack(images)
+
+
 def _is_image(parts: tuple[str, ...]) -> bool:
     hidden = parts[-1].startswith(".")
     return len(parts) == 3 and parts[0] in ("train", "test") and parts[2].lower().endswith(IMAGES) and not hidden

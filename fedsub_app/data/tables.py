@@ -18,7 +18,7 @@ from fedsub_app.common.own_code import named_code
 from fedsub_app.data.files import HOLD_OUT, hold_out
 from fedsub_app.data.names import data_folder
 from fedsub_app.data.own import Split, dataset_of, own_dataset
-from fedsub_app.data.samples import Dataset, Samples, normalised
+from fedsub_app.data.samples import AnySamples, Dataset, Samples, normalised
 from fedsub_app.data.settings import DataSettings, is_source
 from fedsub_app.data.text import next_tokens, padded, tokenizer_of
 from fedsub_app.tasks import NextToken, Task
@@ -52,6 +52,27 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
     """
     if is_own_code(wanted.dataset):
         return _of_code(wanted, task)
+    return _dataset(wanted, task, *_rows(wanted, task))
+
+
+def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[Any]]:
+    """Return the rows of another file as inputs, as the training rows are made ones, and the names of the classes.
+
+    The file needs no labels; where it has some, they are ignored.
+    """
+    train, test, notes = _rows(wanted, task)
+    kind = file.suffix.removeprefix(".")
+    if kind not in READERS:
+        raise UserError(f"{file}: must end in .{', .'.join(READERS)}, as the run's data are rows of a table")
+    filled = {name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name}
+    data = _dataset(
+        wanted.model_copy(update={"dataset": str(file)}), task, train, _read(kind, file).assign(**filled), notes
+    )
+    return data.test_x, _classes(wanted, (train, test)) if task.classes else list(wanted.label)
+
+
+def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]":
+    """Return training and test rows, and notes on them."""
     train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
     if test is None:
         held_out = _held_out(train, wanted, task)
@@ -59,7 +80,7 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise UserError(f"dataset = {wanted.dataset!r}: no {name} samples")
-    return _dataset(wanted, task, train, test, notes)
+    return train, test, notes
 
 
 # --- where rows come from ---------------------------------------------------------------------------------------------
@@ -83,25 +104,31 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
 
     kind, _, pattern = wanted.dataset.partition(":")
     folders = (Path(), data_folder(wanted.data_dir))
-    files = next((some for folder in folders if (some := sorted(folder.glob(pattern)))), []) if pattern else []
     if Path(pattern).is_absolute():
         files = sorted(Path("/").glob(pattern.lstrip("/")))
+    else:
+        files = next((some for folder in folders if pattern and (some := sorted(folder.glob(pattern)))), [])
     if not files:
         raise UserError(f"dataset = {wanted.dataset!r}: no such file here or in {folders[1]}")
-    reader, options = READERS[kind]
-    tables = []
-    for file in files:
-        try:
-            tables.append(getattr(pd, reader)(file, **options).assign(**{FILE: file.stem}))
-        except Exception as error:  # pandas and pyarrow raise many types on damaged files
-            raise UserError(f"{file}: not a readable {kind} file ({one_line(error)[:200]})") from error
-    rows = pd.concat(tables, ignore_index=True)
+    rows = pd.concat([_read(kind, file) for file in files], ignore_index=True)
     if SPLIT not in rows:
         return rows, None, ()
     if odd := set(rows[SPLIT]) - {"train", "test"}:
         raise UserError(f"{files[0]}: column {SPLIT!r} has {shown(min(map(str, odd)))}: must be 'train' or 'test'")
     test = rows[SPLIT] == "test"
     return rows[~test].drop(columns=SPLIT), rows[test].drop(columns=SPLIT), ()
+
+
+def _read(kind: str, file: Path) -> "pd.DataFrame":
+    """Return the table in a file, its name in the column ``file``."""
+    import pandas as pd
+
+    reader, options = READERS[kind]
+    try:
+        rows: pd.DataFrame = getattr(pd, reader)(file, **options).assign(**{FILE: file.stem})
+        return rows
+    except Exception as error:  # pandas and pyarrow raise many types on damaged files
+        raise UserError(f"{file}: not a readable {kind} file ({one_line(error)[:200]})") from error
 
 
 def _of_hub(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]":
@@ -230,8 +257,14 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
             raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
     if len(wanted.label) != 1:
         raise UserError(f"label = {', '.join(wanted.label)!r}: must be one column with task = {wanted.task!r}")
-    every = sorted(set(columns[0][0]) | set(columns[1][0]), key=lambda value: (isinstance(value, str), value))
+    numbers = {value: number for number, value in enumerate(_classes(wanted, both))}
+    return [torch.tensor([numbers[value] for value in part[0]]) for part in columns]
+
+
+def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
+    """Return the values of the one column of labels, in the order of their numbers."""
+    values = {value for rows in both for value in _column(rows, wanted, wanted.label[0])}
+    every = sorted(values, key=lambda value: (isinstance(value, str), value))
     if any(isinstance(value, float) and value != int(value) for value in every):
         raise UserError(f"label = {wanted.label[0]!r}: {every[0]} is no class; must be integers or words")
-    numbers = {value: number for number, value in enumerate(every)}
-    return [torch.tensor([numbers[value] for value in part[0]]) for part in columns]
+    return every

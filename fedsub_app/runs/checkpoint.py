@@ -1,11 +1,15 @@
-"""The checkpoint of a finished round, one file."""
+"""The checkpoint of a finished round, one file; the network with a run's last global model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import nn
+
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
+from fedsub_app.models import load_tensors
+from fedsub_app.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints' files in the directory of a run, the oldest first."""
     return list(round_files(folder / "checkpoints").values())
+
+
+def global_network(folder: Path, problem: Problem) -> nn.Module:
+    """Return the network with a run's final global model, or that of its last checkpoint, in evaluation mode.
+
+    Raises
+    ------
+    UserError
+        The run has neither, or the file is damaged.
+    """
+    network, final, paths = problem.network(), folder / "model.safetensors", checkpoints(folder)
+    if not final.exists() and not paths:
+        raise UserError(f"{folder}: no model.safetensors and no checkpoint")
+    try:
+        load_tensors(network, read_tensors(final)[0] if final.exists() else read_checkpoint(paths[-1]).model)
+    except ValueError as error:
+        raise UserError(f"{final}: truncated or damaged ({error})") from None
+    return network.eval()

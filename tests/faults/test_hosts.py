@@ -106,14 +106,9 @@ class Node:
     """Step 5: a SuperNode that is started again whenever it ends."""
 
     def __init__(self, here: Deployed, host: Host, number: int, data: str) -> None:
-        trust = [
-            "--root-certificates",
-            here.folder / "keys/ca.crt",
-            "--auth-supernode-private-key",
-            host.folder / "node",
-        ]
-        place = f'partition-id={number} num-partitions=2 {data} state-dir="{host.folder / "state"}"'
-        command = ["flower-supernode", *trust, "--superlink", f"{SERVER}:{DOOR}", "--node-config", place]
+        trust = ["--ca", here.folder / "keys/ca.crt", "--key", host.folder / "node"]
+        place = ["--partition", number, "--partitions", 2, *data.split("="), "--state", host.folder / "state"]
+        command = ["fedsub", "federation", "node", "--superlink", f"{SERVER}:{DOOR}", *trust, *place]
         loop = f"while sleep 2; do {shlex.join(map(str, command))}; done"
         variables = here.variables | {"FLWR_HOME": str(host.folder)}
         variables.pop("FEDSUB_DATA", None)
@@ -124,7 +119,7 @@ class Node:
 
     def kill(self) -> None:
         """``kill -9`` of the SuperNode; the loop starts it again."""
-        _do("pkill", "-KILL", "-P", str(self.loop.pid), "-f", "flower-supernode")
+        _do("pkill", "-KILL", "-g", str(self.loop.pid), "-f", "bin/flower-supernode")
 
     def end(self) -> None:
         """End the loop and the SuperNode, which signs off."""
@@ -148,13 +143,13 @@ def nodes(here: Deployed, hosts: list[Host], request: pytest.FixtureRequest) -> 
 def data_dir(host: Host) -> str:
     """A folder of the node's own with the common data set."""
     images(host.folder / "pictures.npz", 200)
-    return f'data-dir="{host.folder}"'
+    return f"--data={host.folder}"
 
 
 def private_data(host: Host) -> str:
     """A data set that the node alone has."""
     path = images(host.folder / "own.npz", 50, seed=int(host.address[-1]))
-    return f'private-data="{path}"'
+    return f"--private-data={path}"
 
 
 def finished(process: "subprocess.Popen[str]", here: Deployed, nodes: Sequence[Node]) -> None:

@@ -1,0 +1,140 @@
+"""A run's model on files that it has not seen, and the model as an ONNX file."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.analysis.clients import client_of
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.inputs import Inputs, blank
+from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
+from fedsub_app.data.files import read_pixels
+from fedsub_app.data.names import IMAGES, data_folder, folder_form, own_files
+from fedsub_app.data.samples import in_unit, normalised
+from fedsub_app.data.settings import is_source
+from fedsub_app.data.tables import is_own_code, unseen_rows
+from fedsub_app.problem import Problem
+from fedsub_app.runs.checkpoint import global_network
+from fedsub_app.runs.recorded import settings_of
+from fedsub_app.settings import Settings
+from fedsub_app.tasks import MultiLabel, NextToken
+from fedsub_app.training.local import evaluation_batches
+
+
+def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, Problem, Settings]:
+    """Return a run's global model, or a client's own one, in evaluation mode, with its problem and settings."""
+    settings = settings_of({"run-dir": str(folder), "resume": True})
+    problem = Problem.of(settings)
+    network = global_network(folder, problem) if client is None else client_of(folder, client).network.module
+    return network.cpu(), problem, settings
+
+
+def predictions(folder: Path, files: Sequence[Path], client: int | None = None) -> tuple[list[str], list[list[Any]]]:
+    """Return a header and a row an image or a row of a table.
+
+    A classification has the columns ``label`` and ``score``, the probability from 0 to 1; a multi-label task a
+    probability a label; all others the network's outputs.
+
+    Raises
+    ------
+    UserError
+        The run's data are not on this machine, which normalise the inputs; or a file is not like them.
+    """
+    network, problem, settings = model_of(folder, client)
+    task = problem.task
+    if isinstance(task, NextToken) or is_own_code(settings.dataset) or settings.features != "none":
+        raise UserError(f"{folder}: predict reads images and tables; `client_of` and `Record.model()` give the network")
+    if is_source(settings.dataset):
+        parts = [unseen_rows(settings.data, task, file) for file in files]
+        names = parts[0][1]
+        outputs = torch.cat([_outputs(network, x) for x, _ in parts])
+        labels = [[file, row] for file, (x, _) in zip(files, parts, strict=True) for row in range(len(x))]
+    else:
+        x, names = _unseen_images(settings.data, files)
+        outputs, labels = _outputs(network, x), [[file] for file in files]
+    first = ["file", "row"][: len(labels[0])]
+    if task.classes:
+        best = outputs.softmax(1).max(1)
+        values = [
+            [names[number] if names else number, f"{score:.4f}"]
+            for score, number in zip(*map(Tensor.tolist, best), strict=True)
+        ]
+        return [*first, "label", "score"], [a + b for a, b in zip(labels, values, strict=True)]
+    flat = (outputs.sigmoid() if isinstance(task, MultiLabel) else outputs).flatten(1)
+    names = names if len(names) == flat.shape[1] else [f"output-{number}" for number in range(flat.shape[1])]
+    return [*first, *names], [a + [f"{value:.6g}" for value in b] for a, b in zip(labels, flat.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def _outputs(network: nn.Module, x: AnySamples) -> Tensor:
+    batches = evaluation_batches(network, len(x), torch.device("cpu"))
+    order = torch.cat([torch.arange(len(x))[batch] for batch in batches])
+    outputs: Tensor = torch.cat([network(x[batch]) for batch in batches])
+    return outputs[order.argsort()]
+
+
+def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySamples, list[str]]:
+    """Return image files as the run's training images are, and the names of classes that are folders."""
+    train = load_dataset(settings.model_copy(update={"normalise": "none"})).train_x
+    if len(train.shape) != 4 or not isinstance(train, Samples):
+        raise UserError(f"dataset = {settings.dataset!r}: its samples are no images; predict reads images and tables")
+    if odd := [file for file in files if file.suffix.lower() not in IMAGES]:
+        raise UserError(f"{odd[0]}: must end in {', '.join(IMAGES)}, as the run's data are images")
+    pixels, images = read_pixels(files, train.shape[1:]), train.tensor
+    if images.dtype != torch.uint8:
+        pixels, images = in_unit(pixels), images.clone()  # normalised in place
+    folder = own_files(data_folder(settings.data_dir)).get(settings.dataset)
+    where = (
+        {"split": "train/*", "classes": "*", "domains": "*/*"}[folder_form(folder)]
+        if folder and folder.is_dir()
+        else ""
+    )
+    classes = sorted({path.name for path in folder.glob(where) if path.is_dir()}) if folder and where else []
+    return normalised(images, pixels, settings.normalise)[1], classes
+
+
+class _OfPixels(nn.Module):
+    """A network behind the normalisation of its images: pixels from 0 to 255 go in."""
+
+    white: Tensor
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, network: nn.Module, scale: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.network = network
+        for name, part in zip(("white", "mean", "deviation"), scale, strict=True):
+            self.register_buffer(name, part.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.network((x / self.white - self.mean) / self.deviation)
+        return outputs
+
+
+def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
+    """Write a run's model as an ONNX file with a free batch size; returns what goes in.
+
+    Images of bytes go in as float32 pixels from 0 to 255, everything else as the network takes it: normalised.
+    """
+    network, problem, _ = model_of(folder, client)
+    data = problem.data
+    scale = getattr(data.train_x, "scale", ())
+    module = _OfPixels(network, scale).eval() if scale else network
+    x = blank(2, data.in_shape)
+    args, named = ((), dict(zip(x.names, x.tensors, strict=True))) if isinstance(x, Inputs) and x.names else ((x,), {})
+    names = list(named) or ["input"]
+    axes = {name: {0: "n"} for name in (*names, "output")}
+    options: dict[str, Any] = {"input_names": names, "output_names": ["output"], "dynamic_axes": axes, "dynamo": False}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the exporter's age; its outputs are tested
+            torch.onnx.export(module, args, str(path), kwargs=named, **options)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--onnx: needs the package {error.name}; `pip install 'fedsub[onnx]'`") from error
+    except Exception as error:  # of the exporter: BatchNorm on batch statistics, code of the user
+        raise UserError(f"--onnx: torch cannot write this network ({one_line(error)[:200]})") from error
+    what = "pixels, 0 to 255" if scale else "normalised as in the run"
+    return f"{', '.join(names)}: {list(data.train_x.shape[1:])} each, {what}"

@@ -1,0 +1,222 @@
+"""One SuperNode of this machine: checked before it starts, in the foreground or as a systemd unit.
+
+Flower's SuperNode starts a flwr-clientapp for every message; both belong to the user that starts this command.
+"""
+
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.deployment import commands, flower, processes
+
+UNIT = Path("/etc/systemd/system/fedsub-node.service")
+CONNECT_S = 10.0
+# What Flower means by the codes with which a SuperNode ends; each is a line of its log.
+REASONS = {
+    302: "--key: not the private key of a node",
+    305: "the SuperLink refuses the key: `flwr supernode register NODE.pub federation` on the server registers it; "
+    "after a crash it is refused for up to 60 s",
+    606: "the server runs another version of Flower",
+}
+# Nothing of the machine but the data, read only, and the state. Devices stay, for GPUs; oneDNN writes code into memory.
+UNIT_TEXT = """\
+[Unit]
+Description=SuperNode {place} of a fedsub federation
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+User={user}
+ExecStart={command}
+Restart=always
+RestartSec=10
+UMask=0077
+ReadWritePaths={state}
+ProtectSystem=strict
+ProtectHome={home}
+PrivateTmp=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+ProtectProc=invisible
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RemoveIPC=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A SuperNode's configuration.
+
+    Attributes
+    ----------
+    superlink : host:port of the SuperLink's door.
+    partition, partitions : its place, from 0, and how many nodes there are.
+    key, ca : its private key, and the certificate of the federation's authority; both ``None``: no TLS and no key.
+    data : its folder of data sets; ``None``: $FEDSUB_DATA.
+    private : its own data, an .npz file or image folder, for runs with ``private-examples``.
+    state : folder of its clients' state and of Flower's files.
+    port : port of 127.0.0.1 on which its processes find each other.
+    """
+
+    superlink: str
+    partition: int
+    partitions: int
+    key: Path | None
+    ca: Path | None
+    data: Path | None
+    private: Path | None
+    state: Path
+    port: int
+
+    def check(self) -> None:
+        """Raise :class:`UserError` with what would keep the node from taking part: place, key, data, SuperLink."""
+        if not 0 <= self.partition < self.partitions:
+            raise UserError(f"--partition {self.partition}: must be 0 to {self.partitions - 1}, below --partitions")
+        if (self.key is None) != (self.ca is None):
+            raise UserError("--key and --ca go together: the node's private key and the federation's ca.crt")
+        if self.key:
+            check_key(self.key)
+        for option, path in (("--data", self.data), ("--private-data", self.private)):
+            if path and not os.access(path, os.R_OK):
+                raise UserError(f"{option} {path}: not there, or not readable by this user")
+        if self.data and not self.data.is_dir():
+            raise UserError(f"--data {self.data}: must be a folder; --private-data takes a file of this node alone")
+        check_superlink(self.superlink, self.ca)
+
+    @property
+    def command(self) -> list[str]:
+        """The command of its SuperNode, which starts its own flwr-clientapp."""
+        trust = [f"--root-certificates={self.ca}", f"--auth-supernode-private-key={self.key}"]
+        place: dict[str, Any] = {"partition-id": self.partition, "num-partitions": self.partitions}
+        folders = {"data-dir": self.data, "private-data": self.private, "state-dir": self.state}
+        place |= {key: f'"{path}"' for key, path in folders.items() if path}
+        config = " ".join(f"{key}={value}" for key, value in place.items())
+        here = [f"--host={commands.LOOPBACK}", f"--port={self.port}", commands.NO_INSTALLATION]
+        where = [f"--superlink={self.superlink}", *here, f"--node-config={config}"]
+        return ["flower-supernode", *(trust if self.key else ["--insecure"]), *where]
+
+    def unit(self, user: str) -> str:
+        """Return a systemd unit that runs the node as a user, and starts it again whatever it ends with."""
+        named = {"--key": self.key, "--ca": self.ca, "--data": self.data, "--private-data": self.private}
+        files = {option: path for option, path in named.items() if path}
+        for option, path in (files | {"--state": self.state}).items():
+            if re.search(r"[\s\"'\\%$]", str(path)):
+                raise UserError(f"{option} {path}: a unit takes no spaces, quotes, % and $")
+        program = Path(sys.executable).parent / "fedsub"
+        homes = [path.is_relative_to(home) for path in (program, *files.values()) for home in ("/home", "/root")]
+        options = {"--superlink": self.superlink, "--partition": self.partition, "--partitions": self.partitions}
+        options |= files | {"--state": self.state, "--port": self.port}
+        words = [program, "federation", "node", *(word for pair in options.items() for word in pair)]
+        command = " ".join(map(str, words if self.key else [*words, "--insecure"]))
+        home = "read-only" if any(homes) else "yes"
+        return UNIT_TEXT.format(place=self.partition, user=user, command=command, state=self.state, home=home)
+
+
+def check_key(path: Path) -> None:
+    """Raise :class:`UserError` where a file is no private key of a node, or others may read it."""
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"a key of another kind, {type(key).__name__}")
+    except OSError as error:
+        raise UserError(f"--key {path}: {error.strerror}") from None
+    except (ValueError, TypeError) as error:
+        made = 'ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f node'
+        raise UserError(f"--key {path}: must be a private key as `{made}` makes it ({one_line(error)[:100]})") from None
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"--key {path}: other users may read it; `chmod 600 {path}`")
+
+
+def check_superlink(address: str, ca: Path | None) -> None:
+    """Raise :class:`UserError` where nobody answers at ``host:port``, or not with a certificate of the authority."""
+    match = re.fullmatch(r"\[?([^\s\]/]+)\]?:(\d{1,5})", address)
+    if not match:
+        raise UserError(f"--superlink {address}: must be host:port, without https://")
+    try:
+        context = ssl.create_default_context(cafile=ca) if ca else None
+        with socket.create_connection((match[1], int(match[2])), CONNECT_S) as connection:
+            if context:
+                context.wrap_socket(connection, server_hostname=match[1]).close()
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(f"--superlink {address}: its certificate is refused: {error.verify_message}") from None
+    except ssl.SSLError as error:
+        where = f"--ca {ca}: no certificate" if "PEM" in str(error) or "X509" in str(error) else "it does not speak TLS"
+        raise UserError(f"--superlink {address}: {where} ({error.reason})") from None
+    except (OSError, OverflowError) as error:
+        reason = f"{ca}: {error.strerror}" if isinstance(error, FileNotFoundError) else one_line(error)
+        raise UserError(f"--superlink {address}: cannot be reached ({reason})") from None
+
+
+def install(node: Node, user: str, path: Path) -> str:
+    """Write the unit, make the state's folder, and return the commands that start it."""
+    import pwd  # on demand: not on Windows
+
+    try:
+        account = pwd.getpwnam(user)
+    except KeyError:
+        made = f"useradd --system --home-dir {node.state} --shell /usr/sbin/nologin {user}"
+        raise UserError(f"--user {user}: no such user; `{made}` makes one") from None
+    text = node.unit(user)
+    node.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.geteuid() == 0:
+        os.chown(node.state, account.pw_uid, account.pw_gid)
+    path.write_text(text)
+    return f"systemctl daemon-reload && systemctl enable --now {path.stem}; journalctl -u {path.stem} shows its log"
+
+
+def run(node: Node) -> int:
+    """Run the SuperNode until it ends, streaming its log; returns the exit code, 0 after SIGTERM or Ctrl-C."""
+    if processes.answers(node.port):
+        raise UserError(f"--port {node.port}: another program listens there; each node of a machine needs its own")
+    node.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folders = {"FLWR_HOME": str(node.state / "flwr"), "PYTHONUNBUFFERED": "1"}
+    variables = {"FEDSUB_CACHE": str(node.state / "cache")} | flower.full_environment() | folders
+    program, *arguments = node.command
+    command = [str(Path(sys.executable).parent / program), *arguments]
+    code, ended = 0, False
+    with subprocess.Popen(command, env=variables, stdout=-1, stderr=-2, text=True, umask=0o077) as process:
+
+        def end(*_: object) -> None:
+            nonlocal ended
+            ended = True
+            process.terminate()
+
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, end)
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if match := re.search(r"Exit Code: (\d+)", line):
+                code = int(match[1])
+    if ended:
+        return 0
+    why = REASONS.get(code, "the lines above say why")
+    print(f"error: the SuperNode of {node.superlink} has ended: {why}", file=sys.stderr)
+    return process.returncode or 1

@@ -1,0 +1,162 @@
+"""`fedsub predict` and `fedsub export --onnx`: the model of the run on the run's own samples, read back from files."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_small
+from PIL import Image
+from test_private_data import images
+
+from fedsub_app.analysis.clients import client_of
+from fedsub_app.analysis.prediction import model_of, predictions
+from fedsub_app.cli.main import main
+from fedsub_app.common.errors import UserError
+
+
+def table(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """A run on images of bytes, each client with a head of its own, and the test images as files."""
+    folder = tmp_path_factory.mktemp("pictures")
+    source = images(folder / "mine.npz", 100)
+    files = []
+    for number, pixels in enumerate(np.load(source)["test_images"]):
+        files.append(folder / f"{number:02}.png")
+        Image.fromarray(pixels).save(files[-1])
+    keys: dict[str, Any] = {"dataset": "mine", "data_dir": str(folder), "method": "fedper", "evaluate": "personal"}
+    run_small(folder / "run", model="fedpews-cnn", num_rounds=1, num_clients=2, **keys)
+    return folder / "run", files
+
+
+def test_files_are_predicted_as_the_test_set(pictures: tuple[Path, list[Path]], capsys: pytest.CaptureFixture) -> None:
+    run, files = pictures
+    assert main(["predict", str(run), *map(str, files)]) == 0
+    rows = table(capsys.readouterr().out)
+    network, problem, _ = model_of(run)
+    with torch.no_grad():
+        scores, labels = network(problem.data.test_x[:]).softmax(1).max(1)
+    assert [row["file"] for row in rows] == list(map(str, files))
+    assert [int(row["label"]) for row in rows] == labels.tolist()
+    assert [row["score"] for row in rows] == [f"{score:.4f}" for score in scores.tolist()]
+
+
+def test_a_client_predicts_with_its_own_model(pictures: tuple[Path, list[Path]]) -> None:
+    """Its accuracy on its test samples is the score of its model."""
+    run, files = pictures
+    for number in range(2):
+        client = client_of(run, number)
+        expected = client.score("test")
+        mine = client.place.partition.test[number].tolist()
+        _, rows = predictions(run, [files[k] for k in mine], number)
+        right = sum(label == client.place.problem.data.test_y[k] for (_, label, _), k in zip(rows, mine, strict=True))
+        assert 100 * int(right) / len(mine) == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def patients(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run on a table whose labels are words, and the table's lines."""
+    folder, random = tmp_path_factory.mktemp("patients"), np.random.default_rng(0)
+    lines = ["split,age,weight,outcome"]
+    for number in range(60):
+        age, weight = random.normal(50, 10), random.normal(80, 9)
+        outcome = "ill" if age + weight > 130 else "well"
+        lines.append(f"{'test' if number % 4 == 0 else 'train'},{age:.3f},{weight:.3f},{outcome}")
+    (folder / "patients.csv").write_text("\n".join(lines))
+    keys: dict[str, Any] = {"dataset": f"csv:{folder / 'patients.csv'}", "label": "outcome", "partition": "iid"}
+    run_small(folder / "run", num_rounds=2, num_clients=2, **keys)
+    return folder / "run", lines
+
+
+def test_rows_are_predicted_as_the_test_rows(patients: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Without their labels, or with wrong ones; normalised by the training rows; the label is the table's word."""
+    run, lines = patients
+    unlabelled, mislabelled = tmp_path / "new.csv", tmp_path / "other.csv"
+    rows = [line.split(",") for line in lines if line.startswith("test")]
+    unlabelled.write_text("\n".join(["weight,age", *(f"{weight},{age}" for _, age, weight, _ in rows)]))
+    mislabelled.write_text("\n".join(["age,weight,outcome", *(f"{age},{weight},?" for _, age, weight, _ in rows)]))
+    network, problem, _ = model_of(run)
+    with torch.no_grad():
+        scores, labels = network(problem.data.test_x[:]).softmax(1).max(1)
+    expected = [[["ill", "well"][label], f"{score:.4f}"] for score, label in zip(scores, labels.tolist(), strict=True)]
+    header, found = predictions(run, [unlabelled, mislabelled])
+    assert header == ["file", "row", "label", "score"]
+    assert [row[2:] for row in found] == expected * 2
+    assert [row[:2] for row in found[-1:]] == [[mislabelled, len(rows) - 1]]
+
+
+def test_a_regression_has_its_columns(tmp_path: Path) -> None:
+    lines = ["dose,effect", *(f"{n},{2 * n}" for n in range(30))]
+    (tmp_path / "doses.csv").write_text("\n".join(lines))
+    keys: dict[str, Any] = {"dataset": f"csv:{tmp_path / 'doses.csv'}", "label": "effect", "task": "regression"}
+    run_small(tmp_path / "run", num_rounds=1, num_clients=2, partition="iid", **keys)
+    header, rows = predictions(tmp_path / "run", [tmp_path / "doses.csv"])
+    assert header == ["file", "row", "effect"]
+    assert len(rows) == 30
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("a.txt", b"", "a.txt: must end in .png, .jpg"),
+        ("a.png", b"no image", "a.png is not readable ("),
+        ("none.png", None, "none.png: No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_image_is_named(
+    file: str, content: bytes | None, said: str, pictures: tuple[Path, list[Path]], tmp_path: Path, capsys: Any
+) -> None:
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    assert main(["predict", str(pictures[0]), str(tmp_path / file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/{said}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("age,outcome\n1,ill\n", "no column 'weight'"), ("age,weight\n1,\n", "column 'weight' has 1 empty values")],
+)
+def test_a_wrong_table_is_named(text: str, said: str, patients: tuple[Path, list[str]], tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text(text)
+    with pytest.raises(UserError, match=f"new.csv': {said}"):
+        predictions(patients[0], [tmp_path / "new.csv"])
+
+
+def test_onnx_is_the_network(
+    pictures: tuple[Path, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pixels in, the same outputs, for any number of samples."""
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    run, files = pictures
+    target = tmp_path / "model.onnx"
+    assert main(["export", str(run), "--onnx", str(target), "--client", "1"]) == 0
+    assert capsys.readouterr().out == f"{target}\ninput: [1, 8, 8] each, pixels, 0 to 255\n"
+    pixels = np.stack([np.asarray(Image.open(file), dtype=np.float32)[None] for file in files])
+    session = runtime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+    (outputs,) = session.run(None, {"input": pixels})
+    network, problem, _ = model_of(run, 1)
+    with torch.no_grad():
+        expected = network(problem.data.test_x[:])
+    np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-4, atol=1e-5)
+    (one,) = session.run(None, {"input": pixels[:1]})
+    np.testing.assert_allclose(one, outputs[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_of_one_run(pictures: tuple[Path, list[Path]], capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(pictures[0])
+    assert main(["export", run, run, "--onnx", "x.onnx"]) == 2
+    assert main(["export", run, "--client", "1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --onnx: of one run, without --clients and --out",
+        "error: --client 1: only with --onnx; --clients prints all clients' numbers",
+    ]
