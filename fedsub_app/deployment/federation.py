@@ -4,20 +4,21 @@
 process's log, and a folder for each process that holds its FLWR_HOME and, of a node, its clients' state.
 """
 
-import json
 import re
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import read_json, write_json
 from fedsub_app.deployment import commands, flower
 from fedsub_app.deployment.keys import general_name, make_keys
 from fedsub_app.deployment.processes import Process, answers, free_port, running, start, stop
+
+if TYPE_CHECKING:  # pydantic takes its time
+    from fedsub_app.common.section import Value
 
 STATE = "federation.json"
 START_S = 120.0  # more than the 60 s for which Flower takes a node for online that was killed
@@ -203,7 +204,7 @@ class Starting:
         for number in range(federation.nodes):
             if not federation.insecure and number not in federation.registered:
                 public = self.folder / "keys" / f"{commands.node(number)}.pub"
-                _flwr("supernode", "register", str(public), federation.name)
+                flower.ask("supernode", "register", str(public), federation.name)
                 federation.registered.append(number)
                 self.save()
         before = nodes_online(federation.name).items()  # of a node that was killed it is not true any more
@@ -263,28 +264,18 @@ def _variables(owner: Path, data_dir: str) -> dict[str, str]:
     return eager | flower.full_environment() | folders | ({"FEDSUB_DATA": data_dir} if data_dir else {})
 
 
-def _connection(folder: Path, federation: Federation) -> list[str]:
-    """Return the connection's lines in Flower's config.toml."""
-    trust = f"root-certificates = {json.dumps(str(folder / 'keys' / 'ca.crt'))}"
-    address = f'address = "{commands.LOOPBACK}:{federation.port}"'
-    trust = "insecure = true" if federation.insecure else trust
-    return [address, trust, f"{flower.FOLDER_KEY} = {json.dumps(str(folder))}"]
-
-
-def _flwr(*arguments: str) -> dict[str, Any]:
-    """Run one of Flower's commands; returns its answer."""
-    command = flower.flwr(*arguments, "--format", "json")
-    done = subprocess.run(command, env=flower.full_environment(), capture_output=True, text=True, check=False)
-    answer = flower.json_in(done.stdout)
-    if done.returncode or not answer.get("success"):
-        message = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
-        raise UserError(f"flwr {' '.join(arguments[:2])}: {printable(message[-1] if message else 'no message')}")
-    return answer
+def _connection(folder: Path, federation: Federation) -> "dict[str, Value]":
+    """Return the connection to a federation, for Flower's config.toml."""
+    address = f"{commands.LOOPBACK}:{federation.port}"
+    trust: dict[str, Value] = {"root-certificates": str(folder / "keys" / "ca.crt")}
+    if federation.insecure:
+        trust = {"insecure": True}
+    return {"address": address, **trust, flower.FOLDER_KEY: str(folder)}
 
 
 def nodes_online(connection: str) -> dict[str, str]:
     """Return the SuperNodes that a connection's SuperLink takes for online: id -> time since when."""
-    nodes = _flwr("supernode", "list", connection)["nodes"]
+    nodes = flower.ask("supernode", "list", connection)["nodes"]
     return {str(node["node-id"]): str(node["online-at"]) for node in nodes if node["status"] == "online"}
 
 
@@ -301,7 +292,7 @@ def down(folder: Path) -> list[str]:
     nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}
     names = stop(nodes) + stop(federation.processes)  # nodes first, so that they say good-bye: their keys are free then
     if flower.connections().get(federation.name, {}).get(flower.FOLDER_KEY) == str(folder):
-        flower.connect(federation.name, [])
+        flower.connect(federation.name, {})
     return names
 
 

@@ -17,13 +17,12 @@ import sysconfig
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError, printable
-from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.deployment import processes
 
@@ -48,7 +47,6 @@ NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the con
     "  warnings.warn(\n",
 )
 PROJECT = Path(__file__).resolve().parents[2]
-
 
 # Ports of the SuperLink that Flower starts: without them all users and environments of a machine would share one.
 HTTP_PORT, CONTROL_PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT"
@@ -90,6 +88,8 @@ def setup(cluster: int | None = None) -> list[str]:
     UserError
         The environment has the defaults of another checkout.
     """
+    import torch  # on demand: it takes seconds
+
     from fedsub_app.common.section import flatten
 
     # A .pth file is read at the start of every Python of this environment, flwr and flower-superlink included.
@@ -101,13 +101,13 @@ def setup(cluster: int | None = None) -> list[str]:
             f"{sys.prefix}: the environment of the checkout {other[1]}; delete {hook} to set it up for {PROJECT}"
         )
     lines = [f"environment {sys.prefix}, checkout {PROJECT}"]
-    known = connections()
+    known, gpus = connections(), torch.cuda.device_count()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
         table = flatten(known.get(name, {}), deep=True)
         nodes = cluster if cluster and name == CLUSTER else table.get(NODES)
-        connection = _simulation(nodes if isinstance(nodes, int) else cores(), name == CLUSTER)
-        if connection != table and _ours(table):
-            config = connect(name, [f"{key} = {_toml(value)}" for key, value in connection.items()])
+        connection = _simulation(nodes if isinstance(nodes, int) else cores(), gpus, name == CLUSTER)
+        if connection != table and _ours(table, gpus):
+            config = connect(name, connection)
             lines.append(f"{config}: connection {name} {'brought up to date' if table else 'added'}")
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
     line = f"import os; {defaults}\n"
@@ -120,60 +120,52 @@ def setup(cluster: int | None = None) -> list[str]:
 
 def connections() -> dict[str, Any]:
     """Return the connections of Flower's config.toml, by name."""
-    try:
-        found = tomllib.loads(_config_text()).get("superlink", {})
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{_home() / CONFIG}: not valid TOML: {error}") from None
-    return {name: table for name, table in found.items() if isinstance(table, dict)}
+    return {name: table for name, table in _config()["superlink"].items() if isinstance(table, dict)}
 
 
-def connect(name: str, lines: Sequence[str]) -> Path:
-    """Write a connection, with these lines of TOML, in the place of the one of its name; returns config.toml.
+def connect(name: str, connection: "Mapping[str, Value]") -> Path:
+    """Write a connection in the place of the one of its name, as Flower's own commands do; returns config.toml.
 
-    Without lines there is none of that name any more.
+    Without keys there is none of that name any more.
     """
+    from flwr.cli.flower_config import write_flower_config
+
+    content = _config()
+    content["superlink"].pop(name, None)
+    content["superlink"] |= {name: dict(connection)} if connection else {}
+    _home().mkdir(parents=True, exist_ok=True)
+    return write_flower_config(content)
+
+
+def _config() -> dict[str, Any]:
     config = _home() / CONFIG
-    # Its table and those in it, each up to the next one or the comments above that.
-    header, line = rf"\[superlink\.{re.escape(name)}(?:\.[^\]\n]*)?\].*\n?", r"(?!(?:[ \t]*#.*\n\s*)*\[).*\n?"
-    text = re.sub(f"^{header}(?:{line})*", "", _config_text(), flags=re.MULTILINE)
-    if lines:
-        text = f"{text.rstrip()}\n\n" + "\n".join([f"[superlink.{name}]", *lines]) + "\n"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(config, text.encode())
-    return config
+    try:
+        content = tomllib.loads(config.read_text()) if config.exists() else {}
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{config}: not valid TOML: {error}") from None
+    return content if "superlink" in content else content | {"superlink": {"default": CONNECTION}}
 
 
-def _config_text() -> str:
-    config = _home() / CONFIG
-    return config.read_text() if config.exists() else '[superlink]\ndefault = "local-simulation"\n'
-
-
-def _ours(connection: Mapping[str, Any]) -> bool:
+def _ours(connection: Mapping[str, Any], gpus: int) -> bool:
     """Say whether a simulation's connection, as single keys, may be written again: its user has put nothing into it."""
     if not connection:
         return True
     if connection.get("address") != LOCAL or not connection.keys() <= {"address", NODES, CPUS, GPUS, ALL_CPUS}:
         return False
     nodes, share = connection.get(NODES), connection.get(GPUS)
-    if share is not None and isinstance(nodes, int):
-        import torch  # on demand: only this needs it
-
-        gpus = torch.cuda.device_count()
-        if share in (gpus / nodes, gpu_share(nodes, gpus)):  # gpus / nodes is what we once wrote
-            share = None
+    if isinstance(nodes, int) and share in (gpus / nodes, gpu_share(nodes, gpus)):  # gpus / nodes: what we once wrote
+        share = None
     return connection.get(CPUS) in (None, 1) and share is None and connection.get(ALL_CPUS) in (None, nodes)
 
 
-def _simulation(nodes: int, cluster: bool) -> "dict[str, Value]":
+def _simulation(nodes: int, gpus: int, cluster: bool) -> "dict[str, Value]":
     """Return a connection to a simulation, as single keys: its nodes and what each of them may use."""
     table: dict[str, Value] = {"address": LOCAL, NODES: nodes, CPUS: 1}
     if cluster:  # it brings its own cores: given a number, Ray refuses a cluster that runs already
         return table
-    import torch  # on demand: only this needs it
-
     if cores() < (os.cpu_count() or 1):  # Ray counts all
         table[ALL_CPUS] = cores()
-    if share := gpu_share(nodes, torch.cuda.device_count()):  # without a share Ray hides them
+    if share := gpu_share(nodes, gpus):  # without a share Ray hides them
         table[GPUS] = share
     return table
 
@@ -188,10 +180,6 @@ def gpu_share(workers: int, gpus: int) -> float:
     return float(gpus // workers) if gpus > workers else math.floor(10_000 / -(-workers // gpus)) / 10_000
 
 
-def _toml(value: "Value") -> str:
-    return json.dumps(value)  # strings, numbers and booleans are written alike in TOML and JSON
-
-
 def flwr(*arguments: str) -> list[str]:
     """Return a command of Flower's command line interface."""
     return [str(Path(sys.executable).parent / "flwr"), *arguments]
@@ -204,27 +192,25 @@ def full_environment() -> dict[str, str]:
     return environment() | os.environ | {"PATH": path}
 
 
-def superlink() -> tuple[int, str, str] | None:
-    """Return process id, user and command of the SuperLink on this environment's ports; ``None`` where none runs."""
+def superlink() -> tuple[int, str] | None:
+    """Return process id and command of the SuperLink on this environment's ports; ``None`` where none runs.
+
+    Raises
+    ------
+    UserError
+        It is of another environment or user.
+    """
     port = os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]
-    columns = ["ps", "-axww", "-o", "pid=,user=,args="]
-    listed = subprocess.run(columns, capture_output=True, text=True, check=True).stdout
-    for line in listed.splitlines():
-        pid, user, command = line.split(None, 2)
+    for pid, user, *rest in processes.listed("pid", "user", "args"):
+        command = "".join(rest)
         if "flower-superlink" in command and "--simulation" in command and f"--port {port} " in command:
-            return int(pid), user, command
-    return None
-
-
-def check_superlink() -> None:
-    """Raise :class:`UserError` where the SuperLink on this environment's ports is of another environment or user."""
-    if found := superlink():
-        pid, user, command = found
-        if user != getpass.getuser() or str(Path(sys.prefix) / "bin") not in command:
+            if user == getpass.getuser() and str(Path(sys.prefix) / "bin") in command:
+                return int(pid), command
             raise UserError(
-                f"the SuperLink on port {os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]} is of user {user}: "
-                f"{printable(command, 80)}; set {HTTP_PORT} and {CONTROL_PORT} to free ports, or stop process {pid}"
+                f"the SuperLink on port {port} is of user {user}: {printable(command, 80)}; "
+                f"set {HTTP_PORT} and {CONTROL_PORT} to free ports, or stop process {pid}"
             )
+    return None
 
 
 def stop() -> str:
@@ -235,11 +221,10 @@ def stop() -> str:
     UserError
         It is of another environment or user.
     """
-    check_superlink()
     found = superlink()
     if found is None:
         return "no SuperLink of this environment runs"
-    pid, _, command = found
+    pid, command = found
     processes.stop({"superlink": processes.Process([command], pid)})
     return f"stopped the SuperLink, process {pid}, and what it had started"
 
@@ -252,7 +237,7 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
 
     settings = settings_of(overrides)  # fail early
     if connections().get(connection, {}).get("address") == LOCAL:
-        check_superlink()
+        superlink()  # raises where it is of others
     overrides = without_file(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
@@ -260,30 +245,25 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
         overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
-    variables = full_environment()
+    # Strings, numbers and booleans are written alike in TOML and JSON.
+    keys = " ".join(f"{key}={json.dumps(value)}" for key, value in overrides.items())
     with bundle(settings.model) as project:
-        command = flwr("run", str(project), connection, "--format", "json")
-        if overrides:
-            command += ["-c", " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())]
         try:
-            started = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+            answer = ask("run", str(project), connection, *(["-c", keys] if keys else []))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"`flwr list {connection}` shows whether Flower has begun the run") from None
-    answer = json_in(started.stdout)
-    run_id = answer.get("run-id")
-    if started.returncode or not run_id:
-        message = str(answer.get("error-message") or started.stderr or started.stdout).strip().splitlines()
-        raise UserError(f"connection {connection}: flwr run failed: {message[-1] if message else 'no message'}")
+        except UserError as error:
+            raise UserError(f"connection {connection}: {error}") from None
+    run_id, variables = str(answer["run-id"]), full_environment()
     try:
-        _stream(flwr("log", str(run_id), connection, "--stream"), variables)
-        status, details = _status(connection, str(run_id), variables)
+        _stream(flwr("log", run_id, connection, "--stream"), variables)
+        status, details = _status(connection, run_id)
     except KeyboardInterrupt:
-        subprocess.run(flwr("stop", str(run_id), connection), env=variables, capture_output=True, check=False)
-        status, _ = _status(connection, str(run_id), variables)
-        raise KeyboardInterrupt(_ended(connection, str(run_id), status, overrides)) from None
+        subprocess.run(flwr("stop", run_id, connection), env=variables, capture_output=True, check=False)
+        raise KeyboardInterrupt(_ended(connection, run_id, _status(connection, run_id)[0], overrides)) from None
     if status != "finished:completed":
         why = f" ({details})" if details not in ("", "N/A") else ""
-        print(f"failed: {_ended(connection, str(run_id), status, overrides)}{why}", file=sys.stderr)
+        print(f"failed: {_ended(connection, run_id, status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
 
@@ -341,18 +321,29 @@ def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, V
     return message
 
 
-def _status(connection: str, run_id: str, variables: Mapping[str, str]) -> tuple[str, str]:
-    command = flwr("list", connection, "--run-id", run_id, "--format", "json")
-    answer = subprocess.run(command, env=dict(variables), capture_output=True, text=True, check=False)
-    runs = json_in(answer.stdout).get("runs") or [{}]
-    return str(runs[0].get("status", "unknown")), str(runs[0].get("status-details", answer.stderr.strip()[-300:]))
-
-
-def json_in(text: str) -> dict[str, Any]:
-    """Return the JSON object in the output of a command, which warnings may precede; {}: there is none."""
-    start = text.find("{")
+def _status(connection: str, run_id: str) -> tuple[str, str]:
     try:
-        content: dict[str, Any] = json.loads(text[start:]) if start >= 0 else {}
-        return content
-    except json.JSONDecodeError:
-        return {}
+        (about,) = ask("list", connection, "--run-id", run_id)["runs"]
+    except UserError as error:
+        return "unknown", str(error)
+    return str(about["status"]), str(about["status-details"])
+
+
+def ask(*arguments: str) -> dict[str, Any]:
+    """Run one of Flower's commands; returns its answer, which warnings may precede.
+
+    Raises
+    ------
+    UserError
+        Flower says that it has failed, or nothing.
+    """
+    done = subprocess.run(
+        flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True, check=False
+    )
+    answer: dict[str, Any] = {}
+    with suppress(json.JSONDecodeError):
+        answer = json.loads(done.stdout[max(0, done.stdout.find("{")) :])
+    if done.returncode or not answer.get("success"):
+        message = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
+        raise UserError(f"flwr {arguments[0]}: {printable(message[-1] if message else 'no message')}")
+    return answer

@@ -48,6 +48,13 @@ def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> in
     return process.pid
 
 
+def listed(*columns: str) -> list[list[str]]:
+    """Return these columns of ps for every process of this machine; the last one, the command line, may lack."""
+    command = ["ps", "-axww", "-o", ",".join(f"{column}=" for column in columns)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
+    return [line.split(None, len(columns) - 1) for line in done.stdout.splitlines()]
+
+
 def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
     """Return, of each that runs, its name -> process id -> resident memory in KiB, those it has started included.
 
@@ -57,12 +64,9 @@ def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
         if process.pid:
             with suppress(ChildProcessError):  # one that this process has started and that has ended is let go of
                 os.waitpid(process.pid, os.WNOHANG)
-    columns = ["ps", "-axww", "-o", "pid=,pgid=,stat=,rss=,args="]
-    listed = subprocess.run(columns, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
     processes_of: dict[str, dict[int, int]] = {}
     named = {process.pid: (name, process.command) for name, process in processes.items() if process.pid}
-    for line in listed.stdout.splitlines():
-        pid, group, state, memory, *args = line.split(None, 4)
+    for pid, group, state, memory, *args in listed("pid", "pgid", "stat", "rss", "args"):
         name, command = named.get(int(group), ("", []))
         if not name or state.startswith("Z") or not args:
             continue

@@ -13,12 +13,10 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fedsub_app.common.errors import UserError, one_line, printable
 from fedsub_app.common.section import Json, Value
@@ -29,49 +27,29 @@ PROJECT = "fedsub"  # MLflow's experiment, the project of Weights & Biases
 LAST = "round"  # a number of every round, logged last
 
 
-class Tracker(Protocol):
-    """The interface of a tracker."""
-
-    def last_round(self) -> int:
-        """Return the last round that the tracker has; -1 without one."""
-
-    def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
-        """Add the numbers of a round."""
-
-    def end(self, completed: bool) -> None:
-        """End the tracker's run."""
-
-
 class TensorBoard:
-    """Event files in the run directory."""
+    """Event files in the run directory; ``last``, of every tracker: the last round that it has, -1 without one."""
 
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._last = self._read(folder)
-        self._writer = SummaryWriter(str(folder))
-        if self._last < 0:
-            for summary in hparams(dict(settings), {}):
-                self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _read(folder: Path) -> int:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
         events.Reload()
-        return max((event.step for event in events.Scalars(LAST)), default=-1) if LAST in events.scalars.Keys() else -1
-
-    def last_round(self) -> int:
-        """Return the last round in the event files."""
-        return self._last
+        rounds = events.Scalars(LAST) if LAST in events.scalars.Keys() else []
+        self.last = max((event.step for event in rounds), default=-1)
+        self._writer = SummaryWriter(str(folder))
+        if self.last < 0:
+            for summary in hparams(dict(settings), {}):
+                self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write a scalar for each number."""
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, server_round)
         self._writer.flush()
+        self.last = server_round
 
     def end(self, completed: bool) -> None:
         """Close the file."""
@@ -99,7 +77,9 @@ class MLflow:
         if earlier:
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
+            self.last = max((metric.step for metric in self._client.get_metric_history(self._id, LAST)), default=-1)
             return
+        self.last = -1
         tags = {"fedsub.run-id": run_id, "fedsub.folder": str(folder)}
         run = self._client.create_run(experiment.experiment_id, tags=tags, run_name=_name(folder))
         self._id = run.info.run_id
@@ -107,16 +87,13 @@ class MLflow:
         for start in range(0, len(params), 100):  # MLflow's limit
             self._client.log_batch(self._id, params=params[start : start + 100])
 
-    def last_round(self) -> int:
-        """Return the last round in the store."""
-        return max((metric.step for metric in self._client.get_metric_history(self._id, LAST)), default=-1)
-
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write a metric for each number, in one batch."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, [Metric(key, value, now, server_round) for key, value in numbers.items()])
+        self.last = server_round
 
     def end(self, completed: bool) -> None:
         """Set the status with which the run has ended."""
@@ -137,20 +114,21 @@ class Wandb:
             dir=str(folder),
             settings=self._wandb.Settings(console="off", silent=True),
         )
-        self._last = folder / ".wandb-told"
-
-    def last_round(self) -> int:
-        """Return the round in the file."""
-        return int(self._last.read_text()) if self._last.exists() else -1
+        self._file = folder / ".wandb-told"
+        self.last = int(self._file.read_text()) if self._file.exists() else -1
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers as a step."""
         self._wandb.log(dict(numbers), step=server_round)
-        self._last.write_text(str(server_round))
+        self.last = server_round
+        self._file.write_text(str(server_round))
 
     def end(self, completed: bool) -> None:
         """End the run."""
         self._wandb.finish()
+
+
+TRACKERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
 
 
 def check_tracker(name: Name) -> None:
@@ -180,43 +158,30 @@ class Tracking:
     """
 
     def __init__(self, name: Name, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
-        self._tracker: Tracker | None = None
         self._name = name
         try:
-            if name == "tensorboard":
-                self._tracker = TensorBoard(folder, run_id, settings)
-            elif name == "mlflow":
-                self._tracker = MLflow(folder, run_id, settings)
-            elif name != "none":
-                self._tracker = Wandb(folder, run_id, settings)
-            self._last = self._tracker.last_round() if self._tracker else -1
+            self._tracker = TRACKERS[name](folder, run_id, settings) if name != "none" else None
         except Exception as error:  # whatever a tracker raises: no server, no key, a full disk
             raise UserError(f"track = {name!r}: {printable(one_line(error))}") from None
 
     def follow(self, lines: Sequence[Json]) -> None:
         """Log the new rounds; ``lines``: the lines of rounds.jsonl so far."""
-        new = list(takewhile(lambda line: line["round"] > self._last, reversed(lines)))
-        for line in reversed(new):
-            self._try(partial(_log, line))
-            self._last = line["round"]
+        for line in lines:
+            if self._tracker and line["round"] > self._tracker.last:
+                self._try("log_round", line["round"], numbers_of(line))
 
     def end(self, completed: bool) -> None:
         """End the tracker's run."""
-        self._try(lambda tracker: tracker.end(completed))
+        if self._tracker:
+            self._try("end", completed)
 
-    def _try(self, call: Callable[[Tracker], None]) -> None:
-        if self._tracker is None:
-            return
+    def _try(self, verb: str, *arguments: object) -> None:
         try:
-            call(self._tracker)
+            getattr(self._tracker, verb)(*arguments)
         except Exception as error:
             self._tracker = None
             message = "track = %r: %s; the run goes on without it, rounds.jsonl has every round"
             log.warning(message, self._name, printable(one_line(error)))
-
-
-def _log(line: Json, tracker: Tracker) -> None:
-    tracker.log_round(line["round"], numbers_of(line))
 
 
 def numbers_of(line: Json) -> dict[str, float]:
