@@ -9,7 +9,6 @@ from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
 from fedsub_app.reports.records import (
-    COSTS,
     OPTIONAL,
     Group,
     Record,
@@ -127,7 +126,7 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     for key, kind in kinds_of(record for group in groups for record in group.records).items():
         scores = {group.label: fmean(group.last(key)) for group in groups if group.last(key)}
         spent = {
-            group.label: [fmean(group.cost(cost)) for cost in list(COSTS)[:2]]
+            group.label: [fmean(group.cost(cost)) for cost in ("MB by formula", "GFLOPs")]
             for group in groups
             if group.label in scores
         }
