@@ -363,7 +363,7 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
     pairs = [(t, torch.empty_like(t)) for x, m, *_ in updates for part in (x, m or {}) for t in part.values()]
     for source, target in pairs:  # touch all pages
         target.copy_(source)
-    extra_mb = _peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20
+    extra_mb = peak_above_now_mb(lambda: masked_mean(old, updates)) - sum(t.nbytes for t in old.values()) / 2**20
     averaging, moving = [], []
     for _ in range(3 * effort.repeats):
         start = time.perf_counter()
@@ -380,7 +380,7 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
     )
 
 
-def _peak_above_now_mb(action: Callable[[], object]) -> float:
+def peak_above_now_mb(action: Callable[[], object]) -> float:
     """Return by how much the peak of resident memory during ``action`` is above the memory before it (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present
     before = _status_mb("VmRSS")
@@ -443,7 +443,7 @@ def _ist_rounds(clients: int, participants: int, rounds: int, device: str) -> Js
         write_images(Path(folder), CLIENTS * SAMPLES)
         lines: list[Json] = []
         settings = _ist(Path(folder), clients, participants, rounds, device)
-        extra_mb = _peak_above_now_mb(lambda: lines.extend(run_local(settings)[0]))
+        extra_mb = peak_above_now_mb(lambda: lines.extend(run_local(settings)[0]))
     return {"seconds": [line["seconds"] for line in counted(lines, skip=1)], "extra-mb": extra_mb}
 
 

@@ -5,6 +5,7 @@
 - ``fedpart``: a round of each layer group over a round of the full network of the same run.
 - ``fedselect``: a round of one or three LocalAlts (two passes over the data each) over a FedAvg round of two or six
   epochs, in turn.
+- ``width_over_full``: a round of clients of width 1/4 over one of whole clients, with the peak of memory.
 - ``subfedavg``: an epoch with a share of the channels gone from every layer over one of the whole network, in turn.
 
 Local engine, medians. Writes ``bench/out/methods.json``.
@@ -24,7 +25,7 @@ import torch
 
 from bench.baselines import IMAGE
 from bench.flower_box import PROJECT
-from bench.measures import DATASET, apart, commit, run_local, write_images
+from bench.measures import DATASET, apart, commit, peak_above_now_mb, run_local, write_images
 from client_apps import fedpews
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
@@ -117,6 +118,20 @@ def subfedavg_epoch(settings: Mapping[str, Value]) -> Json:
     return {f"{share:.0%}": over(found[1:], lines[0.0][1:]) for share, found in lines.items() if share}
 
 
+def width_over_full(settings: Mapping[str, Value]) -> Json:
+    """Return a round of HeteroFL's clients of width 1/4 over one of whole clients, with the peaks of memory."""
+    (narrow, small), (whole, large) = (apart(_round_of_width, settings, width) for width in ("0.25", "1"))
+    return over(narrow, whole) | {"peak": small / large}
+
+
+def _round_of_width(settings: Mapping[str, Value], width: str) -> tuple[list[Json], float]:
+    """Return the rounds' lines, and by how many MB the memory's peak was above that before the run."""
+    keys: dict[str, Value] = {"method": "heterofl", "heterofl.widths": width, "heterofl.masked-loss": False}
+    lines: list[Json] = []
+    peak = peak_above_now_mb(lambda: lines.extend(run({**keys, "num-rounds": ROUNDS + 1, **settings}, 640)))
+    return lines, peak
+
+
 def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
     """Return what is measured: name -> function and arguments."""
     networks: dict[str, dict[str, Value]] = {
@@ -140,6 +155,9 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         for settings in ({"model": "lenet5-bn"}, digits)
         for batch in (10, 100)
     }
+    widths: list[dict[str, Value]] = [{"model": "fedpews-mlp", "dataset": "digits"}, {"model": "lenet5"}]
+    for settings in (*widths, {"model": "resnet18-gn"}):
+        found[f"width_over_full: {settings['model']}"] = (width_over_full, (settings,))
     found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
     return found | {
         f"fedselect: {model}, LocalAlts: {times}": (fedselect_round, (model, times))
@@ -161,7 +179,8 @@ def main() -> int:
         nested = result if isinstance(next(iter(result.values())), dict) else {"": result}
         for part, ratios in nested.items():
             columns = "".join(f"{ratios[key]:>{width}.2f}" for key, width in zip(KEYS, (9, 8, 8, 8, 8), strict=True))
-            print(f"{' '.join([name, part]).strip():<46}{columns}", flush=True)
+            peak = f"  peak of memory {ratios['peak']:.2f}" if "peak" in ratios else ""
+            print(f"{' '.join([name, part]).strip():<46}{columns}{peak}", flush=True)
         found[name] = result
     out = PROJECT / "bench/out/methods.json"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
 from fedsub_app.reports.records import (
-    COSTS,
     OPTIONAL,
     Group,
     Record,
@@ -126,7 +125,11 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     sentences = []
     for key, kind in kinds_of(record for group in groups for record in group.records).items():
         scores = {group.label: fmean(group.last(key)) for group in groups if group.last(key)}
-        spent = {group.label: [fmean(group.cost(cost)) for cost in COSTS] for group in groups if group.label in scores}
+        spent = {
+            group.label: [fmean(group.cost(cost)) for cost in ("MB by formula", "GFLOPs")]
+            for group in groups
+            if group.label in scores
+        }
         best = min(scores, key=lambda label: -scores[label] if kind.high_is_good else scores[label])
         limit = NEAR * scores[best] if kind.high_is_good else scores[best] / NEAR
         near = [label for label, score in scores.items() if kind.reached(score, limit)]
@@ -136,6 +139,6 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
             sentences.append(f"{best} has the best {kind_of(key)} {kind.name}, {kind.text(scores[best])}, {cost}.")
             continue
         share = f"{100 * scores[cheap] / scores[best]:.0f} % of {best}'s {kind_of(key)} {kind.name}"
-        sent, flops, *_ = (100 * mine / theirs for mine, theirs in zip(spent[cheap], spent[best], strict=True))
+        sent, flops = (100 * mine / theirs for mine, theirs in zip(spent[cheap], spent[best], strict=True))
         sentences.append(f"{cheap} reaches {share} with {sent:.0f} % of its bytes and {flops:.0f} % of its FLOPs.")
     return sentences
