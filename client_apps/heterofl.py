@@ -1,4 +1,4 @@
-"""HeteroFL and FedRolex, client side; the papers and deviations from them: ``strategies/heterofl.py``."""
+"""The client side of HeteroFL, FedRolex, Federated Dropout; papers and deviations: ``strategies/heterofl.py``."""
 
 import copy
 from contextlib import ExitStack
@@ -13,8 +13,27 @@ from strategies.heterofl import CLASSES
 from strategies.settings import HeteroFLSettings
 
 
-class HeteroFLClient(Client):
-    """Trains its narrow network with Scaler and masked loss, and measures BatchNorm's statistics."""
+class NarrowClient(Client):
+    """Measures the statistics of BatchNorm."""
+
+    @torch.no_grad()
+    def measure(self, sent: Tensors, config: Json) -> Tensors:
+        """Return BatchNorm's statistics, averaged over mini-batches of the client's data."""
+        self.load(sent)
+        network = copy.deepcopy(self.network.module).eval()
+        for layer in network.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train().reset_running_stats()
+                layer.momentum = None  # a cumulative average
+        for batch in self.batches(1, "statistics"):
+            network(self.x[batch])
+        self.flops += len(self.y) * self.place.forward_flops(self.network)
+        statistics = {name for name, _ in network.named_buffers()}
+        return {name: tensor for name, tensor in tensors_of(network).items() if name in statistics}
+
+
+class HeteroFLClient(NarrowClient):
+    """Trains its narrow network with Scaler and masked loss."""
 
     options: HeteroFLSettings
 
@@ -35,18 +54,3 @@ class HeteroFLClient(Client):
                 hooks.enter_context(layer.register_forward_hook(lambda _, __, x: x / width))
             self.fit(loss=loss)
         return self.trained() | {CLASSES: classes}
-
-    @torch.no_grad()
-    def measure(self, sent: Tensors, config: Json) -> Tensors:
-        """Return BatchNorm's statistics, averaged over mini-batches of the client's data."""
-        self.load(sent)
-        network = copy.deepcopy(self.network.module).eval()
-        for layer in network.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.train().reset_running_stats()
-                layer.momentum = None  # a cumulative average
-        for batch in self.batches(1, "statistics"):
-            network(self.x[batch])
-        self.flops += len(self.y) * self.place.forward_flops(self.network)
-        statistics = {name for name, _ in network.named_buffers()}
-        return {name: tensor for name, tensor in tensors_of(network).items() if name in statistics}

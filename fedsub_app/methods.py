@@ -131,6 +131,11 @@ METHODS = {
     "fedrolex": Method(
         "FedRolex, Alam et al. 2022", keys.HeteroFLSettings, "heterofl:FedRolex", "heterofl:HeteroFLClient"
     ),
+    "feddrop": Method(
+        "Federated Dropout, Caldas et al. 2018", keys.HeteroFLSettings, "heterofl:FedDrop", "heterofl:HeteroFLClient"
+    ),
+    "fjord": Method("FjORD, Horváth et al. 2021", keys.FjORDSettings, "fjord:FjORD", "fjord:FjORDClient"),
+    "fiarse": Method("FIARSE, Wu et al. 2024", keys.FIARSESettings, "fiarse:FIARSE", "fiarse:FIARSEClient"),
     "fedpart": Method(
         "FedPart, Wang et al. 2024, and momentum aggregation",
         keys.FedPartSettings,

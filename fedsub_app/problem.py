@@ -15,6 +15,7 @@ from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
+from fedsub_app.data.samples import pooled
 from fedsub_app.models import (
     adopted,
     build_model,
@@ -63,7 +64,9 @@ class Problem:
             The data are missing, damaged or too few; :meth:`network` checks the network.
         """
         network = (settings.model, settings.hidden_width, settings.model_options)
-        named = _named(load_dataset(settings.data), network, settings.task, settings.seed, settings.head)
+        data = load_dataset(settings.data)
+        data = pooled(data) if settings.client_test == "pooled" else data
+        named = _named(data, network, settings.task, settings.seed, settings.head)
         return replace(named, width=settings.model_width) if settings.model_width < 1 else named
 
     @staticmethod
@@ -89,6 +92,7 @@ class Problem:
             raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
         task = task or task_of(settings.task)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
+        dataset = pooled(dataset) if settings.client_test == "pooled" else dataset
         build = built(model, dataset.in_shape if traced else ())
         return Problem(dataset, build, task, settings.seed, settings.head, settings.model_width)
 

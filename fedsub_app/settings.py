@@ -327,6 +327,12 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
         return self
 
     @model_validator(mode="after")
+    def _a_global_test_set_is_left(self) -> "Settings":
+        if self.client_test == "pooled" and "global" in self.evaluations:
+            raise ValueError("client-test = 'pooled': leaves no global test set; evaluate must be without 'global'")
+        return self
+
+    @model_validator(mode="after")
     def _method_agrees(self) -> "Settings":
         allowed = self.options.objectives
         if self.objective not in allowed:

@@ -5,11 +5,13 @@ client trains w_i as in FedAvg, and on the same mini-batches v_i, which it keeps
 ``f(alpha v + (1 - alpha) w_i)``. Its personal model is the mixture. With adaptive alpha each client's own alpha follows
 the gradient ``<v - w_i, grad f(alpha v + (1 - alpha) w_i)>``. The global model is FedAvg's, bit for bit.
 
-Deviations from the paper, the authors' code (https://github.com/MLOPTPSU/FedTorch), and points that they leave open:
+Checked against the authors' code (https://github.com/MLOPTPSU/FedTorch: trainings/federated/apfl.py,
+``alpha_update``) and PFLlib (clientapfl.py). Deviations from the paper and from both, and points that they leave open:
 - v, w_i and alpha move together, from their values before the step (paper). The code moves w_i, then v, then alpha.
 - The network runs on the mixture of the weights (paper). The code mixes the outputs of two networks.
 - The personal model has the newest global w in the mixture (paper: the mean of the w_j). The code has the w_i that the
-  client has just trained, and PFLlib puts that mixture in the place of v after each round.
+  client has just trained, and PFLlib puts that mixture in the place of v after each round; it moves v along the
+  gradient at v, not at the mixture.
 - alpha is adapted in the first step of a round (code; ``adapt = "step"``: in every step, as in PFLlib), by the round's
   learning rate and clipped to [0, 1] (code). The code's further pull of alpha towards 0, 0.02 alpha, is left out.
 - v starts at the common start, whenever the client first takes part. v has an optimizer of its own, of the same

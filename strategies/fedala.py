@@ -6,12 +6,13 @@ layers of its own, element by element: ``own + (global - own) W``; the other lay
 and 1 at first, is learned by gradient descent on s percent of the client's samples: to convergence in the first merge,
 in one pass in the later ones. In its first round a client trains the global model.
 
-Deviations from the paper, the authors' code (https://github.com/TsingZ0/FedALA), and points that they leave open:
+Checked against the authors' code (https://github.com/TsingZ0/FedALA and PFLlib: utils/ALA.py, serverALA.py).
+Deviations from it and from the paper, and points that they leave open:
 - p counts layers (paper; a layer with the normalisation behind it). The code counts tensors.
 - a pass learns on s percent of its mini-batches, rounded down and at least one, in an order of its own (paper: random
-  samples). The code takes a random run of consecutive samples once, and drops the last mini-batch.
-- W has converged when the standard deviation of the losses of its last ten passes is below 0.1 (code; the paper gives
-  no rule), or after ``learn-passes`` (ours: the server bounds the FLOPs that a client may report).
+  samples). The code takes a random run of consecutive samples once a merge, in their order in each pass.
+- W has converged when the standard deviation of the losses of its last ten passes is below 0.1 (code, of each pass's
+  last mini-batch, here the mean; the paper gives no rule), or after ``learn-passes`` (ours: the server bounds FLOPs).
 - BatchNorm uses the statistics of the mini-batch while W is learned, and its running statistics are the global ones.
 - a client is evaluated on its model after a merge and before training (code), for which W learns once more.
 - ``objective`` is of the training alone, around the global model.

@@ -7,7 +7,8 @@ as many where the loss's gradient is largest; the share follows a cosine to 0 in
 values that it keeps, and in these rounds its mask. The server takes the mean at each position over the clients that
 keep it, and keeps the largest means of each layer (strategies/sparse.py).
 
-Deviations from the paper, the authors' code (https://github.com/bibikar/feddst), and points that they leave open:
+Checked against the authors' code (https://github.com/bibikar/feddst: dst.py, models.py). Deviations from it and from
+the paper, and points that they leave open:
 - the densities of the layers are those of the Erdős–Rényi kernel as published by its authors (RigL); FedDST's code has
   another formula, and begins with the largest initial weights in the place of random ones.
 - clients adjust after their last epoch (the code's default; the paper has epochs after the adjustment as well).
@@ -15,7 +16,9 @@ Deviations from the paper, the authors' code (https://github.com/bibikar/feddst)
   is that of one mini-batch drawn for it; the code takes the last one of the training.
 - a layer exchanges no more weights than it has pruned ones, so that a dense layer keeps its weights (ours).
 - the share is ``share / 2 (1 + cos(pi t / until))`` (paper); the code multiplies it by ``share`` once more.
-- BatchNorm and biases are dense (code). The code's final sparsity, minimum of votes and fp16 are left out.
+- masks are adjusted in rounds every, 2 every, ... (code: 2, 2 + every, ...).
+- BatchNorm and biases are dense (code). The code's final sparsity, minimum of votes, fp16 and memory of old weights are
+  left out.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,8 @@ draws a mask and passes the loss's gradient straight through the drawing. It ans
 a weight. The server counts ones and zeros of the masks in a Beta distribution for each weight, and theta is its mode
 ``(alpha - 1) / (alpha + beta - 2)``; every ``reset-every`` rounds the counts begin anew at alpha = beta = 1.
 
-Deviations from the paper, the authors' code (https://github.com/BerivanIsik/sparse-random-networks), and open points:
+Checked against the authors' code (https://github.com/BerivanIsik/sparse-random-networks: server.py, client.py,
+masked_layers.py). Deviations from it and from the paper, and points that they leave open:
 - the constant is the standard deviation of Kaiming's normal initialisation, ``sqrt(2 / inputs)`` (paper; the code has
   ``e / sqrt(inputs)``), the sign that of the initial weight. Biases have masks and constants of their layer (code).
 - scores start at 0, theta at 1/2; the code draws normal scores.

@@ -1,4 +1,4 @@
-"""HeteroFL and FedRolex, server side: clients train networks of different widths, cut out of the global one.
+"""HeteroFL, FedRolex, Federated Dropout, server side: clients train narrower networks, cut out of the global one.
 
 HeteroFL: Diao, Ding, Tarokh: HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients, ICLR 2021, https://arxiv.org/abs/2010.01264. A client of width r has the first ceil(r C) of each hidden layer's
@@ -8,6 +8,9 @@ statistics of the mini-batch; those of the global model are measured afterwards 
 FedRolex: Alam, Liu, Yan, Zhang: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction, NeurIPS 2022,
 https://arxiv.org/abs/2212.01548. The same with a window of units that begins at unit j mod C in round j = 0, 1, ... and
 wraps around. Values are averaged position by position over the clients that have it (strategies/sliced.py).
+Federated Dropout: Caldas, Konečný, McMahan, Talwalkar: Expanding the Reach of Federated Learning by Reducing Client
+Resource Requirements, 2018, https://arxiv.org/abs/1812.07210. The same with random units, drawn for each client and
+round; all clients have one width, and the loss has no mask (``widths = 0.75``, ``masked-loss = false``).
 
 Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRolex):
 
@@ -28,100 +31,43 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
   its mask on the logits. A narrow network alone, without its Scaler, is not what was trained.
 - FedRolex's paper has floor(r C) units, its code ceil(r C), as here. The code's window moves towards lower units, the
   paper's and this one towards higher ones. Its weighting by widths or counts of updates, and `overlap`, are left out.
+- Federated Dropout follows FedRolex's code (``ResnetServerRandom``); of the paper the abstract alone was read. Whether
+  the paper divides by the width is open (``scaler``); its lossy compression of what is sent is left out.
 - Clients tell the server which classes they have; the authors' simulation knows.
 - ``objective = "moon"`` is refused: a client's last model may be of other units.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.nodes import available
-from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.models import output_names
+from fedsub_app.federation.protocol import Spec, Update
+from fedsub_app.models import UnitGroup, output_names
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
-from fedsub_app.tasks import task_of
-from strategies.measurement import Measurement
-from strategies.rounds import evaluation_due
 from strategies.settings import HeteroFLSettings
-from strategies.sliced import Sliced
+from strategies.sliced import Narrow
 
 CLASSES = "classes"  # tensor of a reply, bool [classes]: the classes of the client's samples; all without masked loss
 
 
-class Statistics(Measurement):
-    """Asks all clients for the statistics of the global model's BatchNorm, in rounds that are evaluated."""
-
-    def clients(self) -> Sequence[int]:
-        """Return all clients that a round may ask, or none where no evaluation is due."""
-        there = available(self.settings, self.round) if evaluation_due(self, self.round, ConfigRecord()) else ()
-        return [client for client, able in enumerate(there) if able]
-
-    def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the tensors that are no parameters."""
-        return {name: self.specs[name] for name, _ in self.model.named_buffers() if name in self.specs}
-
-    def weight(self, update: Update) -> float:
-        """Return the number of samples."""
-        return update.num_examples
-
-
-class HeteroFL(Sliced):
-    """Sends each client a window of every hidden layer's units; the client's width sets the window's size.
-
-    ``rolling``: the window begins one unit later in every round; otherwise it begins at the first unit.
-    """
+class HeteroFL(Narrow):
+    """Sends each client the first units of every hidden layer, as many as its width says."""
 
     options: HeteroFLSettings
-    rolling = False
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        if settings.options.masked_loss and not task_of(settings.task).classes:  # type: ignore[attr-defined]
-            key = f"{settings.method}.masked-loss = True"
-            raise UserError(f"{key}: needs classes, task = {settings.task!r} has none")
+        self.needs_classes("masked_loss")
         try:
             self.output = output_names(model)
         except TypeError as error:
             raise UserError(f"model = {settings.model!r}: {error}") from None
-        if self.current.keys() - dict(model.named_parameters()):
-            self.measurement = Statistics(self)
-
-    def held_width(self, client: int) -> float:
-        """Return a client's width: its device's or, without ``devices``, the (i mod number)-th of ``widths``."""
-        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
-
-    @property
-    def held_widths(self) -> Sequence[float]:
-        """The widths of all clients."""
-        whole = self.settings.model_width
-        return [min(1.0, each.width / whole) for each in self.devices.classes] if self.devices else self.options.widths
-
-    def width(self, client: int) -> float:
-        """Return a client's fraction of the units in the running round."""
-        held = self.held_width(client)
-        if self.options.assignment == "fixed":
-            return held
-        widths = [width for width in self.held_widths if not self.devices or width <= held]
-        draws = generator(self.settings.seed, self.round, client, "width")
-        return widths[int(torch.randint(len(widths), (), generator=draws))]
-
-    def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the window of each layer; a client of width 1 has all."""
-        width, start = self.width(client), self.round - 1 if self.rolling else 0
-        groups = self.units if width < 1 else ()
-        return {g.name: (torch.arange(g.size) - start) % g.size < g.kept(width) for g in groups}
-
-    def task(self, client: int) -> Task:
-        """Send the client's network and its width."""
-        return Task(client, self.network_of(client), {"width": self.width(client)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the client's network, and the rows of the output layer that count."""
@@ -142,6 +88,16 @@ class HeteroFL(Sliced):
 
 
 class FedRolex(HeteroFL):
-    """HeteroFL with a window that rolls."""
+    """HeteroFL with a window that begins one unit later in every round."""
 
-    rolling = True
+    def ranks(self, group: UnitGroup, client: int) -> Tensor:
+        """Return the distance of each unit from the window's first one."""
+        return (torch.arange(group.size) - (self.round - 1)) % group.size
+
+
+class FedDrop(HeteroFL):
+    """HeteroFL with random units, other ones for each client and round."""
+
+    def ranks(self, group: UnitGroup, client: int) -> Tensor:
+        """Return a permutation that is drawn."""
+        return torch.randperm(group.size, generator=generator(self.settings.seed, self.round, client, group.name))

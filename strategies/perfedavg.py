@@ -7,16 +7,17 @@ the loss after one gradient step of its own. A local step is
 ``variant = "first-order"`` (FO) leaves H out; ``"hessian-free"`` (HF) takes the difference of two gradients for the
 product of H and a vector u: ``(grad f(w + delta u) - grad f(w - delta u)) / (2 delta)``. The server takes the mean.
 
-Deviations from the paper and points that it leaves open; its authors have published no code:
+Deviations from the paper and points that it leaves open; its authors have published no code. Read beside it: pFedMe's
+authors' version (userperavg.py) and PFLlib's (clientperavg.py), both FO.
 - beta is the general ``lr``. D' are FedAvg's mini-batches, D and D'' come from a second pass in an order of its own
   that starts anew when it ends; so ``local-epochs`` counts passes over D', and with alpha 0 the method is FedAvg, bit
-  for bit. Published versions of other authors (pFedMe, PFLlib) take D and D' in turn from one pass, FO alone.
+  for bit. The two versions take D and D' in turn from one pass.
 - the exact Hessian is not offered: HF is the paper's own replacement for it.
 - momentum, Adam, weight decay, ``augment`` and ``objective`` act on the step of w; the inner step is plain gradient
   descent on the task's loss.
 - BatchNorm uses the statistics of each mini-batch; the running ones are those of the adapted network on D'.
-- a client is evaluated after ``tune-steps`` steps of size alpha from the global model (paper: one). pFedMe's and
-  PFLlib's versions take a step of size alpha and one of size beta.
+- a client is evaluated after ``tune-steps`` steps of size alpha from the global model (paper and PFLlib: one). pFedMe's
+  version takes a step of size alpha and one of size beta, on test samples.
 """
 
 from strategies.base import SubnetStrategy

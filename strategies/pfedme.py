@@ -5,7 +5,8 @@ https://arxiv.org/abs/2006.08848, Algorithm 1. A client has a local model w, the
 a personal one, theta. For each mini-batch it minimises ``f(theta) + lambda / 2 ||theta - w||²`` in theta by K gradient
 steps, then moves ``w <- w - eta lambda (w - theta)``. It sends w; the server goes beta of the way to the mean.
 
-Deviations from the paper, the authors' code (https://github.com/CharlieDinh/pFedMe), and points that they leave open:
+Checked against the authors' code (https://github.com/CharlieDinh/pFedMe: userpFedMe.py, fedoptimizer.py,
+serverpFedMe.py). Deviations from it and from the paper, and points that they leave open:
 - the learning rate of theta is the general ``lr``, eta is ``w-lr``, beta is the general ``server-lr``.
 - theta starts at the global model in each round and goes on from one mini-batch to the next (code). The code also pulls
   theta to 0 (weight 0.001): set ``weight-decay`` for that.

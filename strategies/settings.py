@@ -190,19 +190,40 @@ class ISTSettings(MethodSettings):
         return self.width and self.width * settings.sample_size
 
 
-class HeteroFLSettings(MethodSettings):
-    """Keys of HeteroFL and FedRolex."""
+class WidthSettings(MethodSettings):
+    """Keys of all methods whose clients train networks of different widths."""
 
-    objectives: ClassVar = ("none", "prox")
+    objectives: ClassVar = ("none", "prox")  # MOON's previous model may be of other units
 
     widths: Widths = (1.0, 0.5, 0.25, 0.125, 0.0625)
     """Fractions of every hidden layer's units that clients train; the papers' levels a to e."""
     assignment: Literal["fixed", "dynamic"] = "fixed"
     """Width of client i: always the (i mod number of widths)-th; or drawn anew in each round."""
+
+
+class HeteroFLSettings(WidthSettings):
+    """Keys of HeteroFL, FedRolex and Federated Dropout."""
+
     scaler: bool = True
     """Divide the outputs of narrow layers by the client's width in training."""
     masked_loss: bool = True
     """Set the logits of classes that a client lacks to 0 in training, and leave it out of the mean of their rows."""
+
+
+class FjORDSettings(WidthSettings):
+    """Keys of FjORD."""
+
+    widths: Widths = (0.2, 0.4, 0.6, 0.8, 1.0)
+    """Fractions of every hidden layer's units: the clients' own, and those that a mini-batch draws from."""
+    distill: bool = False
+    """The client's whole network teaches the narrower one that is drawn."""
+
+
+class FIARSESettings(WidthSettings):
+    """Keys of FIARSE."""
+
+    widths: Widths = (1.0, 0.25, 0.0625, 0.015625)
+    """Fractions of the weights of convolutions and linear layers that clients train."""
 
 
 class FedPartSettings(MethodSettings):

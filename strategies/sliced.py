@@ -3,22 +3,33 @@
 A method names the units of each client (:meth:`Sliced.units_of`). The client is sent the network that has only these
 units, a network that is really so small, and returns it trained; FedAvg's client does that. The values are averaged at
 the rows and columns that they were taken from, over the clients that have them; a position that no client has keeps its
-value. Positions that belong to no unit, such as the output bias, go to all clients.
+value. Positions that belong to no unit, such as the output bias, go to all clients. :class:`Narrow` is the base of the
+methods whose clients have a width, a fraction of every hidden layer.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
+import torch
+from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.nodes import available
 from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.models import UnitGroup
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import Index, indices, select, sliced_shape
+from fedsub_app.tasks import task_of
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
+from strategies.measurement import Measurement
+from strategies.rounds import evaluation_due
+from strategies.settings import WidthSettings
 
 
 class Sliced(SubnetStrategy):
@@ -74,3 +85,75 @@ class Sliced(SubnetStrategy):
     def refuses(self) -> Mapping[str, str]:
         """Refuse the defences that compare whole updates."""
         return {**super().refuses(), **WITHOUT_MASKS}
+
+
+class WidthBased(SubnetStrategy):
+    """Gives each client a width: the fraction of the network that it trains."""
+
+    options: WidthSettings
+    narrows = True
+
+    def held_width(self, client: int) -> float:
+        """Return a client's width: its device's or, without ``devices``, the (i mod number)-th of ``widths``."""
+        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
+
+    @property
+    def held_widths(self) -> Sequence[float]:
+        """The widths of all clients."""
+        whole = self.settings.model_width
+        return [min(1.0, each.width / whole) for each in self.devices.classes] if self.devices else self.options.widths
+
+    def width(self, client: int) -> float:
+        """Return a client's width in the running round, above 0 and at most 1."""
+        held = self.held_width(client)
+        if self.options.assignment == "fixed":
+            return held
+        widths = [width for width in self.held_widths if not self.devices or width <= held]
+        draws = generator(self.settings.seed, self.round, client, "width")
+        return widths[int(torch.randint(len(widths), (), generator=draws))]
+
+    def needs_classes(self, key: str) -> None:
+        """Raise :class:`UserError` where the key of the method is on and the task has no classes."""
+        if getattr(self.options, key) and not task_of(self.settings.task).classes:
+            name = f"{self.settings.method}.{key.replace('_', '-')} = True"
+            raise UserError(f"{name}: needs classes, task = {self.settings.task!r} has none")
+
+
+class Statistics(Measurement):
+    """Asks all clients for the statistics of the global model's BatchNorm, in rounds that are evaluated."""
+
+    def clients(self) -> Sequence[int]:
+        """Return all clients that a round may ask, or none where no evaluation is due."""
+        there = available(self.settings, self.round) if evaluation_due(self, self.round, ConfigRecord()) else ()
+        return [client for client, able in enumerate(there) if able]
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect the tensors that are no parameters."""
+        return {name: self.specs[name] for name, _ in self.model.named_buffers() if name in self.specs}
+
+    def weight(self, update: Update) -> float:
+        """Return the number of samples."""
+        return update.num_examples
+
+
+class Narrow(WidthBased, Sliced):
+    """Sends each client ``ceil(width * size)`` units of every hidden layer; BatchNorm is static."""
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        if self.current.keys() - dict(model.named_parameters()):
+            self.measurement = Statistics(self)
+
+    def ranks(self, group: UnitGroup, client: int) -> Tensor:
+        """Return the order in which a narrow client gets a layer's units: the rank of each, int64 ``[group.size]``."""
+        return torch.arange(group.size)
+
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the units of the client's width; at width 1 all."""
+        width = self.width(client)
+        groups = self.units if width < 1 else ()
+        return {group.name: self.ranks(group, client) < group.kept(width) for group in groups}
+
+    def task(self, client: int) -> Task:
+        """Send the client's network and its width."""
+        return Task(client, self.network_of(client), {"width": self.width(client)})

@@ -5,9 +5,11 @@ are 0. A client is sent the values at the positions that are kept and, where it 
 trains these positions and answers with their values; tensors without a mask travel whole. The mean is taken position by
 position over the clients that keep it. In the rounds of :meth:`Sparse.adjusts` each client answers with a mask of its
 own as well, which keeps as many weights of each layer as the server's, and :meth:`Sparse.adjusted` makes the next one.
-With ``density = 1`` nothing is pruned, and these methods are FedAvg, bit for bit.
+With ``density = 1`` nothing is pruned, and these methods are FedAvg, bit for bit. With :class:`Masked` each client may
+have masks of its own.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,8 +30,44 @@ from strategies.settings import SparseSettings
 MASK = "mask/"
 
 
-class Sparse(SubnetStrategy):
-    """Sends, trains and merges the weights that one mask keeps.
+class Masked(SubnetStrategy):
+    """Sends, trains and merges the values that a client's masks keep."""
+
+    _values: tuple[Tensors, dict[int, tuple[Tensors, Tensors]]] = ({}, {})
+
+    @abstractmethod
+    def kept(self, client: int) -> Tensors:
+        """Return a client's masks, those that do not keep all weights: name -> bool; equal ones are one object."""
+
+    def values(self, client: int) -> Tensors:
+        """Return the model, of tensors with a mask the values that it keeps; equal ones travel once a message."""
+        if self._values[0] is not self.current:
+            self._values = (self.current, {})
+        masks = self.kept(client)
+        if id(masks) not in self._values[1]:
+            self._values[1][id(masks)] = (masks, self.current | gather(self.current, masks))
+        return self._values[1][id(masks)][1]
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect as many values as were sent."""
+        return self.specs | {n: self.specs[n].of_shape([int(mask.sum())]) for n, mask in self.kept(client).items()}
+
+    def contribution(self, update: Update) -> Contribution:
+        """Add the values at the positions that the client keeps, by masks of its own if it has sent any."""
+        masks = self.kept(update.client) | unprefixed(MASK, update.tensors)
+        for name, mask in masks.items():
+            if (count := int(mask.sum())) != len(update.tensors[name]):
+                raise BadReply(f"tensor {MASK + name!r}: keeps {count} weights, expected {len(update.tensors[name])}")
+        whole = {name: update.tensors[name] for name in self.current if name not in masks}
+        return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
+
+    def refuses(self) -> Mapping[str, str]:
+        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
+        return {**super().refuses(), **WITHOUT_MASKS}
+
+
+class Sparse(Masked):
+    """Has one mask for all clients.
 
     Attributes
     ----------
@@ -39,6 +77,7 @@ class Sparse(SubnetStrategy):
 
     options: SparseSettings
     remembers = ("masks", "made")
+    _cut: tuple[Tensors, Tensors] = ({}, {})
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -47,8 +86,6 @@ class Sparse(SubnetStrategy):
         self.masks: Tensors = self.first_masks()
         self.made = torch.tensor(0)
         self.current = self.pruned(self.current, self.masks)
-        self._values: tuple[Tensors, Tensors] = ({}, {})
-        self._cut: tuple[Tensors, Tensors] = ({}, {})
 
     def first_masks(self) -> Tensors:
         """Return the masks of the first round: all weights."""
@@ -62,9 +99,8 @@ class Sparse(SubnetStrategy):
         """Return the next masks, from the merged model, not pruned yet, and the masks of the round's clients."""
         return self.masks
 
-    @property
-    def cut(self) -> Tensors:
-        """The masks that do not keep all weights."""
+    def kept(self, client: int) -> Tensors:
+        """Return the masks, the same for all clients."""
         if self._cut[0] is not self.masks:
             self._cut = (self.masks, {name: mask for name, mask in self.masks.items() if not mask.all()})
         return self._cut[1]
@@ -76,31 +112,13 @@ class Sparse(SubnetStrategy):
 
     def task(self, client: int) -> Task:
         """Send the values that are kept, and the masks to a client that has not merged since they were made."""
-        if self._values[0] is not self.current:  # the same tensors for all clients travel once a message
-            kept = gather(self.current, self.cut)
-            self._values = (self.current, {name: kept.get(name, x) for name, x in self.current.items()})
-        known = self.state_rounds[client] > self.made
-        bits = {} if known else prefixed(MASK, self.cut)
-        return Task(client, self._values[1] | bits, {"adjust": self.adjusts(self.round)})
+        bits = {} if self.state_rounds[client] > self.made else prefixed(MASK, self.kept(client))
+        return Task(client, self.values(client) | bits, {"adjust": self.adjusts(self.round)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect as many values as were sent and, where masks are adjusted, the client's own."""
-        kept = {name: self.specs[name].of_shape([int(mask.sum())]) for name, mask in self.cut.items()}
-        masks = {f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool) for name, mask in self.cut.items()}
-        return self.specs | kept | (masks if self.adjusts(self.round) else {})
-
-    def contribution(self, update: Update) -> Contribution:
-        """Add the values at the positions that the client keeps."""
-        masks = self.cut | unprefixed(MASK, update.tensors)
-        for name, mask in masks.items():
-            if (count := int(mask.sum())) != len(update.tensors[name]):
-                raise BadReply(f"tensor {MASK + name!r}: keeps {count} weights, expected {len(update.tensors[name])}")
-        whole = {name: update.tensors[name] for name in self.current if name not in masks}
-        return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
-
-    def refuses(self) -> Mapping[str, str]:
-        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
-        return {**super().refuses(), **WITHOUT_MASKS}
+        masks = {f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool) for name, mask in self.kept(client).items()}
+        return {**super().expected(client), **(masks if self.adjusts(self.round) else {})}
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge each position over the clients that keep it; adjust the masks."""

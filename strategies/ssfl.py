@@ -6,7 +6,8 @@ Efficient Federated Learning, 2024, https://arxiv.org/abs/2405.09037. Each clien
 largest mean saliency, in one ranking of all layers; the mask is the same for all clients and stays. Clients train and
 send the values that it keeps (strategies/sparse.py).
 
-Deviations from the paper and the authors' code (https://github.com/riohib/SSFL):
+Deviations from the paper and the authors' code; the latter was not read again: its repository
+(https://github.com/riohib/SSFL) now holds a README alone.
 - round 1 is the round of the saliencies: its clients answer with them and do not train. In the paper all clients do so
   before the first round; with ``participation`` below 1 these are the sampled ones.
 - saliencies are weighed by the clients' samples, as the models are (paper; the code takes their plain mean).
@@ -18,11 +19,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fedsub_app.common.tensors import Tensors, chosen
+from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
-from fedsub_app.subnets.sparsity import largest
+from fedsub_app.subnets.sparsity import largest_of_all
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
 from strategies.sparse import Sparse
@@ -68,11 +69,7 @@ class SSFL(Sparse):
         if not self.choosing:
             return super().merge(mean, updates)
         saliency = chosen(mean.result(), self.shapes)
-        best = {name: values == values.max() for name, values in saliency.items()}
-        every = torch.cat([values.flatten() for values in saliency.values()])
-        kept = largest(every, round(self.options.density * len(every))).split([v.numel() for v in saliency.values()])
-        masks: Tensors = {
-            name: part.view(values.shape) | best[name]
-            for (name, values), part in zip(saliency.items(), kept, strict=True)
-        }
+        count = round(self.options.density * sum(values.numel() for values in saliency.values()))
+        kept = largest_of_all(saliency, count)
+        masks = {name: kept[name] | (values == values.max()) for name, values in saliency.items()}
         return Merged(self.pruned(self.current, masks), {"masks": masks, "made": torch.tensor(self.round)})

@@ -114,6 +114,9 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "istprox": {"prox_mu": 0.1, "server_lr": 0.5},
     "heterofl": {"heterofl__widths": "0.5, 1"},
     "fedrolex": {"fedrolex__widths": "0.5, 1", "fedrolex__assignment": "dynamic", "momentum": 0.9},
+    "feddrop": {"feddrop__widths": "0.5"},
+    "fjord": {"fjord__widths": "0.5, 1", "fjord__distill": True},
+    "fiarse": {"fiarse__widths": "0.25, 1"},
     "local": {},
     "fedpews": {"fedpews__warmup_rounds": 2},
 }

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.config import resolve
 from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
 from fedsub_app.data.partition import deal_classes
+from fedsub_app.data.samples import pooled
+from fedsub_app.problem import Problem
 
 DIGITS = DataSettings(dataset="digits", normalise="none")
 SAMPLES = 1438
@@ -282,3 +285,23 @@ def test_clients_of_one_class_too_many_are_named() -> None:
     lists = "0, 0, 0"
     with pytest.raises(UserError, match="client 2 has no training sample with partition = 'lists'"):
         make(data, partition="lists", num_clients=3, class_lists=lists)
+
+
+def test_pooled_samples_are_those_of_both_sets() -> None:
+    """A quarter of each client's own is its test part; no sample is in two of them."""
+    data = load_dataset(DIGITS)
+    both = pooled(data)
+    assert torch.equal(both.train_x[:], torch.cat((data.train_x[:], data.test_x[:])))
+    assert torch.equal(both.train_y, torch.cat((data.train_y, data.test_y)))
+    made = make_partition(both, PartitionSettings(**BASE | {"client_test": "pooled", "holdout_fraction": 0.25}))
+    assert made.test_pool == "train"
+    assert everything(made) == list(range(1797))
+    for train, test in zip(made.train, made.test, strict=True):
+        assert len(test) == (len(train) + len(test)) // 4
+    assert Problem.of(resolve({"client-test": "pooled", "evaluate": "personal"})).data.train_y.shape == (1797,)
+
+
+def test_pooled_samples_leave_no_global_test_set() -> None:
+    line = r"^client-test = 'pooled': leaves no global test set; evaluate must be without 'global'$"
+    with pytest.raises(UserError, match=line):
+        resolve({"client-test": "pooled", "evaluate": "personal, global"})

@@ -288,7 +288,9 @@ EVERY = set(DEFENCES)
 MASKED = {"krum", "dp-noise-multiplier"}
 REFUSES = dict.fromkeys(
     ("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart", "ssfl", "fedpm"), EVERY
-) | dict.fromkeys(("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex", "feddst"), MASKED)
+) | dict.fromkeys(
+    ("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex", "feddrop", "fjord", "fiarse", "feddst"), MASKED
+)
 ON = {
     "clip-norm": {"clip_norm": 0.5},
     "median": {"mean": "median"},

@@ -53,7 +53,7 @@ def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]
     options: dict[str, Any]
     match settings.partition:
         case "dirichlet":
-            least = 2 if settings.client_test == "holdout" else 1  # one to train on, one to hold out
+            least = 1 if settings.client_test == "labels" else 2  # one to train on, one to hold out
             options = {"alpha": settings.dirichlet_alpha, "min_partition_size": least, "self_balancing": False}
             return "DirichletPartitioner", "dirichlet-alpha", {"partition_by": "label", **options}
         case "shards":

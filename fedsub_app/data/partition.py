@@ -60,7 +60,7 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
     validation: list[Tensor] = []
     test: list[Tensor] = []
     for client, indices in enumerate(train):
-        if settings.client_test == "holdout":
+        if settings.client_test != "labels":
             indices, held_out = _split(indices, settings.holdout_fraction, 1, settings.seed, client, "holdout")
             test.append(held_out)
         train[client], rest = _split(indices, settings.validation_fraction, 0, settings.seed, client, "validation")
@@ -76,7 +76,7 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         # Labels of all its samples: one that falls wholly into validation stays in the test set.
         test = _test_by_label(dataset, [torch.cat(parts) for parts in zip(train, validation, strict=True)])
     return Partition(
-        tuple(train), tuple(validation), tuple(test), "train" if settings.client_test == "holdout" else "test"
+        tuple(train), tuple(validation), tuple(test), "test" if settings.client_test == "labels" else "train"
     )
 
 
@@ -123,7 +123,7 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
         said = f"samples-per-client = {settings.samples_per_client}: must be 0 with"
         if settings.partition not in ("iid", "dirichlet"):
             raise UserError(f"{said} partition = {settings.partition!r}; allowed are 'iid', 'dirichlet'")
-        if settings.validation_fraction or settings.client_test == "holdout":
+        if settings.validation_fraction or settings.client_test != "labels":
             raise UserError(f"{said} validation-fraction or holdout: drawn with replacement, a sample may be in both")
         what = f"samples-per-client = {settings.samples_per_client} of num-clients = {clients}"
         check_memory(what, 8 * settings.samples_per_client * clients)

@@ -5,8 +5,8 @@ converting those of one client takes about as long as copying them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from weakref import WeakValueDictionary
 
 import torch
@@ -177,6 +177,20 @@ class Dataset:
     def in_shape(self) -> Shape:
         """Form of one sample, a network's input; a tuple where it is one tensor of numbers."""
         return tuple(self.train_x.shape[1:]) if self.form is None else self.form
+
+
+@lru_cache(maxsize=1)
+def pooled(data: Dataset) -> Dataset:
+    """Return the data set with the test samples behind the training ones; :class:`UserError` where they are lazy."""
+    train, test = data.train_x, data.test_x
+    if not (isinstance(train, Samples) and isinstance(test, Samples) and isinstance(train.stored, Tensor)):
+        raise UserError(f"client-test = 'pooled': {data.name} has samples that are no tensor; use 'holdout'")
+    return replace(
+        data,
+        train_x=Samples(torch.cat((train.tensor, test.tensor)), train.scale),
+        train_y=torch.cat((data.train_y, data.test_y)),
+        train_source=torch.cat((data.train_source, data.test_source)),
+    )
 
 
 def normalised(train: Tensor, test: Tensor, how: Normalise) -> tuple[Samples, Samples]:

@@ -150,10 +150,13 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     """
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of a client's training samples set aside for validation, rounded down."""
-    client_test: Literal["labels", "holdout"] = "labels"
-    """Test samples of a client: all of its labels and sources, or a part of its own samples."""
+    client_test: Literal["labels", "holdout", "pooled"] = "labels"
+    """Test samples of a client: all of its labels and sources, or a part of its own samples.
+
+    With pooled the clients divide training and test set together, PFLlib's protocol, and no global test set is left.
+    """
     holdout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Fraction of its own samples with client-test = "holdout", rounded down, at least one sample.
+    """Fraction of its own samples with client-test = "holdout" or "pooled", rounded down, at least one sample.
 
     The test part is taken before the validation part.
     """

@@ -32,7 +32,7 @@ def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[st
 def select(tensor: Tensor, index: Index) -> Tensor:
     """Return the rows and columns of a tensor; the tensor itself where the index is :data:`ALL`. Differentiable."""
     for axis, wanted in enumerate(index):
-        tensor = tensor if wanted is None else tensor.index_select(axis, wanted)
+        tensor = tensor if wanted is None else tensor.index_select(axis, wanted.to(tensor.device))
     return tensor
 
 

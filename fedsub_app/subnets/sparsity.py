@@ -50,6 +50,13 @@ def largest_of_layers(values: Mapping[str, Tensor], counts: Mapping[str, int]) -
     return {name: largest(values[name], count) for name, count in counts.items()}
 
 
+def largest_of_all(values: Mapping[str, Tensor], count: int) -> Tensors:
+    """Return where the ``count`` largest of all values are, in one ranking of all tensors."""
+    flat = largest(torch.cat([tensor.flatten() for tensor in values.values()]), count)
+    parts = flat.split([tensor.numel() for tensor in values.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(values.items(), parts, strict=True)}
+
+
 def exchanged(
     weights: Mapping[str, Tensor], slopes: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float
 ) -> tuple[Tensors, Tensors]:

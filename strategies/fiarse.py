@@ -1,0 +1,71 @@
+"""FIARSE, server side: a client trains the largest weights of the global model.
+
+Wu, Wang, Wang, Liu, Su, Gao: FIARSE: Model-Heterogeneous Federated Learning via Importance-Aware Submodel Extraction,
+NeurIPS 2024, https://arxiv.org/abs/2407.19389. A client of size gamma gets the share gamma of the weights whose
+magnitudes are largest in the whole model; the smallest of these is its threshold theta. It trains
+``f(w * M(w))``, where M is 1 for ``|w| >= theta`` and 0 elsewhere, also as w moves, and its gradient goes through M
+(threshold-controlled biased gradient): ``g * M * (1 + 2 theta |w| / (|w| + theta)^2)``. The server averages each
+position over the clients that train it.
+
+Checked against the authors' code (https://github.com/HarliWu/FIARSE, fiarse/: server.py, worker.py, ``Bern`` of
+model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and from the paper:
+
+- A client of size 1 has threshold 0 and is FedAvg's; the code takes the smallest magnitude.
+- Biases and BatchNorm belong to all clients (code: the biases of linear layers are ranked with the weights), and
+  BatchNorm's statistics are averaged as in FedAvg (code: static BatchNorm is one of its networks).
+- The variant with a threshold for each layer (code: fiarse_layerwise/) is left out.
+- A weight that a client has not moved counts in the mean (code: positions whose change is not 0).
+- The network has its whole shape on the client; values and masks are what travels. With ``devices`` gamma is the
+  device's width, although a network of half the units has about a quarter of the weights.
+- ``objective = "moon"`` is refused.
+"""
+
+from torch import nn
+
+from fedsub_app.common.tensors import Tensors, prefixed
+from fedsub_app.federation.protocol import Task
+from fedsub_app.settings import Settings
+from fedsub_app.subnets.sparsity import largest_of_all
+from strategies.settings import FIARSESettings
+from strategies.sliced import WidthBased
+from strategies.sparse import MASK, Masked, weight_names
+
+
+class FIARSE(WidthBased, Masked):
+    """Sends each client the largest weights, as many as its width says."""
+
+    options: FIARSESettings
+    _largest: tuple[Tensors, dict[float, tuple[Tensors, float]]] = ({}, {})
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        self.names = weight_names(settings, model)
+
+    def submodel(self, width: float) -> tuple[Tensors, float]:
+        """Return the masks of the largest weights and their threshold; no masks and 0 at width 1."""
+        if self._largest[0] is not self.current:
+            self._largest = (self.current, {1: ({}, 0.0)})
+        if width not in self._largest[1]:
+            sizes = {name: self.current[name].abs() for name in self.names}
+            masks = largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
+            theta = min(float(sizes[name][mask].min()) for name, mask in masks.items() if mask.any())
+            self._largest[1][width] = (masks, theta)
+        return self._largest[1][width]
+
+    def kept(self, client: int) -> Tensors:
+        """Return the masks of the client's weights."""
+        return self.submodel(self.width(client))[0]
+
+    def network_at(self, width: float) -> Tensors:
+        """Return the model with 0 at the other weights."""
+        masks = self.submodel(width)[0]
+        return self.current | {name: self.current[name] * mask for name, mask in masks.items()}
+
+    def task(self, client: int) -> Task:
+        """Send the largest weights, where they are, and the threshold."""
+        masks, threshold = self.submodel(self.width(client))
+        return Task(client, self.values(client) | prefixed(MASK, masks), {"threshold": threshold})
+
+    def personal_download(self, client: int) -> Tensors:
+        """Return the client's weights and where they are."""
+        return self.task(client).tensors
