@@ -52,7 +52,8 @@ class Problem:
             The data are missing, damaged or too few; :meth:`network` checks the network.
         """
         network = (settings.model, settings.hidden_width, settings.model_options)
-        return _named(load_dataset(settings.data), network, settings.task, settings.seed, settings.head)
+        task = settings.task, settings.metrics
+        return _named(load_dataset(settings.data), network, task, settings.seed, settings.head)
 
     @staticmethod
     def own(
@@ -75,7 +76,7 @@ class Problem:
         """
         if settings.hidden_width:
             raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
-        task = task or task_of(settings.task)
+        task = task or task_of(settings.task, settings.metrics)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
         build = built(model, dataset.in_shape if traced else ())
         return Problem(dataset, build, task, settings.seed, settings.head)
@@ -162,8 +163,10 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 
 
 @lru_cache(maxsize=1)
-def _named(data: Dataset, network: tuple[str, int | None, str], task_name: str, seed: int, head: str) -> Problem:
-    (model, width, options), task = network, task_of(task_name)
+def _named(
+    data: Dataset, network: tuple[str, int | None, str], wanted: tuple[str, tuple[str, ...]], seed: int, head: str
+) -> Problem:
+    (model, width, options), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
         return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)

@@ -118,7 +118,9 @@ def test_the_guides_commands(page: str, least: int, desk: Path, capsys: pytest.C
             experiment, pairs = split(options["words"], options["pairs"])
             fixed, space = read_space(pairs)
             search = Search(experiment, fixed, space, "random", options["trials"])
-            assert metric_of(resolve(search.overrides(search.examples()[0])), options["metric"]) == "personal-validation"
+            assert (
+                metric_of(resolve(search.overrides(search.examples()[0])), options["metric"]) == "personal-validation"
+            )
         elif "--onnx" in words:  # this network normalises by the batch, which ONNX has not
             assert cli.main(words) == 2
             assert "torch cannot write this network" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from fedsub_app.reports.records import (
     curves,
     differing_keys,
     kinds_of,
+    losses_of,
     summary_table,
 )
 from fedsub_app.runs.masks import Masks, last_masks
@@ -110,7 +111,8 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(KINDS)))],
         "one": len(groups) == 1,
         "summary": summary_table(groups),
-        "curves": [_row(title, lines) for title, lines in rows.items()],
+        "curves": [_row(title, lines, AXES if len(groups) > 1 else AXES[:1]) for title, lines in rows.items()],
+        "losses": [_row(title, lines, AXES[:1]) for title, lines in curves(groups, losses_of).items()],
         "seeds": max(len(group.records) for group in groups) > 1,
         "score": score.name,
         "costs": cost_table(groups),
@@ -131,11 +133,11 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(title: str, lines: Sequence[Curve]) -> dict[str, Any]:
+def _row(title: str, lines: Sequence[Curve], axes: Sequence[str]) -> dict[str, Any]:
     keys = [(line.number, name, line.label) for line, name in zip(lines, short_names(lines), strict=True)]
     return {
         "title": title,
-        "pictures": [svg_of_curves(title, lines, axis) for axis in AXES],
+        "pictures": [svg_of_curves(title, lines, axis) for axis in axes],
         "keys": keys if any(name != label for _, name, label in keys) else [],
         "many": len(lines) > MAX_LABELS,
     }
