@@ -66,7 +66,7 @@ class Problem:
         network = (settings.model, settings.hidden_width, settings.model_options)
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
-        named = _named(data, network, settings.task, settings.seed, settings.head)
+        named = _named(data, network, (settings.task, settings.metrics), settings.seed, settings.head)
         return replace(named, width=settings.model_width) if settings.model_width < 1 else named
 
     @staticmethod
@@ -90,7 +90,7 @@ class Problem:
         """
         if settings.hidden_width:
             raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
-        task = task or task_of(settings.task)
+        task = task or task_of(settings.task, settings.metrics)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
         dataset = pooled(dataset) if settings.client_test == "pooled" else dataset
         build = built(model, dataset.in_shape if traced else ())
@@ -188,8 +188,10 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 
 
 @lru_cache(maxsize=1)
-def _named(data: Dataset, network: tuple[str, int | None, str], task_name: str, seed: int, head: str) -> Problem:
-    (model, width, options), task = network, task_of(task_name)
+def _named(
+    data: Dataset, network: tuple[str, int | None, str], wanted: tuple[str, tuple[str, ...]], seed: int, head: str
+) -> Problem:
+    (model, width, options), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
         return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import readable
-from fedsub_app.common.score import CLASSES, SCORES, Score
+from fedsub_app.common.score import CLASSES, SCORES, Score, further_metrics
 from fedsub_app.common.section import (
     EPOCHS,
     AmountOrNone,
@@ -283,7 +283,7 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
     def score(self) -> Score:
         """The score of the task; the code of a task of your own is run for it."""
         if self.task in SCORES:
-            return SCORES[self.task]
+            return SCORES[self.task]._replace(others=SCORES[self.task].others + further_metrics(self.metrics))
         from fedsub_app.tasks import task_of  # which loads torch
 
         return task_of(self.task).about
@@ -322,6 +322,8 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
                 raise ValueError(f"{key} = {value:g}: must be less than or equal to {SCORES[self.task].high:g}")
         if self.max_device_seconds and not self.devices:
             raise ValueError(f"max-device-seconds = {self.max_device_seconds:g}: does nothing without devices")
+        if further_metrics(self.metrics) and self.task not in CLASSES:
+            raise ValueError(f"metrics = {', '.join(self.metrics)!r}: task = {self.task!r} takes none but 'spread'")
         if self.attack == "label-flip" and self.task in SCORES and self.task not in CLASSES:
             raise ValueError(f"attack = 'label-flip': needs classes, task = {self.task!r} has none")
         return self

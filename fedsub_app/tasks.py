@@ -3,7 +3,7 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import named_code
-from fedsub_app.common.score import OWN, Score
+from fedsub_app.common.score import OWN, Score, further_metrics
 
 Reduction = Literal["mean", "sum", "none"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> the mean of a batch
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float]]  # (output, y) -> means of a batch by name
 Sums = dict[str, float | Tensor]
 CROSS_ENTROPIES = (0.0, 1e4)  # a larger one has diverged: guessing among 10^6 classes costs 14
+BINS, LARGEST = 2000, 10.0  # of the logits that are counted for an area under the ROC curve
 IGNORED = -100  # the target of a position that does not count, as in torch
 
 
@@ -115,6 +116,38 @@ class Classification(Task):
         return _in_range(y.long(), output, low=0)
 
 
+class FurtherMetrics(Classification):
+    """A classification that also reports metrics named in the setting ``metrics``, each in percent.
+
+    ``auc``: area under the ROC curve of a class against the others, the mean over the classes; ``f1``: the mean over
+    the classes that are labels or predictions; ``balanced_accuracy``: mean recall of the classes that are labels.
+    """
+
+    def __init__(self, others: Sequence[str]) -> None:
+        self.others = tuple(others)
+
+    def sums(self, output: Tensor, y: Tensor) -> Sums:
+        """Return a classification's sums, counts of (label, prediction), and those of :func:`rank_counts`."""
+        classes = output.shape[1]
+        pairs = torch.bincount(y * classes + output.argmax(1), minlength=classes**2).view(classes, classes)
+        sums: Sums = super().sums(output, y) | {"pairs": pairs}
+        if "auc" in self.others:
+            odds = torch.logit(output.double().softmax(1), eps=1e-9)
+            sums |= rank_counts(odds, F.one_hot(y, classes).bool())
+        return sums
+
+    def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return a classification's metrics and the further ones."""
+        pairs = torch.as_tensor(sums["pairs"]).double()
+        hits, labels, both = pairs.diagonal(), pairs.sum(1), pairs.sum(0) + pairs.sum(1)
+        values = {
+            "f1": lambda: 100.0 * float((2 * hits / both)[both > 0].mean()),
+            "balanced_accuracy": lambda: 100.0 * float((hits / labels)[labels > 0].mean()),
+            "auc": lambda: mean_area(sums),
+        }
+        return super().metrics(sums) | {name: values[name]() for name in self.others}
+
+
 class MultiLabel(Task):
     """Binary cross-entropy of the logits [n, labels] with y [n, labels] of 0 and 1.
 
@@ -125,7 +158,6 @@ class MultiLabel(Task):
 
     score, unit, low, high = "auroc", "%", 0.0, 100.0
     others, losses = ("f1",), CROSS_ENTROPIES
-    BINS, LARGEST = 2000, 10.0
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the binary cross-entropy, of a sample the mean over its labels."""
@@ -133,38 +165,16 @@ class MultiLabel(Task):
         return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
-        """Return counts of positive and negative samples, int64 [labels, bins], of hits and misses, and the loss."""
-        scaled = (output / self.LARGEST + 1) / 2 * self.BINS
-        labels = torch.arange(y.shape[1], device=y.device) * self.BINS
-        bins = scaled.long().clamp(0, self.BINS - 1) + labels
+        """Return the sums of :func:`rank_counts`, of hits and misses, and the loss."""
         true, said = y.bool(), output > 0
-
-        def counts(which: Tensor) -> Tensor:
-            return torch.bincount(bins[which], minlength=labels.numel() * self.BINS).view(-1, self.BINS)
-
         hits, wrong = int((said & true).sum()), int((said != true).sum())
         loss = float(self.loss(output, y, "sum"))
-        return {
-            "positive": counts(true),
-            "negative": counts(~true),
-            "hits": hits,
-            "wrong": wrong,
-            "loss": loss,
-            "count": len(y),
-        }
+        return {**rank_counts(output, true), "hits": hits, "wrong": wrong, "loss": loss, "count": len(y)}
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return ``auroc`` and ``f1`` in percent and the mean ``loss``."""
-        positive, negative = (torch.as_tensor(sums[name]).double() for name in ("positive", "negative"))
-        below = negative.cumsum(1) - negative / 2
-        pairs = positive.sum(1) * negative.sum(1)
-        areas = ((positive * below).sum(1) / pairs)[pairs > 0]
         f1 = 2 * float(sums["hits"]) / max(2 * float(sums["hits"]) + float(sums["wrong"]), 1)
-        return {
-            "auroc": 100.0 * float(areas.mean()) if len(areas) else 50.0,
-            "f1": 100.0 * f1,
-            "loss": _mean(sums),
-        }
+        return {"auroc": mean_area(sums), "f1": 100.0 * f1, "loss": _mean(sums)}
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
         """Return float32 [n, labels] of 0 and 1."""
@@ -265,6 +275,34 @@ class NextToken(Task):
         return _in_range(y.long(), output, low=IGNORED)
 
 
+def rank_counts(scores: Tensor, true: Tensor) -> Sums:
+    """Return ``positive`` and ``negative``: samples by their score, in bins of 0.01 from -10 to 10.
+
+    Both are int64 [labels, bins].
+
+    Parameters
+    ----------
+    scores : float [n, labels].
+    true : bool [n, labels].
+    """
+    offsets = torch.arange(true.shape[1], device=true.device) * BINS
+    bins = ((scores / LARGEST + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
+
+    def counts(which: Tensor) -> Tensor:
+        return torch.bincount(bins[which], minlength=offsets.numel() * BINS).view(-1, BINS)
+
+    return {"positive": counts(true), "negative": counts(~true)}
+
+
+def mean_area(sums: Mapping[str, float | Tensor]) -> float:
+    """Return the area under the ROC curve in percent, the mean over labels with samples of both kinds; 50 without."""
+    positive, negative = (torch.as_tensor(sums[name]).double() for name in ("positive", "negative"))
+    below = negative.cumsum(1) - negative / 2
+    pairs = positive.sum(1) * negative.sum(1)
+    areas = ((positive * below).sum(1) / pairs)[pairs > 0]
+    return 100.0 * float(areas.mean()) if len(areas) else 50.0
+
+
 def _above(y: Tensor) -> int:
     if y.is_floating_point():
         raise ValueError(f"y of {y.dtype}: must be integers")
@@ -302,14 +340,16 @@ def registered(task: Task) -> str:
     return name
 
 
-def task_of(name: str) -> Task:
-    """Return the task that the setting names; a file of the user is run.
+def task_of(name: str, metrics: Sequence[str] = ()) -> Task:
+    """Return the task that the setting names, with the further metrics of a classification; a user's file is run.
 
     Raises
     ------
     UserError
         There is none, or it is no task.
     """
+    if further := further_metrics(metrics):
+        return FurtherMetrics(further)
     if name in TASKS:
         return TASKS[name]
     if name.startswith(OWN):

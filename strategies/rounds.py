@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
+from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import OWN
+from fedsub_app.common.score import SPREAD
 from fedsub_app.common.tensors import Json, prefixed
 from fedsub_app.federation.nodes import draw, held_out
 from fedsub_app.federation.phase import Dropped, Phase
@@ -255,6 +258,8 @@ def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecor
     names = sorted({key for update in updates for key in update.metrics} - {"flops"})
     accuracies = [name for name in names if not name.endswith("-loss")]  # 0 to 100: no client moves their mean far
     means = _means(members, accuracies) | _means(members, [*{*names} - {*accuracies}], strategy.robust)
+    if SPREAD in strategy.settings.metrics:
+        means |= _spread(members, names)
     spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",), strategy.robust).items() if value}
     phase.report |= means | spent
     phase.report |= _lost(strategy, "evaluated-without-state", updates)
@@ -273,6 +278,19 @@ def _means(updates: Sequence[Update], keys: Iterable[str], robust: bool = False)
     """Return the clients' means; with ``robust`` their lower medians, which no client moves by what it says."""
     values = {key: [u.metrics[key] for u in updates if key in u.metrics] for key in keys}
     return {key: median_low(each) if robust else sum(each) / len(each) for key, each in values.items() if each}
+
+
+def _spread(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
+    """Return standard deviation, 10 % and 90 % quantile of each metric over the clients that answered with it."""
+    values = {key: np.array([u.metrics[key] for u in updates if key in u.metrics]) for key in keys}
+    parts: dict[str, Callable[[Any], Any]] = {
+        "sd": np.std,
+        "q10": partial(np.quantile, q=0.1),
+        "q90": partial(np.quantile, q=0.9),
+    }
+    return {
+        f"{key}-{name}": float(part(each)) for key, each in values.items() if len(each) for name, part in parts.items()
+    }
 
 
 def _sums(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:

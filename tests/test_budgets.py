@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from helpers import rounds
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
+from fedsub_app.runs.recorded import _allows_more
 from fedsub_app.runs.rounds import read_rounds
 
 Run = Callable[..., tuple[Json, Path]]
@@ -75,3 +77,35 @@ def test_a_run_ends_with_an_accuracy(evaluate: str, run_local: Run) -> None:
     run_local("stopped", **keys, stop_at_accuracy=found[4], resume=True)  # and stays so
     assert read_rounds(folder)[-1]["round"] == 4
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_budget_is_raised_on_resume(run_local: Run) -> None:
+    """Then the run goes on, and is the whole run; a smaller budget is refused, 0 is none."""
+    keys = {"num_rounds": 3}
+    _, whole = run_local("whole", **keys)
+    costs = read_rounds(whole)[1]["flops"]
+    summary, folder = run_local("part", **keys, max_flops=1.5 * costs)
+    assert (summary["rounds"], summary["ended-by"]) == (2, "max-flops")
+    for wrong in (0.5 * costs, -1.0):
+        with pytest.raises(UserError, match="max-flops"):
+            run_local("part", resume=True, max_flops=wrong)
+    summary, _ = run_local("part", resume=True, max_flops=2.5 * costs)
+    assert (summary["rounds"], "ended-by" in summary) == (3, True)
+    assert rounds(folder) == rounds(whole)
+    run_local("part", resume=True)  # as it is recorded now
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "value", "task", "more"),
+    [
+        ("max-bytes", 10.0, 0.0, "classification", True),
+        ("max-bytes", 0.0, 10.0, "classification", False),
+        ("stop-at-score", 90.0, 95.0, "classification", True),
+        ("stop-at-score", 90.0, 80.0, "classification", False),
+        ("stop-at-score", 5.0, 4.0, "regression", True),
+        ("num-rounds", 5, 4, "classification", False),
+    ],
+)
+def test_what_is_more(key: str, old: float, value: float, task: str, more: bool) -> None:
+    assert _allows_more(key, value, old, {"task": task}) is more

@@ -67,6 +67,15 @@ SCORES = {  # of the tasks of tasks.py, by the setting ``task``
 }
 
 
+FURTHER = ("auc", "f1", "balanced-accuracy")  # values of the setting ``metrics`` for a classification
+SPREAD = "spread"  # its other value, for any task
+
+
+def further_metrics(metrics: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in reports of the metrics in the setting ``metrics`` that a classification computes."""
+    return tuple(name.replace("-", "_") for name in metrics if name != SPREAD)
+
+
 def kind_of(key: str) -> str:
     """Return the kind of evaluation of a score's key: ``global`` for ``global-accuracy``."""
     return key.rpartition("-")[0]

@@ -63,6 +63,15 @@ class DataSettings(SeedSettings):
 
     It decides the loss, the score and what labels are (docs/own-data.md).
     """
+    metrics: Annotated[
+        tuple[Literal["auc", "f1", "balanced-accuracy", "spread"], ...],
+        Listed("allowed are auc, f1, balanced-accuracy, spread, comma-separated, or ''"),
+    ] = ()
+    """Further numbers of each evaluation: auc, f1 and balanced-accuracy of a classification, and spread.
+
+    auc and f1 are means over the classes. spread: standard deviation, 10 % and 90 % quantile of each metric over the
+    clients.
+    """
     dataset: Annotated[str, AfterValidator(_named)] = "digits"
     """A name of `fedsub list datasets`, of your own files, image sets joined by +, or a source (docs/own-data.md).
 

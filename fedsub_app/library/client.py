@@ -92,7 +92,7 @@ class Parts(NamedTuple):
         """Return the task of a run."""
         if self.task and settings.task != (name := registered(self.task)):
             raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
-        used = task_of(settings.task)
+        used = task_of(settings.task, settings.metrics)
         used = with_loss(used, self.loss) if self.loss else used
         return with_metrics(used, self.metrics) if self.metrics else used
 

@@ -32,6 +32,7 @@ from fedsub_app.reports.records import (
     curves,
     differing_keys,
     kinds_of,
+    losses_of,
     served_table,
     summary_table,
 )
@@ -113,6 +114,7 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "summary": summary_table(groups),
         "served": served_table(groups),
         "curves": [_row(title, lines, axes_of(groups)) for title, lines in rows.items()],
+        "losses": [_row(title, lines, ["round"]) for title, lines in curves(groups, losses_of).items()],
         "seeds": max(len(group.records) for group in groups) > 1,
         "score": score.name,
         "costs": cost_table(groups),

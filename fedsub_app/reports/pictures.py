@@ -1,9 +1,11 @@
 """Pictures of runs, drawn with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.score import Score
-from fedsub_app.reports.records import COSTS, Curve, Group, costs_of, curves, grouped
+from fedsub_app.reports.records import COSTS, LOSS, Curve, Group, costs_of, curves, grouped, losses_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,40 +135,58 @@ def limits_of(lines: Sequence[Curve]) -> tuple[float, float]:
 
 
 def axes_of(groups: Sequence[Group]) -> list[str]:
-    """Return what the curves of some groups are drawn against."""
-    return ["round", *costs_of(record for group in groups for record in group.records)]
+    """Return what the curves of some groups are drawn against: rounds and, of several groups, the costs."""
+    return ["round", *(costs_of(record for group in groups for record in group.records) if len(groups) > 1 else ())]
 
 
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
-    """Draw the score against rounds, bytes, FLOPs and seconds, a curve a group; returns the picture.
+    """Draw :func:`figure_of_curves` into a file; returns it.
 
     Raises
     ------
     UserError
         No run holds an evaluated round, or the picture's suffix is of no known format.
     """
+    drawing = figure_of_curves(groups)
+    try:
+        with _as_text():
+            drawing.savefig(target, dpi=120)
+    except ValueError as error:  # a suffix that matplotlib does not know; its message lists those that it does
+        raise UserError(f"{target}: {error}") from None
+    return target
+
+
+def figure_of_curves(groups: Sequence[Group]) -> "Figure":
+    """Return the score against rounds, bytes, FLOPs and seconds, a curve a group.
+
+    One group, whose curves are alike but for the axis, has score and loss against rounds.
+
+    Raises
+    ------
+    UserError
+        No run holds an evaluated round.
+    """
     rows = curves(groups)
     if not rows:
         folders = ", ".join(str(record.folder) for group in groups for record in group.records)
         raise UserError(f"{folders}: no evaluated round to draw")
-    axes = axes_of(groups)
+    if len(groups) == 1:
+        panels = [[(title, lines, "round") for title, lines in (rows | curves(groups, losses_of)).items()]]
+    else:
+        panels = [[(title, lines, axis) for axis in axes_of(groups)] for title, lines in rows.items()]
     with _as_text():
-        drawing = figure(4 * len(axes), 3.6 * len(rows))
-        grid = drawing.subplots(len(rows), len(axes), squeeze=False)
+        drawing = figure(4 * len(panels[0]), 3.6 * len(panels))
         keys: dict[str, str] = {}
-        for panels, (title, lines) in zip(grid, rows.items(), strict=True):
-            for panel, axis in zip(panels, axes, strict=True):
-                draw_lines(panel, lines, axis, limits_of(lines))
-            panels[0].set_ylabel(lines[0].score.titled(title))
-            keys |= {name: line.label for name, line in zip(short_names(lines), lines, strict=True)}
+        for row, plots in zip(panels, drawing.subplots(len(panels), len(panels[0]), squeeze=False), strict=True):
+            for number, ((title, lines, axis), plot) in enumerate(zip(row, plots, strict=True)):
+                draw_lines(plot, lines, axis, limits_of(lines))
+                if not number or len(groups) == 1:
+                    plot.set_ylabel(lines[0].score.titled(title))
+                keys |= {name: line.label for name, line in zip(short_names(lines), lines, strict=True)}
         if any(name != label for name, label in keys.items()):
             text = "\n".join(f"{name}  {label}" for name, label in keys.items())
             drawing.supxlabel(text, fontsize="small", ha="left", x=0.02)
-        try:
-            drawing.savefig(target, dpi=120)
-        except ValueError as error:  # a suffix that matplotlib does not know; its message lists those that it does
-            raise UserError(f"{target}: {error}") from None
-    return target
+    return drawing
 
 
 def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
@@ -226,8 +246,8 @@ def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "
         box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
         axes = drawing.add_axes(box)
         draw_lines(axes, lines, axis, limits_of(lines))
-        axes.set_ylabel(ylabel or lines[0].score.titled(lines[0].score.name))
-        return svg(drawing, f"{title} against {axis}")
+        axes.set_ylabel(ylabel or lines[0].score.titled(title if lines[0].score == LOSS else lines[0].score.name))
+        return svg(drawing, f"{title} against {axis}", lines)
 
 
 def svg_of_lines(
@@ -238,10 +258,8 @@ def svg_of_lines(
     return svg_of_curves(title, as_curves, xlabel, ylabel)
 
 
-def svg(drawing: "Figure", title: str) -> str:
+def svg(drawing: "Figure", title: str, lines: Sequence[Curve] = ()) -> str:
     """Return a figure as SVG that stands inside an HTML page, with a title for who cannot see it."""
-    from html import escape
-
     from matplotlib import rc_context
 
     text = StringIO()
@@ -253,8 +271,27 @@ def svg(drawing: "Figure", title: str) -> str:
     body = re.sub(r' id="run(\d+)"', r' class="run\1"', body)
     body = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", body)  # figure_1, axes_1: the same in every picture
     label = escape(title, quote=True)
-    head = f'<svg role="img" aria-label="{label}" viewBox'
+    head = f'<svg role="img" aria-label="{label}"{_scales(drawing, lines)} viewBox'
     return re.sub(r"<svg [^>]*?viewBox", head, body, count=1, flags=re.DOTALL)
+
+
+def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
+    """Return what a page's script needs to show the curves' values under the pointer; "" without curves.
+
+    ``data-box``: left, top, width, height of the plot as fractions; ``data-x``, ``data-y``: what its axes span;
+    ``data-labels``: number -> label.
+    """
+    if not lines:
+        return ""
+    axes = drawing.axes[0]
+    box = axes.get_position()
+    numbers = {
+        "box": (box.x0, 1 - box.y1, box.width, box.height),
+        "x": axes.get_xlim(),
+        "y": axes.get_ylim(),
+    }
+    spans = "".join(f' data-{name}="{" ".join(f"{v:.6g}" for v in values)}"' for name, values in numbers.items())
+    return f'{spans} data-labels="{escape(json.dumps({line.number: line.label for line in lines}), quote=True)}"'
 
 
 def draw_sweep(

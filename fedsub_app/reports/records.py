@@ -5,15 +5,16 @@ import os
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
-from fedsub_app.common.score import Score, kind_of
+from fedsub_app.common.score import KINDS, Score, kind_of
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.text import three_digits
@@ -21,6 +22,11 @@ from fedsub_app.config import base_keys, defaults
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import LOCATION_KEYS
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from torch import nn
 
 # Costs of a run up to a round: the sum of these keys of its lines, over the unit.
 COSTS = {
@@ -89,6 +95,34 @@ class Record:
     def measured(self) -> Json:
         """The last evaluation of the clients: client -> its numbers."""
         return next((line["evaluated"] for line in reversed(self.lines) if line.get("evaluated")), {})
+
+    def model(self) -> "nn.Module":
+        """Return the network with the final global model, in evaluation mode; the run's data must be here."""
+        from fedsub_app.problem import Problem
+        from fedsub_app.runs.checkpoint import global_network
+        from fedsub_app.runs.recorded import settings_of
+
+        return global_network(self.folder, Problem.of(settings_of({"run-dir": str(self.folder), "resume": True})))
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return a row a round: the numbers of rounds.jsonl and the costs so far."""
+        import pandas as pd
+
+        plain = [{k: v for k, v in line.items() if not isinstance(v, dict | list)} for line in self.lines]
+        return pd.DataFrame(plain).set_index("round")
+
+    def plot(self) -> "Figure":
+        """Return the learning curves, as in the run's curve.png."""
+        from fedsub_app.reports.pictures import figure_of_curves
+
+        return figure_of_curves([Group(str(self.settings["method"]), (self,))])
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the picture of a notebook's cell that ends in a record."""
+        picture = BytesIO()
+        if kinds_of([self]):
+            self.plot().savefig(picture, format="png", dpi=90)
+        return picture.getvalue() or None
 
     @property
     def command(self) -> str:
@@ -240,9 +274,13 @@ class Curve(NamedTuple):
     score: Score = Score()
 
 
+Curves = dict[str, list[Curve]]
+LOSS = Score("loss", False, "")
+
+
 def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curve | None:
     """Return the mean curve of ``key`` at the rounds that all runs of a group have measured; ``None`` without any."""
-    measured = [{line["round"]: line for line in record.lines if key in line} for record in group.records]
+    measured = [{line["round"]: line for line in record.lines if line.get(key) is not None} for record in group.records]
     rounds = sorted(set.intersection(*(set(lines) for lines in measured)))
     if not rounds:
         return None
@@ -268,21 +306,27 @@ def kinds_of(records: Iterable[Record]) -> dict[str, Score]:
     return {key: record.score for record in every for key in record.score.keys if key in measured}
 
 
-def curves(groups: Sequence[Group]) -> dict[str, list[Curve]]:
+def losses_of(records: Iterable[Record]) -> dict[str, Score]:
+    """Return the losses that any of some runs has measured, by the key of the line."""
+    measured = {key for record in records for line in record.lines for key in line if line[key] is not None}
+    return {key: LOSS for key in (*(f"{kind}-loss" for kind in KINDS), "train-loss") if key in measured}
+
+
+def curves(groups: Sequence[Group], kinds: Callable[[Iterable[Record]], dict[str, Score]] = kinds_of) -> Curves:
     """Return what is drawn of some groups: the title of a row of pictures -> its curves.
 
     A row is a score of all groups of a section, a curve a group; where there is one group alone, its scores
-    are the curves of one row.
+    are the curves of one row. ``kinds``: :func:`losses_of` for the losses instead.
     """
     if len(groups) == 1:
-        score = groups[0].records[0].score
-        found = [curve(groups[0], key, kind_of(key), k, score) for k, key in enumerate(kinds_of(groups[0].records))]
-        return {score.name: [line for line in found if line]} if any(found) else {}
+        scores = kinds(groups[0].records)
+        found = [curve(groups[0], key, kind_of(key), k, score) for k, (key, score) in enumerate(scores.items())]
+        return {next(iter(scores.values())).name: [line for line in found if line]} if any(found) else {}
     rows: dict[str, list[Curve]] = {}
     several = len({group.section for group in groups}) > 1
     for section in dict.fromkeys(group.section for group in groups):
         numbered = [(number, group) for number, group in enumerate(groups) if group.section == section]
-        for key, score in kinds_of(record for _, group in numbered for record in group.records).items():
+        for key, score in kinds([record for _, group in numbered for record in group.records]).items():
             title = f"{kind_of(key)} {score.name}" + f", {section}" * several
             lines = (curve(group, key, group.label, number, score) for number, group in numbered)
             rows[title] = [line for line in lines if line]
@@ -300,6 +344,7 @@ class Cell(NamedTuple):
 
     text: str
     value: float | str
+    best: bool = False
 
 
 def _scored(values: Sequence[float], score: Score) -> Cell:
@@ -350,6 +395,10 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, l
         status = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
         row += [Cell(status, status)]
         rows.append((f"{group.section}: {group.label}" if several else group.label, row))
+    for column, score in enumerate(measured.values(), 1) if len(rows) > 1 else ():
+        best = score.best(float(row[column].value) for _, row in rows if row[column].text != "–")
+        for _, row in rows:
+            row[column] = row[column]._replace(best=row[column].value == best)
     return [*header, *([OPTIONAL] if timed else []), "replies dropped", "rounds abandoned", "status"], rows
 
 

@@ -75,6 +75,9 @@ def summary_table(summary: Json, score: Score) -> str:
         rows.append(("privacy", f"epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}, of one client"))
     bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"
     rows.append(("rounds", f"{summary['rounds']}{bad}"))
+    if limit := summary.get("ended-by"):
+        more = f"`fedsub run --resume {summary['run-dir']} {limit}=…` goes on with another limit, 0 with none"
+        rows.append(("ended by", f"{limit}; {more}"))
     for direction in ("down", "up"):
         sent, formula = summary[f"total-bytes-{direction}"], summary[f"total-formula-bytes-{direction}"]
         rows.append((f"bytes {direction}", f"{human_bytes(sent)} sent, {human_bytes(formula)} by the formula"))

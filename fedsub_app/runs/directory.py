@@ -33,6 +33,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private, sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts, package_versions
 from fedsub_app.common.score import Score
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import own_digest
@@ -126,12 +127,18 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
+    @property
+    def limits(self) -> dict[str, Value]:
+        """The keys that say how far the run goes."""
+        flat = self.settings.flat()
+        return {key: flat[key] for key in EXTENDED}
+
     def extend(self, recorded: Json) -> None:
-        """Extend the run: its settings.json, ``recorded``, gets the larger ``num-rounds``.
+        """Extend the run: its settings.json, ``recorded``, gets the limits that allow more.
 
         The summary is deleted first: if the process is killed in between, the run counts as not ended.
         """
-        changed = recorded["settings"] | {EXTENDED: self.settings.num_rounds}
+        changed = recorded["settings"] | {key: v for key, v in self.limits.items() if key in recorded["settings"]}
         with self._writing("summary.json") as path:
             path.unlink(missing_ok=True)
         self.earlier = (*self.earlier, self.digest)
@@ -223,7 +230,7 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
         if recorded.get(OWN_CODE, code := own_digest(settings.model)) != code:
             raise UserError(f"model = {settings.model!r}: the file has changed since the run in {folder} began")
         run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
-        if settings.num_rounds != recorded["settings"].get(EXTENDED, settings.num_rounds):
+        if any(recorded["settings"].get(key, value) != value for key, value in run.limits.items()):
             run.extend(recorded)
         return run
     run_id, settings_digest, score = uuid.uuid4().hex[:12], settings.digest(), settings.score

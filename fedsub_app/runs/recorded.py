@@ -12,7 +12,7 @@ from fedsub_app.common.spelling import renamed
 from fedsub_app.config import canonical, resolve
 from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
 
-EXTENDED = "num-rounds"  # the key that may be larger when a run is resumed
+EXTENDED = ("num-rounds", "max-flops", "max-bytes", "stop-at-score")  # may allow more when a run is resumed
 
 
 class RunFailed(Exception):
@@ -31,21 +31,21 @@ def resume_command(folder: Path) -> str:
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """Resolve a run's settings; with ``resume`` the settings of its directory, which other keys must not contradict.
 
-    ``num-rounds`` may be larger: the run is extended. A key that is gone may be recorded with the value that stayed.
+    The keys of ``EXTENDED`` may allow more. A key that is gone may be recorded with the value that stayed.
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
     folder, overrides = Path(str(overrides["run-dir"])), renamed(overrides)
     content = read_recorded(folder)
     recorded = renamed(content["settings"])
-    longer = {}
+    longer: dict[str, Value] = {}
     for key, value in overrides.items():
         if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):
             old = recorded.get(key)
-            if key != EXTENDED or type(value) is not int or not isinstance(old, int) or value < old:
-                more = "; it can only get more" if key == EXTENDED else ""
+            if key not in EXTENDED or not _allows_more(key, value, old, recorded):
+                more = "; it can only get more" if key in EXTENDED else ""
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
-            longer = {key: value}
+            longer[key] = value
     before = {key: value for key, value in recorded.items() if key != "experiment" and GONE_KEYS.get(key) != value}
     try:
         resolve(before)
@@ -54,6 +54,16 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
         raise UserError(f"{folder / 'settings.json'}: {error}; {wrote}") from None
     location = {key: value for key, value in overrides.items() if key in LOCATION_KEYS and key != "experiment"}
     return resolve(before | location | longer).model_copy(update={"experiment": recorded.get("experiment") or None})
+
+
+def _allows_more(key: str, value: Value, old: Value | None, recorded: Mapping[str, Value]) -> bool:
+    """Say whether a run goes further with this value of a key of ``EXTENDED``; a limit of 0 is none."""
+    if isinstance(value, str) or isinstance(old, str | None) or type(value) is bool:
+        return False
+    if key == "num-rounds" or not (value and old):
+        return value > old if key == "num-rounds" else not value
+    score = resolve({"task": recorded.get("task", "classification")}).score
+    return score.better(value, old) if key == "stop-at-score" else value > old
 
 
 def read_recorded(folder: Path) -> Json:
