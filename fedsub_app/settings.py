@@ -264,7 +264,17 @@ class TrainingSettings(Section):
         return self
 
 
-BY_EXAMPLES = ("fedavg", "fedprox", "moon", "fedala", "ssfl", "feddst")  # their papers weigh so
+BY_EXAMPLES = (
+    "fedavg",
+    "fedprox",
+    "moon",
+    "fedala",
+    "ssfl",
+    "feddst",
+    "fedit",
+    "flexlora",
+    "flora",
+)  # their papers weigh so
 
 
 class AttackSettings(ClientsSettings):

@@ -19,7 +19,6 @@ the merged adapters have changed from the clients' weighted mean, over all layer
 Deviations:
 
 - alpha / r is that of ``lora-rank`` for all ranks, so that an adapter means the same for all clients.
-- Weights are those of the setting ``weighting``, by default the same for all; the papers weigh by samples.
 - FLoRA and FedEx-LoRA send the weights W that have adapters, not the stack or the residual that is added to them: a
   client that was away needs nothing else, and where ranks and clients are few it is more bytes than the papers count.
 - HetLoRA weighs the head by the same norms, over all layers together. A client that prunes sends the ranks that it

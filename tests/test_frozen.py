@@ -215,7 +215,7 @@ def test_weights_of_a_file_leave_the_output_layer_fresh(tmp_path: Path) -> None:
     model = sources._torchvision("", "squeezenet1_1", (3, 32, 32), 7, {"weights": str(file)})
     assert torch.equal(model.features[0].weight, published.features[0].weight)
     assert sources.fresh_names(model) == {"classifier.1.weight", "classifier.1.bias"}
-    with pytest.raises(ValueError, match="weights: .* tensors are lacking or of another shape, as 'conv1.weight'"):
+    with pytest.raises(ValueError, match=r"weights: .* tensors are lacking or of another shape, as 'conv1.weight'"):
         sources._torchvision("", "resnet18", (3, 32, 32), 7, {"weights": str(file)})
 
 

@@ -44,7 +44,14 @@ def made(tmp_path: Any) -> Made:
 
     def make(method: str, **keys: Any) -> tuple[SubnetStrategy, Callable[..., Client]]:
         usual = {"model": f"{tmp_path}/net.py:Net", "trainable": "lora", "lora-rank": RANK, "lora-alpha": RANK * SCALE}
-        usual |= {"method": method, "num-clients": 3, "partition": "iid", "train-per-class": 12, "batch-size": 16}
+        usual |= {
+            "weighting": "uniform",
+            "method": method,
+            "num-clients": 3,
+            "partition": "iid",
+            "train-per-class": 12,
+            "batch-size": 16,
+        }
         place = workplace(resolve(usual | {key.replace("__", ".").replace("_", "-"): v for key, v in keys.items()}))
         entry = METHODS[method]
         strategy = entry.strategy(place.settings, place.network.module)

@@ -226,7 +226,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         if recorded.get(OWN_CODE, code := own_digest(settings.model)) != code:
             raise UserError(f"model = {settings.model!r}: the file has changed since the run in {folder} began")
         if recorded.get(BASE, "") != base:
-            raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))}, the run's")
+            raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
         run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
         if settings.num_rounds != recorded["settings"].get(EXTENDED, settings.num_rounds):
             run.extend(recorded)
