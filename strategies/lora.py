@@ -31,7 +31,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import ClassVar
 
 import torch
@@ -148,20 +147,20 @@ class FedExLoRA(FedIT):
 
 
 class Ranked(FedIT, Sliced):
-    """Clients have the first ranks of each adapter: ``widths`` are fractions of ``lora-rank``."""
+    """Clients have the first ranks of each adapter, a fraction of ``lora-rank`` by ``widths`` or their devices."""
 
     options: RankSettings
     refused: ClassVar = USES_ALL
 
-    def width(self, client: int) -> float:
-        """Return a client's fraction of the ranks."""
-        return self.options.widths[client % len(self.options.widths)]
+    def held_width(self, client: int) -> float:
+        """Return a client's fraction of the ranks: its device's or, without ``devices``, that of ``widths``."""
+        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         """Return the first ranks; a client of width 1 has all."""
-        width = self.width(client)
+        width = self.held_width(client)
         groups = self.units if self.adapters and width < 1 else ()
-        return {g.name: torch.arange(g.size) < ceil(round(width * g.size, 6)) for g in groups}
+        return {group.name: torch.arange(group.size) < group.kept(width) for group in groups}
 
 
 class FlexLoRA(Ranked):
@@ -201,8 +200,9 @@ class HetLoRA(Ranked):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        whole = settings.lora_rank
-        self.ranks = torch.tensor([ceil(round(self.width(c) * whole, 6)) for c in range(settings.num_clients)])
+        first = self.units[0] if self.adapters else None
+        widths = map(self.held_width, range(settings.num_clients))
+        self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         """Return the ranks that the client has not pruned."""
