@@ -42,7 +42,7 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import Adapter, adapters, scale_of
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.averaging import Contribution, Mean
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
@@ -58,7 +58,7 @@ PRUNES = "prunes"  # tensor of a reply, bool [1]: the client gives up its last r
 class FedIT(SubnetStrategy):
     """FedAvg over adapters, and the base of the others; :meth:`next_layer` changes what was averaged."""
 
-    reports: ClassVar = {"merge-error": Reported("Error of the merged adapters", "Frobenius norm", "merge-error")}
+    reports: ClassVar = {"merge-error": Reported("Error of the merged adapters", "Frobenius norm")}
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
@@ -81,7 +81,7 @@ class FedIT(SubnetStrategy):
         adapted = {name: tensor for name, tensor in update.tensors.items() if name in names}
         return super().remembered(update, contribution) | adapted
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the mean, changed by :meth:`next_layer`, with the error; with privacy no sum without noise is made."""
         merged = super().merge(mean, updates)
         if not self.adapters or self.settings.dp_noise_multiplier:
@@ -236,7 +236,7 @@ class HetLoRA(Ranked):
             tensors[name] = whole
         return added._replace(tensors=tensors, slices={})
 
-    def merge(self, mean: MaskedMean, updates: Sequence[Update]) -> Merged:
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the mean, and the ranks without those that clients have pruned."""
         merged, ranks = super().merge(mean, updates), self.ranks.clone()
         for update in updates:
