@@ -29,7 +29,7 @@ class NodeApp(ClientApp):
     def __init__(self, source: node.Source, module: str) -> None:
         super().__init__()
         self.source, self.module = source, module
-        self.query()(_roll_call)
+        self.query()(self._roll_call)
         for verb in (self.train(), self.evaluate(), self.query("measure"), self.query("test")):
             verb(self._answer)
 
@@ -39,6 +39,11 @@ class NodeApp(ClientApp):
         if text := node.settings_text(header, context.node_config):
             place = self.source(text, header, context)(0)
             place.training_flops(place.network)
+
+    def _roll_call(self, message: Message, context: Context) -> Message:
+        """Answer which partition this node is, and keep the settings of the run that asks."""
+        header, _ = unpack(message.content)
+        return Message(pack(node.roll_call(header, context, self.source), []), reply_to=message)
 
     def _answer(self, message: Message, context: Context) -> Message:
         torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
@@ -61,11 +66,6 @@ class NodeApp(ClientApp):
             return getattr(import_module(of), name)
 
         return load, ()
-
-
-def _roll_call(message: Message, context: Context) -> Message:
-    header, _ = unpack(message.content)
-    return Message(pack(node.roll_call(header, context.node_config), []), reply_to=message)
 
 
 app = NodeApp(node.named, __name__)

@@ -117,6 +117,13 @@ METHODS = {
     "fedpm": Method("Isik et al. 2023", keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
     "ssfl": Method("Ohib et al. 2024", keys.SparseSettings, "ssfl:SSFL", "ssfl:SSFLClient"),
     "feddst": Method("Bibikar et al. 2022", keys.FedDSTSettings, "feddst:FedDST", "feddst:FedDSTClient"),
+    "fedit": Method("FedIT, Zhang et al. 2024: LoRA", MethodSettings, "lora:FedIT", "base:Client"),
+    "ffa-lora": Method("Sun et al. 2024", MethodSettings, "lora:FFALoRA", "lora:FFALoRAClient"),
+    "fedsa-lora": Method("Guo et al. 2025", MethodSettings, "lora:FedSALoRA", "lora:FedSALoRAClient"),
+    "flexlora": Method("Bai et al. 2024", keys.RankSettings, "lora:FlexLoRA", "base:Client"),
+    "flora": Method("Wang et al. 2024: LoRA", keys.FLoRASettings, "lora:FLoRA", "lora:MovedBaseClient"),
+    "fedex-lora": Method("Singhal et al. 2025", keys.FedExLoRASettings, "lora:FedExLoRA", "lora:MovedBaseClient"),
+    "hetlora": Method("Cho et al. 2024", keys.HetLoRASettings, "lora:HetLoRA", "lora:HetLoRAClient"),
     "mtl": Method("multi-task learning, regularised by the mean", keys.MTLSettings, "mtl:MTL", "mtl:MTLClient"),
     "local": Method("no federation: the floor", MethodSettings, "local:Local", "local:LocalClient"),
     "ist": Method(

@@ -34,7 +34,7 @@ from fedsub_app.data.tables import is_own_code as is_own_data
 from fedsub_app.federation.protocol import MEASURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
-from fedsub_app.models import bundled, is_own_code
+from fedsub_app.models import bundled, is_own_code, other_base
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import TASKS
@@ -59,8 +59,12 @@ def sees_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def roll_call(header: Json, config: Config) -> Json:
-    """Return this node's partition, or the reason why it cannot take part; keep the settings of the run that asks."""
+def roll_call(header: Json, context: Context, source: Source) -> Json:
+    """Return this node's partition, or the reason why it cannot take part; keep the settings of the run that asks.
+
+    Where the run's network has a frozen base, this node loads its own weights and compares them.
+    """
+    config = context.node_config
     answer: Json = {"simulated": simulated()}
     if header["code"] != code_digest():
         return answer | {"error": _other_code(header["code"])}
@@ -71,6 +75,11 @@ def roll_call(header: Json, config: Config) -> Json:
         return answer | {"error": f"partition-id = {partition}: must be 0 to num-partitions - 1"}
     if "settings" in header:
         _keep_settings(header, state_folder(header, config))
+    if header.get("base") and not simulated():
+        try:
+            source(header["settings"], header, context)
+        except UserError as error:
+            return answer | {"error": str(error)}
     return answer | {"partition-id": partition, "num-partitions": count, "gpu": sees_gpu(), "versions": versions()}
 
 
@@ -216,6 +225,9 @@ def named(text: str, header: Json, context: Context) -> Places:
         place = _private_place(text, private, header)
     else:
         place = workplace(settings_from(text, str(context.node_config.get("data-dir", ""))))
+    if header.get("base", "") != place.base:
+        settings = place.settings
+        raise UserError(f"model = {settings.model!r}: {other_base(place.base, header.get('base', ''))} the server's")
     return lambda client: place
 
 

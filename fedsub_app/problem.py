@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,19 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
-from fedsub_app.common.seeds import derive
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.samples import pooled
 from fedsub_app.models import (
+    Trained,
     adopted,
     build_model,
     check_network,
+    freeze,
     is_sourced,
     narrowed,
+    seeded,
     unit_groups,
+    with_base_of,
     with_head,
     with_logits,
 )
@@ -30,6 +33,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
 
 FIRST_SAMPLES = 32  # whose loss is tried before round 1
+WHOLE = Trained()
 Model = Callable[[], nn.Module]  # a network's class, or a function that makes one
 
 
@@ -45,6 +49,8 @@ class Problem:
     seed : seed of the initial global model.
     head : name of the network's head; "": its last Linear.
     width : fraction of each hidden layer's units that the network has.
+    trained : the part of the network that is trained; the rest is a frozen base.
+    name : the setting ``model``.
     """
 
     data: Dataset
@@ -53,6 +59,8 @@ class Problem:
     seed: int = 0
     head: str = ""
     width: float = 1.0
+    trained: Trained = WHOLE
+    name: str = ""
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
@@ -66,7 +74,8 @@ class Problem:
         network = (settings.model, settings.hidden_width, settings.model_options)
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
-        named = _named(data, network, (settings.task, settings.metrics), settings.seed, settings.head)
+        wanted = settings.task, settings.metrics
+        named = _named(data, network, wanted, settings.seed, settings.head, trained_part(settings))
         return replace(named, width=settings.model_width) if settings.model_width < 1 else named
 
     @staticmethod
@@ -94,7 +103,8 @@ class Problem:
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
         dataset = pooled(dataset) if settings.client_test == "pooled" else dataset
         build = built(model, dataset.in_shape if traced else ())
-        return Problem(dataset, build, task, settings.seed, settings.head, settings.model_width)
+        part, name = trained_part(settings), getattr(model, "__name__", type(model).__name__)
+        return Problem(dataset, build, task, settings.seed, settings.head, settings.model_width, part, name)
 
     def check_start(self) -> None:
         """Compute the loss of a few training samples before any training, as a step does.
@@ -118,15 +128,38 @@ class Problem:
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")
 
     def network(self, seed: int | None = None) -> nn.Module:
-        """Return a fresh network on the CPU: the initial global model, or another seed's model.
+        """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base.
 
         Raises
         ------
         UserError
             No network has this name, or it cannot take these inputs.
         """
+        if not self.trained.what:
+            return self.unfrozen(seed)
+        if seed is None or seed == self.seed:
+            return copy.deepcopy(self._frozen)  # which shares the base
+        return with_base_of(self._freshly_frozen(seed), self._frozen)
+
+    def unfrozen(self, seed: int | None = None) -> nn.Module:
+        """Return a fresh network without a frozen base or adapters."""
         model = self.build(self.seed if seed is None else seed)
         return with_named_head(_of_width(model, self.width) if self.width < 1 else model, self.head)
+
+    def _freshly_frozen(self, seed: int) -> nn.Module:
+        with seeded(seed, "adapters"):
+            return freeze(self.unfrozen(seed), self.trained, self.name)
+
+    @cached_property
+    def _frozen(self) -> nn.Module:
+        """The initial global model with its base, which this process has once."""
+        return self._freshly_frozen(self.seed)
+
+
+def trained_part(settings: Settings) -> Trained:
+    """Return the part of the network that the settings have trained."""
+    lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
+    return Trained(settings.trainable, settings.base_dtype, *lora, settings.options.moves_base)
 
 
 def with_named_head(model: nn.Module, head: str) -> nn.Module:
@@ -154,8 +187,7 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
     """
 
     def build(seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive(seed, "model"))
+        with seeded(seed, "model"):
             module = model()
         if not isinstance(module, nn.Module):
             raise UserError(f"model = {shown(model)}: returned a {type(module).__name__}, must be a torch.nn.Module")
@@ -189,14 +221,19 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 
 @lru_cache(maxsize=1)
 def _named(
-    data: Dataset, network: tuple[str, int | None, str], wanted: tuple[str, tuple[str, ...]], seed: int, head: str
+    data: Dataset,
+    network: tuple[str, int | None, str],
+    wanted: tuple[str, tuple[str, ...]],
+    seed: int,
+    head: str,
+    part: Trained,
 ) -> Problem:
     (model, width, options), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
         return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)
 
-    problem = Problem(data, build, task, seed, head)
+    problem = Problem(data, build, task, seed, head, trained=part, name=model)
     if is_sourced(model):
         check_network(problem.network(), model, data.in_shape, task.output(data.train_y, data.num_classes))
     return problem

@@ -19,6 +19,7 @@ from fedsub_app.common.section import (
     CountOrZero,
     Epochs,
     Listed,
+    Names,
     NonNegative,
     Positive,
     Section,
@@ -83,9 +84,11 @@ class MethodSettings(Section):
     """The keys of one method (``[tool.flwr.app.config.<method>]``); a method without keys uses this class itself.
 
     ``objectives``: values of the setting ``objective`` that the method can train with.
+    ``moves_base``: the method changes the weights under LoRA's adapters: they are sent, and not in the frozen base.
     """
 
     objectives: ClassVar[tuple[str, ...]] = ("none", "prox", "moon")
+    moves_base: ClassVar[bool] = False
 
     def check(self, settings: "Settings") -> None:
         """Raise ``ValueError("key = value: what is allowed")`` where a key contradicts the general settings."""
@@ -171,6 +174,21 @@ class TrainingSettings(Section):
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
     head: str = ""
     """Name of the layer that is the head of FedPer, MOON and FedPAC; "": the last Linear."""
+    trainable: str = ""
+    """Part that is trained and sent: lora, head, bias, norm, last-2-blocks or names of layers; "": all.
+
+    The rest is a frozen base. All but names train the head as well (docs/fine-tuning.md).
+    """
+    base_dtype: Literal["float32", "bf16"] = "float32"
+    """Type of the frozen base's parameters; bf16: the network computes in bfloat16, what is trained is float32."""
+    lora_rank: Count = 8
+    """r of trainable = "lora"."""
+    lora_alpha: Positive = 16.0
+    """alpha of trainable = "lora": an adapter's output is multiplied by alpha / r."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before the adapters."""
+    lora_targets: Names = ()
+    """Layers with adapters, by the ends of their names: "query, value"; "": all linear layers and convolutions."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if there is one."""
     stack_clients: bool = False
@@ -234,13 +252,29 @@ class TrainingSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_part_is_trained(self) -> "TrainingSettings":
+        if self.base_dtype != "float32" and not self.trainable:
+            raise ValueError(f"base-dtype = {self.base_dtype!r}: needs trainable = 'lora', 'head' or another part")
+        return self
+
+    @model_validator(mode="after")
     def _momentum_is_of_sgd(self) -> "TrainingSettings":
         if self.momentum and self.optimizer == "adam":
             raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
         return self
 
 
-BY_EXAMPLES = ("fedavg", "fedprox", "moon", "fedala", "ssfl", "feddst")  # their papers weigh so
+BY_EXAMPLES = (
+    "fedavg",
+    "fedprox",
+    "moon",
+    "fedala",
+    "ssfl",
+    "feddst",
+    "fedit",
+    "flexlora",
+    "flora",
+)  # their papers weigh so
 
 
 class AttackSettings(ClientsSettings):

@@ -60,6 +60,9 @@ class FedPM(SubnetStrategy):
         super().__init__(settings, model)
         if settings.by_examples:
             raise UserError("weighting = 'examples': must be 'uniform' with method = 'fedpm'")
+        if settings.trainable:
+            why = "fedpm masks random weights that stay; allowed is '', the whole network"
+            raise UserError(f"trainable = {settings.trainable!r}: {why}")
         weight_names(settings, model)
         self.signed = signed_constants(model, self.current)
         self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}

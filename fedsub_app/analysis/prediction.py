@@ -17,9 +17,10 @@ from fedsub_app.data.names import IMAGES, data_folder, folder_form, own_files
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import is_own_code, unseen_rows
+from fedsub_app.models import base_digest, other_base
 from fedsub_app.problem import Problem
 from fedsub_app.runs.checkpoint import global_network
-from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.recorded import read_recorded, settings_of
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import MultiLabel, NextToken
 from fedsub_app.training.local import evaluation_batches
@@ -30,6 +31,8 @@ def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, Proble
     settings = settings_of({"run-dir": str(folder), "resume": True})
     problem = Problem.of(settings)
     network = global_network(folder, problem) if client is None else client_of(folder, client).network.module
+    if (wanted := read_recorded(folder).get("base", "")) != (here := base_digest(network)):
+        raise UserError(f"model = {settings.model!r}: {other_base(here, wanted)} the run's")
     return network.cpu(), problem, settings
 
 

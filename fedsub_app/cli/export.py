@@ -1,4 +1,4 @@
-"""``fedsub export``: the numbers of runs as CSV, the model of one as ONNX."""
+"""``fedsub export``: the numbers of runs as CSV, the model of one as ONNX, as an adapter or whole."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,18 +14,28 @@ def export(
     clients: Annotated[bool, Option("--clients", help="a row a client and evaluation instead of one a round")] = False,
     out: Annotated[Path | None, Option(metavar="FILE", help="write it there")] = None,
     onnx: Annotated[Path | None, Option(metavar="FILE", help="write the model of one run there, as ONNX")] = None,
+    adapter: Annotated[Path | None, Option(metavar="FOLDER", help="write its LoRA adapter there, for peft")] = None,
+    merged: Annotated[Path | None, Option(metavar="FOLDER", help="write all its weights there")] = None,
     client: Client = None,
 ) -> None:
     """Print the rounds of runs, or their clients' numbers, as CSV; or write a model."""
-    if onnx:
-        from fedsub_app.analysis.prediction import write_onnx
-
+    if onnx or adapter or merged:
         if len(folders) > 1 or clients or out:
-            raise UserError("--onnx: of one run, without --clients and --out")
-        print(onnx, write_onnx(folders[0], onnx, client), sep="\n")
+            raise UserError("--onnx, --adapter, --merged: of one run, without --clients and --out")
+        if onnx:
+            from fedsub_app.analysis.prediction import write_onnx
+
+            print(onnx, write_onnx(folders[0], onnx, client), sep="\n")
+        if adapter or merged:
+            from fedsub_app.analysis.trained import write_adapter, write_merged
+
+            for folder, write in ((adapter, write_adapter), (merged, write_merged)):
+                if folder:
+                    write(folders[0], folder, client)
+                    print(folder)
         return
     if client is not None:
-        raise UserError(f"--client {client}: only with --onnx; --clients prints all clients' numbers")
+        raise UserError(f"--client {client}: only with a model; --clients prints all clients' numbers")
     from fedsub_app.reports.export import export as table
 
     text = table(folders, clients)

@@ -3,7 +3,8 @@
 Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Section 4.1 and Appendix A: torchvision's
 ResNet-101 (2,048 features) and DenseNet-121 (1,024), trained on ImageNet, without their last linear layer. The paper's
 text has the two numbers the other way round. As in the authors' code DenseNet's features are averaged without the ReLU
-that torchvision puts before the average.
+that torchvision puts before the average. ``efficientnet-lite0`` is one network of 1,280 features, whose weights a
+Python package holds; it is not the paper's.
 
 Images are resized to 256 pixels (the shorter side), cropped to the central 224 and normalised, as torchvision publishes
 for these weights. Training images of the sets that the paper names (birds, flowers, aircraft, textures) are instead
@@ -20,7 +21,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
+from fedsub_app.common.packaged import packaged
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import derive
 from fedsub_app.data.files import cache_folder, opened, unwritable
@@ -49,7 +51,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedsub")
 
 RANDOM = "-random"
-SIZE = 2048 + 1024
+SIZES = {"resnet101": 2048, "densenet121": 1024, "efficientnet-lite0": 1280}  # features of an image
+LITE = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}  # of the pixels that EfficientNet-Lite was trained with
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
 BATCH = 16
 DOWNLOAD_SILENCE_S = 30.0
@@ -108,14 +111,19 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network: its name in torchvision, the file of its weights (None: random weights) and the file's SHA-256."""
+    """A network: its name, the file of its weights (None: random weights) and the file's SHA-256."""
 
-    name: Literal["resnet101", "densenet121"]
+    name: Literal["resnet101", "densenet121", "efficientnet-lite0"]
     file: Path | None
     sha256: str = ""
 
     def build(self) -> nn.Module:
         """Return the network from images to features, in evaluation mode."""
+        if self.name == "efficientnet-lite0":
+            from fedsub_app.models.sources import from_source
+
+            lite = from_source("package:efficientnet-lite0", (3, 224, 224), 1000, {"num_classes": 0})
+            return lite.eval()
         from torchvision import models
 
         with torch.random.fork_rng(devices=[]):
@@ -149,6 +157,9 @@ def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
     UserError
         A file is not there and cannot be downloaded.
     """
+    if features == "efficientnet-lite0":
+        file = packaged(features)
+        return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)
     from torchvision import models
 
     published: dict[Literal["resnet101", "densenet121"], WeightsEnum] = {
@@ -195,14 +206,16 @@ def notes(features: Features, folder: str | None) -> tuple[str, ...]:
     for backbone in backbones(features, folder):
         assert backbone.file
         suffix = (
-            "" if backbone.sha256.startswith(backbone.file.stem.split("-")[1]) else ", not torchvision's published file"
+            ""
+            if backbone.sha256.startswith(backbone.file.stem.split("-")[-1])
+            else ", not torchvision's published file"
         )
         names.append(f"{backbone.file.name} (sha256 {backbone.sha256[:8]}{suffix})")
     return (f"features by {', '.join(names)}",)
 
 
 def extracted(name: str, pictures: Pictures, random_crops: bool, features: Features, folder: str | None) -> Tensor:
-    """Return the features of some pictures, float32 ``[len(pictures), 3072]``, from the cache or by the networks.
+    """Return the features of some pictures, float32 ``[len(pictures), features]``, from the cache or by the networks.
 
     Parameters
     ----------
@@ -214,7 +227,7 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
     weights = hashlib.sha256("".join(f"{net.name} {net.sha256}" for net in networks).encode()).hexdigest()[:16]
     crops = "random" if random_crops else "central"
     kept = cache_folder() / "features" / f"{features}-{weights}" / f"{name}-{pictures.digest}-{crops}"
-    cached = torch.empty(len(pictures.images), SIZE)
+    cached = torch.empty(len(pictures.images), sum(SIZES[net.name] for net in networks))
     known = _read(kept, cached)
     if not known[pictures.index].all():
         try:
@@ -254,7 +267,7 @@ def _extract(
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     built = [network.build().to(device) for network in networks]
-    transform = _transform(random_crops)
+    transform = _transform(random_crops, LITE if networks[0].name == "efficientnet-lite0" else {})
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())
     log.info("features of %d images of %s, on %s", len(missing), name, device)
@@ -274,12 +287,12 @@ def _extract(
         torch.set_num_threads(threads)
 
 
-def _transform(random_crops: bool) -> Callable[[Image.Image, int], Tensor]:
+def _transform(random_crops: bool, pixels: Mapping[str, list[float]]) -> Callable[[Image.Image, int], Tensor]:
     """Return what makes of an image and its number the networks' input, float32 ``[3, 224, 224]``."""
     from torchvision.models import ResNet101_Weights
     from torchvision.transforms import v2
 
-    central = ResNet101_Weights.IMAGENET1K_V1.transforms()  # DenseNet's are the same
+    central = ResNet101_Weights.IMAGENET1K_V1.transforms(**pixels)  # DenseNet's are the same
     if not random_crops:
         return lambda image, number: central(image)
     steps = [v2.PILToTensor(), v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]

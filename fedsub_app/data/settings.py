@@ -22,7 +22,7 @@ from fedsub_app.common.section import (
 )
 
 Normalise = Literal["standard", "half", "none"]
-Features = Literal["none", "resnet101-densenet121", "resnet101-densenet121-random"]
+Features = Literal["none", "resnet101-densenet121", "resnet101-densenet121-random", "efficientnet-lite0"]
 ClassLists = Annotated[
     tuple[Annotated[tuple[CountOrZero, ...], Field(min_length=1)], ...],
     Listed(
@@ -110,7 +110,7 @@ class DataSettings(SeedSettings):
     Synthetic data and features are never normalised.
     """
     features: Features = "none"
-    """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or by random networks.
+    """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or random; or 1,280 by one.
 
     Features are extracted once, on a GPU if there is one, and cached in $FEDSUB_CACHE (data/features.py). Images are
     resized to the networks' size, so ``image-size`` must be 0.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.packaged import packaged
 from fedsub_app.tasks import IGNORED
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -42,6 +43,8 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Enco
         if name in TRAINED:
             return _trained(name, texts, vocabulary)
         kind, _, folder = name.partition(":")
+        if kind == "package":
+            kind, folder = "transformers", str(packaged(folder))
         if kind == "transformers" and folder:
             tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             return lambda some: tokenizer(list(some), add_special_tokens=True)["input_ids"] if some else [], len(

@@ -152,6 +152,9 @@ class LibraryStrategy(Strategy):
         UserError
             The settings do not go with the clients or the network.
         """
+        if settings.trainable:
+            reason = "not in a Flower app of your own, whose network says itself what needs a gradient"
+            raise UserError(f"trainable = {settings.trainable!r}: {reason}")
         every = to_tensors(initial_arrays)
         self._order = list(every)
         self._others = {name: tensor for name, tensor in every.items() if not tensor.is_floating_point()}

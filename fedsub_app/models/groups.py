@@ -94,6 +94,11 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, named[name]) for name in _orders.get(model, named)]
 
 
+def forget_order(model: nn.Module) -> None:
+    """Forget the order of a network whose modules have changed."""
+    _orders.pop(model, None)
+
+
 def _order(model: nn.Module, in_shape: Shape) -> list[str]:
     ghost = copy.deepcopy(model).train()  # auxiliary heads are entered in training alone
     entered: dict[nn.Module, int] = {}

@@ -21,6 +21,7 @@ from fedsub_app.common.memory import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import brought
+from fedsub_app.models.base import base_names
 from fedsub_app.models.names import is_sourced
 from fedsub_app.models.sources import adopted, from_source, numbers
 
@@ -196,27 +197,28 @@ def build_model(
         with torch.device("meta"):  # without values
             shapes = builder(name, numbers(in_shape, name), num_classes, **settings)
         check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in shapes.parameters()))
-    with _seeded(seed):
+    with seeded(seed, "model"):
         return builder(name, numbers(in_shape, name), num_classes, **settings)
 
 
 def _sourced(name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None, options: str) -> nn.Module:
     if width:
         raise UserError(f"model = {name!r}: with a width set, allowed are listed multi-layer perceptrons")
-    with _seeded(seed):
+    with seeded(seed, "model"):
         return from_source(name, in_shape, num_classes, read_options(options))
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int, purpose: str) -> Iterator[None]:
+    """Draw what networks draw from torch's global generator by a seed and a purpose; leave the generator as it was."""
     # devices=[] and default_generator, not manual_seed(): that would seed the GPUs' generators as well.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive(seed, "model"))
+        torch.default_generator.manual_seed(derive(seed, purpose))
         yield
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters and floating-point buffers by name, in ``state_dict`` order.
+    """Return the model's parameters and floating-point buffers by name, in ``state_dict`` order, without a frozen base.
 
     These are the model's own objects (``nn.Parameter`` with its ``grad``, running statistics), not copies:
     ``{name: t.detach().clone() for ...}`` is a snapshot. Integer buffers are left out, ``num_batches_tracked`` among
@@ -224,7 +226,8 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """
     every = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(every.items())}
-    return {name: t for name, t in every.items() if t.is_floating_point() and first[id(t)] == name}
+    base = base_names(model)
+    return {n: t for n, t in every.items() if t.is_floating_point() and first[id(t)] == n and n not in base}
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

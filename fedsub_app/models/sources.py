@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsub_app.common.code import text_digest
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Shape, blank, shape_shown, unpacking
 from fedsub_app.common.own_code import named_code
+from fedsub_app.common.packaged import packaged
+from fedsub_app.models.base import base_names
 from fedsub_app.models.names import is_sourced
 
 Options = Mapping[str, Any]
-_ABOUT = "_fedsub_about"
+_ABOUT, _FRESH = "_fedsub_about", "_fedsub_fresh"
+MOST_FRESH = 4  # tensors that published weights may lack: those of an output layer or two
 BUNDLE = Path(__file__).parents[1] / "bundle"
 
 
@@ -40,6 +44,11 @@ class About(NamedTuple):
 def about(model: nn.Module) -> About | None:
     """Return the facts of a network that came through :func:`adopted`; ``None`` for one that a method's paper has."""
     return getattr(model, _ABOUT, None)
+
+
+def fresh_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the tensors of a pretrained network that its weights lack."""
+    return getattr(model, _FRESH, frozenset())
 
 
 def is_own_code(model: str) -> bool:
@@ -116,7 +125,8 @@ def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[i
         It cannot take such inputs, does not answer with [2, *outputs], or has no float32 parameters to train.
     """
     who = f"model = {name!r}"
-    odd = {str(p.dtype) for p in model.parameters() if p.dtype != torch.float32}
+    base = base_names(model)
+    odd = {str(p.dtype) for n, p in model.named_parameters() if p.dtype != torch.float32 and n not in base}
     if odd or not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{who}: has {', '.join(odd) or 'no'} parameters to train; allowed are torch.float32 ones")
     for training in (True, False):
@@ -152,10 +162,16 @@ def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
 
 
 def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    from torchvision.models import get_model
+    """Build by name; ``weights`` are torchvision's by their name, as "DEFAULT", or those of a file."""
+    from torchvision.models import get_model, get_model_weights
 
     channels, *_ = numbers(in_shape, model)
-    return for_channels(get_model(name, **{"weights": None, "num_classes": num_classes} | dict(options)), channels)
+    given = {"num_classes": num_classes} | dict(options)
+    weights = given.pop("weights", None)
+    net = for_channels(get_model(name, weights=None, **given), channels)
+    published = weights and getattr(get_model_weights(name), weights, None)
+    state = published.get_state_dict(progress=False) if published else _read(weights) if weights else None
+    return with_weights(net, state) if state else net
 
 
 def for_channels(net: nn.Module, channels: int) -> nn.Module:
@@ -167,27 +183,73 @@ def for_channels(net: nn.Module, channels: int) -> nn.Module:
     return net
 
 
-def _timm(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    timm, (channels, *_) = import_module("timm"), numbers(in_shape, model)
-    net: nn.Module = timm.create_model(name, **{"num_classes": num_classes, "in_chans": channels} | dict(options))
+def _read(file: str) -> Mapping[str, Tensor]:
+    """Return the tensors of a file of safetensors, or of torch without pickled code."""
+    path = Path(file).expanduser()
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    state: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Return a network with published weights; tensors of another shape, as of the output layer, stay fresh.
+
+    Raises
+    ------
+    ValueError
+        More than the tensors of two layers do not fit: these are the weights of another network.
+    """
+    own = net.state_dict()
+    fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
+    fresh = [name for name in own if name not in fitting and own[name].is_floating_point()]
+    if len(fresh) > MOST_FRESH:
+        raise ValueError(
+            f"weights: {len(fresh)} of {len(own)} tensors are lacking or of another shape, as {fresh[0]!r}"
+        )
+    net.load_state_dict(fitting, strict=False)
+    setattr(net, _FRESH, frozenset(fresh))
     return net
+
+
+def _timm(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
+    """Build by name; with ``pretrained=True`` with the weights of the hub's cache, ``weights`` are those of a file."""
+    timm, (channels, *_) = import_module("timm"), numbers(in_shape, model)
+    given = {"num_classes": num_classes, "in_chans": channels} | dict(options)
+    weights = given.pop("weights", None)
+    net: nn.Module = timm.create_model(name, **given)
+    return with_weights(net, _read(weights)) if weights else net
 
 
 def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
     """Build by the configuration in a folder or on the hub; with ``pretrained=True`` with its weights as well."""
     transformers = import_module("transformers")
+    transformers.logging.set_verbosity_error()  # which tensors are fresh is known: fresh_names
+    transformers.logging.disable_progress_bar()
     given = dict(options)
     pretrained = given.pop("pretrained", False)
     config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
     images = not isinstance(in_shape, Form) and len(in_shape) == 3
     kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
-    net: nn.Module = (
-        # No pickle: weights are read from safetensors alone.
-        kind.from_pretrained(name, config=config, use_safetensors=True, ignore_mismatched_sizes=True)
-        if pretrained
-        else kind.from_config(config, trust_remote_code=False)
-    )
+    if not pretrained:
+        net: nn.Module = kind.from_config(config, trust_remote_code=False)
+        return net
+    # No pickle: weights are read from safetensors alone.
+    how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    net, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, **how)
+    mismatched = (key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"])
+    setattr(net, _FRESH, frozenset({*loading["missing_keys"], *mismatched}))
     return net
+
+
+def _packaged(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
+    """Build a network whose pretrained weights a Python package holds: nothing is downloaded at run time."""
+    path = packaged(name)
+    if path.is_dir():
+        return _transformers(model, str(path), in_shape, num_classes, {"pretrained": True} | dict(options))
+    net = _timm(model, "tf_efficientnet_lite0", in_shape, num_classes, options)
+    state = _read(str(path))  # of EfficientNet-PyTorch, whose layers have other names in the same order
+    return with_weights(net, dict(zip(net.state_dict(), state.values(), strict=False)))  # no head with num_classes=0
 
 
 def _own(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> Any:
@@ -204,4 +266,5 @@ PACKAGES: dict[str, Callable[[str, str, Shape, int, Options], nn.Module]] = {
     "torchvision": _torchvision,
     "timm": _timm,
     "transformers": _transformers,
+    "package": _packaged,
 }

@@ -10,8 +10,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from fedsub_app.models.base import base_names
 from fedsub_app.models.graph import traced_groups
 from fedsub_app.models.groups import UnitGroup, executed
+from fedsub_app.models.lora import adapters, rank_groups
 from fedsub_app.models.networks import tensors_of
 from fedsub_app.models.sources import about
 
@@ -48,15 +50,21 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each
     other through the additions, so they cannot be removed one layer at a time, and belong to no group.
 
+    Units of a network with LoRA are its adapters' ranks.
+
     Raises
     ------
     TypeError
         If the structure holds a layer that this function does not know, or no unit can be removed.
     """
+    if ranks := rank_groups(model):
+        return ranks
     if known := about(model):
         if model not in _traced:
             _traced[model] = traced_groups(model, known.in_shape)
         return _traced[model]
+    if base_names(model):
+        raise TypeError("a part of its units is frozen")
     if isinstance(model, nn.Sequential):
         return _sequential_groups(model)
     blocks = [(name, m) for name, m in model.named_modules() if type(m).__name__ == "BasicBlock"]
@@ -100,16 +108,18 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     A convolution or linear layer and the normalisation behind it are one group. A tensor of a module that has layers
     in it (a class token, attention's ``in_proj_weight``) is in the group of the first of these layers. The shortcut
     convolutions of a ResNet are groups of their own, behind the second convolution of their block: ResNet-18 has 21
-    groups.
+    groups. The two factors of a LoRA adapter are one group.
     """
     groups: list[tuple[str, ...]] = []
     first: tuple[str, ...] = ()  # tensors of a module that has layers in it, whose first layer is to come
     owned: dict[str, list[str]] = {}
+    adapted = {adapter.layer for adapter in adapters(tensors_of(model))}
     for name in tensors_of(model):
-        owned.setdefault(name.rpartition(".")[0], []).append(name)
+        layer = name.partition(".lora_")[0]
+        owned.setdefault(layer if layer in adapted else name.rpartition(".")[0], []).append(name)
     for name, module in executed(model):
         names = first + tuple(owned.get(name, ()))
-        if any(True for _ in module.children()):
+        if name not in adapted and any(True for _ in module.children()):
             first = names
         elif name in owned:
             if isinstance(module, _NORMS) and groups:

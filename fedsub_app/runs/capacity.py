@@ -7,6 +7,7 @@ from fedsub_app.data import Partition
 from fedsub_app.federation.devices import Device
 from fedsub_app.federation.nodes import held_out
 from fedsub_app.federation.protocol import formula_bytes
+from fedsub_app.models import base_bytes
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
@@ -44,7 +45,8 @@ def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partiti
         if clients and device.width >= settings.min_width:
             largest = max(clients, key=sizes.__getitem__)
             network = formula_bytes(strategy.network_of(largest))
-            needed = client_bytes(settings, network, sizes[largest] * size_of(problem.data.in_shape))
+            samples = sizes[largest] * size_of(problem.data.in_shape)
+            needed = client_bytes(settings, network, samples) + base_bytes(strategy.model)
             _check(strategy, device, needed)
             able += len(clients)
             text += f"a network of {human_bytes(network)}, {human_bytes(needed)} in training"

@@ -36,7 +36,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.models import own_digest
+from fedsub_app.models import other_base, own_digest
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
@@ -50,6 +50,7 @@ except ImportError:  # Windows
 
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digest of the user's file that ``model`` names
+BASE = "base"  # key of settings.json: digest of the network's frozen base
 EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
 
 
@@ -209,8 +210,10 @@ class Run:
         return summary
 
 
-def open_run(settings: Settings, device: torch.device = CPU) -> Run:
-    """Create the run directory, or open the directory of a run to resume; ``device``: the device that computes it.
+def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> Run:
+    """Create the run directory, or open the directory of a run to resume.
+
+    ``device``: the device that computes it; ``base``: digest of the network's frozen base.
 
     Raises
     ------
@@ -229,6 +232,8 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
             )
         if recorded.get(OWN_CODE, code := own_digest(settings.model)) != code:
             raise UserError(f"model = {settings.model!r}: the file has changed since the run in {folder} began")
+        if recorded.get(BASE, "") != base:
+            raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
         run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
         if any(recorded["settings"].get(key, value) != value for key, value in run.limits.items()):
             run.extend(recorded)
@@ -249,6 +254,8 @@ def open_run(settings: Settings, device: torch.device = CPU) -> Run:
     }
     if code := own_digest(settings.model):
         content[OWN_CODE] = code
+    if base:
+        content[BASE] = base
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk

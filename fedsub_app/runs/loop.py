@@ -21,7 +21,7 @@ from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network
+from fedsub_app.models import Network, base_digest
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
@@ -84,10 +84,11 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
     device = pick_device(settings.device, settings.gpu_exact)
     # Before the run directory exists: it may reject its settings.
     problem, partition, strategy = prepare(settings, problem)
-    dataset, run = problem.data, open_run(settings, device)
+    base = base_digest(strategy.model)
+    dataset, run = problem.data, open_run(settings, device, base)
     with described_failures(run, settings):
         run_settings = settings.flat() | {"experiment": "", "resume": False}
-        header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)}
+        header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)} | ({"base": base} if base else {})
         if not partition:  # each node compares its own data with these
             header |= {"shape": shape_shown(dataset.in_shape), "classes": dataset.num_classes}
         global_test = GlobalTest(problem, device)

@@ -11,6 +11,7 @@ from fedsub_app.config import defaults
 from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Spec, formula_bytes
+from fedsub_app.models import base_bytes, trainable
 from fedsub_app.runs.capacity import check_devices, client_bytes
 from fedsub_app.runs.console import stages_of
 from fedsub_app.runs.loop import prepare
@@ -40,11 +41,13 @@ def plan(settings: Settings) -> str:
     usual = defaults()
     chosen = [f"{key} = {value!r}" for key, value in settings.flat().items() if usual[key] != value]
     parameters = sum(parameter.numel() for parameter in strategy.model.parameters())
+    trained = sum(parameter.numel() for parameter in trainable(strategy.model).values())
+    part = f", {trained:,} of them trained ({settings.trainable})" if settings.trainable else ""
     rows = [
         ("settings", ", ".join(chosen) or "the defaults"),
         ("data", f"{settings.dataset}: {len(dataset.train_y):,} training and {len(dataset.test_y):,} test samples, "
          f"{dataset.num_classes} {'classes' if dataset.has_classes else 'outputs'}"),
-        ("network", f"{settings.model}: {parameters:,} parameters, {human_bytes(_size(strategy))}"),
+        ("network", f"{settings.model}: {parameters:,} parameters{part}, {human_bytes(_size(strategy))}"),
         ("rounds", "; ".join(f"{name}: {which}" if name else which for name, which in stages_of(strategy)[:5])),
         *((f"round {number}{f', {name}' if name else ''}", text) for number, name, text in _rounds(strategy)),
         ("training", _training(strategy, partition, sample_flops)),
@@ -105,7 +108,8 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     Python, torch and activations come on top.
     """
     settings, model = strategy.settings, _size(strategy)
-    data = sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
+    base = base_bytes(strategy.model)
+    data = base + sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
     all_held = strategy.holds_all or settings.mean != "average" or settings.robust == "on"
     kept = settings.sample_size if all_held else 1
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
@@ -114,7 +118,10 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
     client = client_bytes(settings, model, samples)
     worker = data + together * client + messages
-    return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains"
+    frozen = f", {human_bytes(base)} of them the frozen base" if base else ""
+    return (
+        f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{frozen}"
+    )
 
 
 def _clients(dataset: Dataset, partition: Partition) -> str:

@@ -106,7 +106,9 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
         The structure holds a layer whose units are not known.
     """
     kinds = {"unstructured": (nn.Conv2d, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
-    weights = tuple(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds))
+    shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
+    layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    weights = tuple(f"{name}.weight" for name in layers if f"{name}.weight" in shapes)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     scales = {
         group.name: row
@@ -117,8 +119,8 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     if pruning != "unstructured" and not scales:
         raise ValueError("no layer has a BatchNorm behind it whose scaling factors could say which channels go")
     groups = tuple(group for group in unit_groups(model) if group.name in scales) if scales else ()
-    shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
-    return Prunable(groups, scales, weights, shapes, {name: p.numel() for name, p in model.named_parameters()})
+    sizes = {name: p.numel() for name, p in model.named_parameters() if name in shapes}
+    return Prunable(groups, scales, weights, shapes, sizes)
 
 
 def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float) -> Tensors:

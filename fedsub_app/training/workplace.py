@@ -10,7 +10,7 @@ from torch import Tensor
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.data import AnySamples, Partition, make_partition
-from fedsub_app.models import Network, narrowed, tensors_of, widths_of
+from fedsub_app.models import Network, base_digest, narrowed, tensors_of, widths_of
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
@@ -74,6 +74,11 @@ class Workplace:
             return costs.forward_flops(self.problem, network.module)
 
         return lru_cache(maxsize=256)(count)
+
+    @cached_property
+    def base(self) -> str:
+        """Digest of the network's frozen base, "" without one."""
+        return base_digest(self.network.module)
 
     def initial(self, seed: int | None = None) -> Tensors:
         """Return the initial global model, from the seed or as the server sent it, or another seed's model."""

@@ -1,0 +1,77 @@
+"""LoRA in a federation, client side; papers and deviations: ``strategies/lora.py``."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from client_apps.base import Client
+from client_apps.parts import PartClient
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.models import Output, adapters
+from strategies.lora import PRUNES
+from strategies.settings import HetLoRASettings
+
+
+class MovedBaseClient(Client):
+    """FedEx-LoRA and FLoRA: is sent the weights under the adapters, and does not return them."""
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Train; return what was trained."""
+        fixed = {adapter.weight for adapter in adapters(self.network.tensors)}
+        return {name: tensor for name, tensor in super().train(sent, config).items() if name not in fixed}
+
+
+class FFALoRAClient(PartClient):
+    """Trains all but A."""
+
+    @cached_property
+    def personal_names(self) -> tuple[str, ...]:
+        """Names of the tensors A, which stay at their common start."""
+        return tuple(adapter.a for adapter in adapters(self.network.tensors))
+
+    def train_parts(self) -> None:
+        """Train the shared part alone."""
+        self.fit(self.shared_names if self.personal_names else None)
+
+
+class FedSALoRAClient(PartClient):
+    """Keeps its B, trains all, returns the rest."""
+
+    @cached_property
+    def personal_names(self) -> tuple[str, ...]:
+        """Names of the tensors B."""
+        return tuple(adapter.b for adapter in adapters(self.network.tensors))
+
+
+class HetLoRAClient(Client):
+    """Trains with a penalty on the last ranks, and gives them up where training has made them smaller."""
+
+    options: HetLoRASettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the trained network, without the last ranks where they are pruned, and whether they are."""
+        self.load(sent)
+        every = adapters(self.network.tensors)
+        kept = max(1, int(self.options.gamma * config["rank"]))
+
+        def size() -> Tensor:
+            """Return the sum over the layers of ‖B[:, kept:]‖ ‖A[kept:]‖."""
+            tensors = self.network.parameters
+            parts = [tensors[a.b][:, kept:].norm() * tensors[a.a][kept:].norm() for a in every]
+            return torch.stack(parts).sum() if parts else torch.zeros(())
+
+        def loss(output: Output, y: Tensor) -> Tensor:
+            return self.loss(output, y) + self.options.lambda_ * size()
+
+        with torch.no_grad():
+            before = size()
+        self.fit(loss=loss if every and self.options.lambda_ else None)
+        trained = self.trained()
+        with torch.no_grad():
+            prunes = kept < config["rank"] and bool(size() < before)
+        if prunes:
+            for adapter in every:
+                trained[adapter.a][kept:] = 0
+                trained[adapter.b][:, kept:] = 0
+        return trained | {PRUNES: torch.tensor([prunes])}

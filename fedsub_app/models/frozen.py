@@ -1,0 +1,213 @@
+"""A frozen base: the tensors of a network that are never trained, sent or kept; the others are.
+
+A module's attribute ``BASE`` names its tensors that belong to the base. :func:`~fedsub_app.models.tensors_of` leaves
+them out, so that methods, masks, messages and checkpoints know the trained tensors alone. The base is compared by its
+digest (:func:`base_digest`), and copies of a network share its storage.
+
+LoRA: Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022, https://arxiv.org/abs/2106.09685, by the
+package peft: a layer with the weight W computes W x + alpha / r * B A x, of which A and B are trained.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.models.base import BASE, Base, base_names
+from fedsub_app.models.groups import executed, forget_order
+from fedsub_app.models.lora import adapters
+from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.sources import fresh_names
+from fedsub_app.models.units import head_names, part_names
+
+_LAST = re.compile(r"last-([1-9][0-9]*)-blocks?")
+
+
+class Trained(NamedTuple):
+    """What is trained of a network, the settings of these names; ``what = ""``: everything.
+
+    ``moves_base``: the method changes the weights that have adapters, so that they travel as well.
+    """
+
+    what: str = ""
+    base_dtype: str = "float32"
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    moves_base: bool = False
+
+
+def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
+    """Return the network, modified: all but the trained tensors are its frozen base.
+
+    Parameters
+    ----------
+    model : a network on the CPU; adapters are drawn from torch's global generator.
+    trained : what is trained; the head of the network is, too, unless names say otherwise.
+    name : the setting ``model``, for errors.
+
+    Raises
+    ------
+    UserError
+        Nothing is trained by this, or the package peft is missing.
+    """
+    names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
+    if trained.what == "lora":
+        _add_adapters(model, trained, names, name)
+        forget_order(model)
+        every = dict(model.named_parameters())
+        names |= {each for each in every if ".lora_" in each}
+        for each in names & every.keys():
+            every[each].requires_grad_()  # which peft has switched off
+        if trained.moves_base:
+            names |= {adapter.weight for adapter in adapters(every)}
+    _freeze(model, names, torch.bfloat16 if trained.base_dtype == "bf16" else None)
+    if trained.base_dtype == "bf16":
+        cast = _Cast()
+        model.register_forward_pre_hook(cast.enter)
+        model.register_forward_hook(cast.leave, always_call=True)
+    return model
+
+
+def with_base_of(model: nn.Module, other: nn.Module) -> nn.Module:
+    """Return a frozen network, modified: its base is that of another one of the same structure, the same storage."""
+    every, base = dict(model.named_parameters()), dict(other.named_parameters())
+    for name in base_names(other) & base.keys():
+        every[name].data = base[name].data
+    return model
+
+
+def base_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of a network's base, names and values; "" without one."""
+    base = base_names(model)
+    if not base:
+        return ""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if name in base:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def other_base(here: str, wanted: str) -> str:
+    """Return in words that the weights of the frozen base are others, by their digests; the end names whose."""
+    return f"the frozen base has SHA-256 {here[:16] or 'none'} here, {wanted[:16] or 'none'} is"
+
+
+def base_bytes(model: nn.Module) -> int:
+    """Return the bytes of a network's base."""
+    every = model.state_dict()
+    return sum(every[name].nbytes for name in base_names(model))
+
+
+def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
+    """Return the names of the network's own tensors that are trained."""
+    every = tuple(tensors_of(model))
+    head = {*head_names(model), *fresh_names(model)} & {*every}
+    if trained.what in ("lora", "head"):
+        return head
+    if trained.what == "bias":
+        chosen = {name for name in every if name.rpartition(".")[2].endswith("bias")}
+    elif trained.what == "norm":
+        norms = [path for path, module in model.named_modules() if "Norm" in type(module).__name__]
+        chosen = {name for name in every if name.rpartition(".")[0] in norms}
+    elif last := _LAST.fullmatch(trained.what):
+        blocks = blocks_of(model)
+        if len(blocks) < int(last[1]):
+            raise UserError(f"{what} has {len(blocks)} blocks")
+        chosen = {name for name in every if name.startswith(tuple(f"{path}." for path in blocks[-int(last[1]) :]))}
+    else:
+        try:
+            return {*part_names(model, trained.what)}
+        except ValueError as error:
+            raise UserError(f"{what}: {error}; or lora, head, bias, norm, last-2-blocks") from None
+    if not chosen:
+        raise UserError(f"{what} has no such tensors")
+    return chosen | head
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the names of a network's blocks in order of execution: members of a list of modules that have layers."""
+    blocks: list[str] = []
+    modules = dict(model.named_modules())
+    for path, module in executed(model):
+        listed = path and isinstance(modules[path.rpartition(".")[0]], nn.ModuleList | nn.Sequential)
+        composite = len([*module.modules()]) > 1 and bool(tensors_of(module))
+        if listed and composite and not any(path.startswith(f"{block}.") for block in blocks):
+            blocks.append(path)
+    return blocks
+
+
+def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], name: str) -> None:
+    """Add LoRA to the linear layers and convolutions that ``lora-targets`` names, by default to all."""
+    try:
+        peft = import_module("peft")
+    except ImportError as error:
+        needs = "needs the package peft; `pip install fedsub[adapters]`"
+        raise UserError(f"trainable = 'lora': {needs} ({one_line(error)})") from None
+    layers = [path for path, m in model.named_modules() if f"{path}.weight" not in kept and _fits(m)]
+    ends = tuple(f".{target}" for target in trained.targets) or ("",)
+    targets = [path for path in layers if f".{path}".endswith(ends)]
+    if not targets:
+        have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no layer but its head"
+        raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
+    config = peft.LoraConfig(
+        r=trained.rank, lora_alpha=trained.alpha, lora_dropout=trained.dropout, target_modules=targets
+    )
+    peft.inject_adapter_in_model(config, model)
+
+
+def _fits(module: nn.Module) -> bool:
+    """Say whether a layer can have an adapter: attention of torch reads the weights of its ``out_proj`` itself."""
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1
+    return isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
+def _freeze(model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> None:
+    """Mark all tensors but those of these names as the base, once where they are tied."""
+    every: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    trained = {id(tensor) for name, tensor in every.items() if name in names}
+    bases: dict[int, Base] = {}
+    for path, module in model.named_modules():
+        names_of = {leaf: f"{path}.{leaf}" if path else leaf for leaf in (*module._parameters, *module._buffers)}
+        tensors = {leaf: every[name] for leaf, name in names_of.items() if name in every}
+        marked = [leaf for leaf, t in tensors.items() if t.is_floating_point() and id(t) not in trained]
+        for leaf in marked:
+            if isinstance(tensor := tensors[leaf], nn.Parameter):
+                base = bases.setdefault(id(tensor), Base(tensor.data.to(dtype or tensor.dtype), requires_grad=False))
+                setattr(module, leaf, base)
+        if marked:
+            setattr(module, BASE, tuple(marked))
+        if marked and isinstance(module, nn.modules.batchnorm._NormBase):
+            module.eval()
+            setattr(module, "train", _stays)  # noqa: B010  (a method of one object)
+
+
+def _stays(mode: bool = True) -> None:
+    """Leave a BatchNorm of the base in evaluation mode: its statistics are part of the base."""
+
+
+class _Cast:
+    """Hooks that compute a network in bfloat16 where its base is: values of float32 enter and leave."""
+
+    def __init__(self) -> None:
+        self.running: list[torch.autocast] = []
+
+    def enter(self, module: nn.Module, inputs: object) -> None:
+        """Begin."""
+        device = next(module.parameters()).device.type
+        self.running.append(torch.autocast(device, torch.bfloat16))
+        self.running[-1].__enter__()
+
+    def leave(self, module: nn.Module, inputs: object, output: Any) -> Any:
+        """End, also after an error."""
+        self.running.pop().__exit__(None, None, None)
+        return output.float() if isinstance(output, Tensor) else output

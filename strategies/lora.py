@@ -1,0 +1,247 @@
+"""LoRA in a federation, server side: seven ways to merge the clients' adapters, of which each computes ``s B A x``.
+
+The mean of the products B A is not the product of the means. ``merge-error`` in a round's line is the distance of what
+the merged adapters have changed from the clients' weighted mean, over all layers (Frobenius norm): with FedIT exactly
+``s ‖mean(B A) - mean(B) mean(A)‖``. The head, and whatever else is trained, is averaged as in FedAvg.
+
+- FedIT, Zhang et al., ICASSP 2024, https://arxiv.org/abs/2305.05644: A and B are averaged.
+- FFA-LoRA, Sun et al., ICLR 2024, https://arxiv.org/abs/2403.12313: A stays at its common start, B is averaged.
+- FedSA-LoRA, Guo et al., ICLR 2025, https://arxiv.org/abs/2410.01463: A is averaged, B stays with its client.
+- FlexLoRA, Bai et al., NeurIPS 2024, https://arxiv.org/abs/2402.11505: the mean of B A, by its singular value
+  decomposition U S V^T: B = U S and A = V^T, of which a client has the first r_i ranks.
+- FLoRA, Wang et al., NeurIPS 2024, https://arxiv.org/abs/2409.05976: the sum of all weighted products, the product of
+  the stacked A and B, is added to the weights W; adapters start anew.
+- FedEx-LoRA, Singhal et al., ACL 2025, https://arxiv.org/abs/2410.09432: A and B are averaged, and
+  mean(B A) - mean(B) mean(A) is added to W.
+- HetLoRA, Cho et al., EMNLP 2024, https://arxiv.org/abs/2401.06432: adapters of a lower rank are filled up with zeros,
+  weights are the norms of B A, and clients prune ranks (client_apps/lora.py).
+
+Deviations:
+
+- alpha / r is that of ``lora-rank`` for all ranks, so that an adapter means the same for all clients.
+- FLoRA and FedEx-LoRA send the weights W that have adapters, not the stack or the residual that is added to them: a
+  client that was away needs nothing else, and where ranks and clients are few it is more bytes than the papers count.
+- HetLoRA weighs the head by the same norms, over all layers together. A client that prunes sends the ranks that it
+  gives up as zeros once.
+- FLoRA's new A is drawn by the server, the same for all clients.
+- A network without adapters is trained as with FedAvg, bit for bit, and the log says so.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedsub_app.common.reported import Reported
+from fedsub_app.common.seeds import generator
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.protocol import Spec, Task, Update
+from fedsub_app.models import Adapter, adapters, scale_of
+from fedsub_app.settings import Settings
+from fedsub_app.subnets.averaging import Contribution, Mean
+from strategies.base import SubnetStrategy
+from strategies.defences import DEFENCES
+from strategies.hooks import Merged
+from strategies.parts import SharedPart
+from strategies.settings import HetLoRASettings, RankSettings
+from strategies.sliced import Sliced
+
+log = logging.getLogger("fedsub")
+USES_ALL = dict.fromkeys(DEFENCES, "its server uses the products of each client's adapters")
+PRUNES = "prunes"  # tensor of a reply, bool [1]: the client gives up its last ranks
+
+
+class FedIT(SubnetStrategy):
+    """FedAvg over adapters, and the base of the others; :meth:`next_layer` changes what was averaged."""
+
+    reports: ClassVar = {"merge-error": Reported("Error of the merged adapters", "Frobenius norm")}
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        self.adapters, self.scale = adapters(self.current), scale_of(model)
+
+    def summary(self) -> None:
+        """Log the settings, and a warning where the method is FedAvg."""
+        super().summary()
+        if not self.adapters:
+            log.warning("trainable = %r: without 'lora' %s is FedAvg", self.settings.trainable, self.settings.method)
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect no weights W, which clients do not change."""
+        fixed = {adapter.weight for adapter in self.adapters}
+        return {name: spec for name, spec in super().expected(client).items() if name not in fixed}
+
+    def remembered(self, update: Update, contribution: Contribution) -> Tensors:
+        """Keep the adapters as well."""
+        names = {name for adapter in self.adapters for name in adapter[:2]}
+        adapted = {name: tensor for name, tensor in update.tensors.items() if name in names}
+        return super().remembered(update, contribution) | adapted
+
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
+        """Return the mean, changed by :meth:`next_layer`, with the error; with privacy no sum without noise is made."""
+        merged = super().merge(mean, updates)
+        if not self.adapters or self.settings.dp_noise_multiplier:
+            return merged
+        model, square = dict(merged.model), 0.0
+        for adapter in self.adapters:
+            exact = self.stacked(adapter, updates)
+            layer = self.next_layer(adapter, exact, model)
+            model |= {n: tensor.float().reshape(model[n].shape).contiguous() for n, tensor in layer.items()}
+            square += float((self.change(adapter, model) - exact[0] @ exact[1]).square().sum())
+        return replace(merged, model=model, report={**merged.report, "merge-error": self.scale * math.sqrt(square)})
+
+    def stacked(self, adapter: Adapter, updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
+        """Return B [out, R] and A [R, in], float64, whose product is the step towards the mean of the clients' B A."""
+        weights = [self.weight(update) for update in updates]
+        shares = [self.settings.server_lr * weight / (sum(weights) or 1.0) for weight in weights]
+        every = [(share, self.current | update.tensors) for share, update in zip(shares, updates, strict=True)]
+        every += [(1 - self.settings.server_lr, self.current)] if self.settings.server_lr != 1 else []
+        b = [share * tensors[adapter.b].double().flatten(1) for share, tensors in every]
+        a = [tensors[adapter.a].double().flatten(1) for _, tensors in every]
+        return torch.cat(b, 1), torch.cat(a)
+
+    def change(self, adapter: Adapter, model: Mapping[str, Tensor]) -> Tensor:
+        """Return what an adapter of a model computes, [out, in] over alpha / r, with the change of W in this round."""
+        a, b, weight = (model[name].double().flatten(1) if name in model else None for name in adapter)
+        assert a is not None
+        assert b is not None
+        moved = 0.0 if weight is None else (weight - self.current[adapter.weight].double().flatten(1)) / self.scale
+        return b @ a + moved
+
+    def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
+        """Return the tensors of an adapter that are not their mean; ``exact`` is :meth:`stacked`'s."""
+        return {}
+
+
+class FFALoRA(FedIT, SharedPart):
+    """Shares all but A, which stays at its common start."""
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        frozen = {adapter.a for adapter in self.adapters}
+        self.shared = [name for name in self.current if name not in frozen]
+
+
+class FedSALoRA(SharedPart):
+    """Shares all but B, which stays with its client: there is no product to be merged."""
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        personal = {adapter.b for adapter in adapters(self.current)}
+        self.shared = [name for name in self.current if name not in personal]
+
+
+class FedExLoRA(FedIT):
+    """Averages A and B, and adds to W what the product of the means lacks."""
+
+    refused: ClassVar = USES_ALL
+
+    def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
+        """Return W with the residual."""
+        residual = exact[0] @ exact[1] - self.change(adapter, model)
+        return {adapter.weight: self.current[adapter.weight].double().flatten(1) + self.scale * residual}
+
+
+class Ranked(FedIT, Sliced):
+    """Clients have the first ranks of each adapter, a fraction of ``lora-rank`` by ``widths`` or their devices."""
+
+    options: RankSettings
+    refused: ClassVar = USES_ALL
+
+    def held_width(self, client: int) -> float:
+        """Return a client's fraction of the ranks: its device's or, without ``devices``, that of ``widths``."""
+        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
+
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the first ranks; a client of width 1 has all."""
+        width = self.held_width(client)
+        groups = self.units if self.adapters and width < 1 else ()
+        return {group.name: torch.arange(group.size) < group.kept(width) for group in groups}
+
+
+class FlexLoRA(Ranked):
+    """Splits the mean of the products by its singular values."""
+
+    def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
+        """Return the best B and A of the adapter's rank; the decomposition is of the stacked factors' triangles."""
+        (left, upper), (right, lower) = torch.linalg.qr(exact[0]), torch.linalg.qr(exact[1].T)
+        u, s, v = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+        rank, old = len(model[adapter.a]), self.current[adapter.a].double().flatten(1)
+        b, a = (left @ u * s)[:, :rank], (v @ right.T)[:rank]
+        # A rank that no product needs starts anew: with B = 0 and an A of some value it can be trained.
+        return {adapter.b: nn.functional.pad(b, (0, rank - len(a))), adapter.a: torch.cat((a, old[len(a) :]))}
+
+
+class FLoRA(Ranked):
+    """Adds the stacked products to W, and starts the adapters anew."""
+
+    def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
+        """Return W with the mean product, a new A and B = 0, as the package peft draws them."""
+        draws = generator(self.settings.seed, self.round, adapter.layer)
+        a = nn.init.kaiming_uniform_(torch.empty_like(model[adapter.a]), a=math.sqrt(5), generator=draws)
+        weight = self.current[adapter.weight].double().flatten(1) + self.scale * exact[0] @ exact[1]
+        return {adapter.a: a, adapter.b: torch.zeros_like(model[adapter.b]), adapter.weight: weight}
+
+
+class HetLoRA(Ranked):
+    """Fills adapters up with zeros, weighs them by their norms, and lets clients prune their last ranks.
+
+    Attributes
+    ----------
+    ranks : each client's rank of every adapter, int64 [num_clients].
+    """
+
+    options: HetLoRASettings
+    remembers = ("ranks",)
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        super().__init__(settings, model)
+        first = self.units[0] if self.adapters else None
+        widths = map(self.held_width, range(settings.num_clients))
+        self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])
+
+    def units_of(self, client: int) -> dict[str, Tensor]:
+        """Return the ranks that the client has not pruned."""
+        groups = self.units if self.adapters else ()
+        return {g.name: torch.arange(g.size) < self.ranks[client] for g in groups if self.ranks[client] < g.size}
+
+    def task(self, client: int) -> Task:
+        """Send the client's network and its rank."""
+        return Task(client, self.network_of(client), {"rank": int(self.ranks[client])})
+
+    def expected(self, client: int) -> Mapping[str, Spec]:
+        """Expect the client's network, and whether it prunes."""
+        return {**super().expected(client), PRUNES: Spec((1,), torch.bool)}
+
+    def weight(self, update: Update) -> float:
+        """Return the norm of the client's products."""
+        if not self.adapters:
+            return super().weight(update)
+        pairs = [
+            (update.tensors[a.a].double().flatten(1), update.tensors[a.b].double().flatten(1)) for a in self.adapters
+        ]
+        return math.sqrt(sum(float((b @ a).square().sum()) for a, b in pairs))
+
+    def contribution(self, update: Update) -> Contribution:
+        """Add the client's adapters with zeros in the place of the ranks that it lacks."""
+        added = super().contribution(update)
+        tensors, slices = dict(added.tensors), dict(added.slices or {})
+        for name in slices:
+            whole = torch.zeros_like(self.current[name])
+            whole[tuple(map(slice, tensors[name].shape))] = tensors[name]
+            tensors[name] = whole
+        return added._replace(tensors=tensors, slices={})
+
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
+        """Return the mean, and the ranks without those that clients have pruned."""
+        merged, ranks = super().merge(mean, updates), self.ranks.clone()
+        for update in updates:
+            if bool(update.tensors[PRUNES]):
+                ranks[update.client] = max(1, int(self.options.gamma * ranks[update.client]))
+        return replace(
+            merged, state={"ranks": ranks}, report={**merged.report, "mean-rank": float(ranks.double().mean())}
+        )

@@ -1,0 +1,301 @@
+"""LoRA's seven aggregations against their papers' algebra on small matrices in float64; all methods over adapters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import merge_round, read
+from torch import Tensor
+
+from client_apps.base import Client
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import Update
+from fedsub_app.methods import METHODS
+from fedsub_app.models import adapters, tensors_of
+from fedsub_app.training.workplace import workplace
+from strategies.base import SubnetStrategy
+from strategies.lora import PRUNES
+
+pytest.importorskip("peft")
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.one, self.two, self.classes = nn.Linear(64, 5), nn.Linear(5, 6), nn.Linear(6, num_classes)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.classes(self.norm(self.two(torch.relu(self.one(x.flatten(1))))))
+"""
+RANK, SCALE = 4, 2.0
+Made = Callable[..., tuple[SubnetStrategy, Callable[..., Client]]]
+
+
+@pytest.fixture
+def made(tmp_path: Any) -> Made:
+    """A function to a method's strategy over adapters of rank 4, and its client of a number, round and state."""
+    (tmp_path / "net.py").write_text(NET)
+
+    def make(method: str, **keys: Any) -> tuple[SubnetStrategy, Callable[..., Client]]:
+        usual = {"model": f"{tmp_path}/net.py:Net", "trainable": "lora", "lora-rank": RANK, "lora-alpha": RANK * SCALE}
+        usual |= {
+            "weighting": "uniform",
+            "method": method,
+            "num-clients": 3,
+            "partition": "iid",
+            "train-per-class": 12,
+            "batch-size": 16,
+        }
+        place = workplace(resolve(usual | {key.replace("__", ".").replace("_", "-"): v for key, v in keys.items()}))
+        entry = METHODS[method]
+        strategy = entry.strategy(place.settings, place.network.module)
+        return strategy, lambda client, number=1, state=None: entry.client(place, client, number, state or {})
+
+    return make
+
+
+def updates_of(strategy: SubnetStrategy, seed: int = 0) -> list[Update]:
+    """Return updates of random tensors, of the form that the clients are asked for."""
+    draws = torch.Generator().manual_seed(seed)
+    updates = []
+    for client in range(3):
+        tensors: Tensors = {}
+        for name, spec in strategy.expected(client).items():
+            tensors[name] = (
+                torch.randn(spec.shape, generator=draws) if spec.dtype == torch.float32 else torch.zeros(1) > 0
+            )
+        updates.append(Update(client, tensors, {}, 10 * (client + 1)))
+    return updates
+
+
+def products(strategy: SubnetStrategy, updates: list[Update]) -> list[list[Tensor]]:
+    """Return s B A of each adapter and client, float64."""
+    every = [strategy.current | update.tensors for update in updates]
+    return [[SCALE * t[a.b].double() @ t[a.a].double() for t in every] for a in adapters(strategy.current)]
+
+
+def merged(strategy: SubnetStrategy, before: Tensors) -> list[Tensor]:
+    """Return s B A of each adapter of the merged model, with the change of its W."""
+    now = strategy.current
+    moved = [now[a.weight].double() - before[a.weight] if a.weight in now else 0.0 for a in adapters(now)]
+    own = [SCALE * now[a.b].double() @ now[a.a].double() for a in adapters(now)]
+    return [product + change for product, change in zip(own, moved, strict=True)]
+
+
+def norm(matrices: list[Tensor]) -> float:
+    return float(sum(matrix.square().sum() for matrix in matrices)) ** 0.5
+
+
+def distances(strategy: SubnetStrategy, before: Tensors, means: list[Tensor]) -> float:
+    return norm([m - mean for m, mean in zip(merged(strategy, before), means, strict=True)])
+
+
+def mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).mean(0)
+
+
+def test_fedit_reports_what_the_mean_of_factors_misses(made: Made) -> None:
+    strategy, _ = made("fedit")
+    updates, before = updates_of(strategy), strategy.current
+    each = products(strategy, updates)
+    report = merge_round(strategy, updates)
+    errors = []
+    for adapter, of_clients in zip(adapters(before), each, strict=True):
+        a, b = (mean([update.tensors[name].double() for update in updates]) for name in adapter[:2])
+        torch.testing.assert_close(strategy.current[adapter.a].double(), a)
+        errors.append(mean(of_clients) - SCALE * b @ a)
+    assert report["merge-error"] == pytest.approx(norm(errors), rel=1e-6)
+    assert norm(errors) > 1
+
+
+def test_fedit_of_equal_adapters_has_no_error_and_weighs_by_samples(made: Made) -> None:
+    strategy, _ = made("fedit")
+    updates = updates_of(strategy)
+    alike = [Update(k, updates[0].tensors, {}, 10) for k in range(3)]
+    assert merge_round(strategy, alike)["merge-error"] < 1e-5
+    strategy, _ = made("fedit", weighting="examples")
+    before, each = strategy.current, products(strategy, updates)
+    report = merge_round(strategy, updates)
+    means = [sum(w * p for w, p in zip((1 / 6, 2 / 6, 3 / 6), of_clients, strict=True)) for of_clients in each]
+    assert report["merge-error"] == pytest.approx(distances(strategy, before, means), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ffa-lora", "fedex-lora", "flora"])
+def test_the_merged_model_computes_the_mean_of_the_clients(method: str, made: Made) -> None:
+    strategy, _ = made(method, **({"flora__widths": "1, 0.5, 0.25"} if method == "flora" else {}))
+    if method == "ffa-lora":  # B of the start is 0
+        assert all(strategy.current[a.a].any() and not strategy.current[a.b].any() for a in adapters(strategy.current))
+    for seed in (0, 1):
+        strategy.round, updates, before = seed, updates_of(strategy, seed), strategy.current
+        start = [SCALE * before[a.b].double() @ before[a.a].double() for a in adapters(before)]
+        means = [mean(each) for each in products(strategy, updates)]
+        report = merge_round(strategy, updates)
+        if method == "flora":
+            assert not any(strategy.current[a.b].any() for a in adapters(before))
+            assert all(not torch.equal(strategy.current[a.a], before[a.a]) for a in adapters(before))
+            assert not norm(start)
+        assert distances(strategy, before, means) < 1e-5 * norm(means)
+        assert report["merge-error"] < 1e-5 * norm(means)
+
+
+def test_a_step_of_the_server_towards_the_mean_is_exact_too(made: Made) -> None:
+    strategy, _ = made("fedex-lora", server_lr=0.25)
+    merge_round(strategy, updates_of(strategy))
+    before = strategy.current
+    old = [SCALE * before[a.b].double() @ before[a.a].double() for a in adapters(before)]
+    updates = updates_of(strategy, 1)
+    steps = [0.75 * start + 0.25 * mean(each) for start, each in zip(old, products(strategy, updates), strict=True)]
+    merge_round(strategy, updates)
+    assert distances(strategy, before, steps) < 1e-5 * norm(steps)
+
+
+def test_flexlora_has_the_best_adapter_of_each_rank(made: Made) -> None:
+    strategy, _ = made("flexlora", flexlora__widths="1, 0.5")
+    updates = updates_of(strategy)
+    assert [len(strategy.expected(k)["one.lora_A.default.weight"].shape) and
+            strategy.expected(k)["one.lora_A.default.weight"].shape[0] for k in range(3)] == [4, 2, 4]  # fmt: skip
+    before, means = strategy.current, [mean(each) for each in products(strategy, updates)]
+    report = merge_round(strategy, updates)
+    left = 0.0
+    for adapter, exact, own in zip(adapters(before), means, merged(strategy, before), strict=True):
+        u, s, v = torch.linalg.svd(exact, full_matrices=False)
+        torch.testing.assert_close(own, (u[:, :4] * s[:4]) @ v[:4], rtol=1e-4, atol=1e-5)
+        left += float(s[4:].square().sum())
+        narrow = strategy.task(1).tensors  # two ranks
+        two = SCALE * narrow[adapter.b].double() @ narrow[adapter.a].double()
+        torch.testing.assert_close(two, (u[:, :2] * s[:2]) @ v[:2], rtol=1e-4, atol=1e-5)
+    assert report["merge-error"] == pytest.approx(left**0.5, rel=1e-4)
+
+
+def test_flexlora_of_few_ranks_can_train_the_others(made: Made) -> None:
+    strategy, _ = made("flexlora", flexlora__widths="0.25, 1", num_clients=3)
+    updates, before = updates_of(strategy)[:1], strategy.current
+    merge_round(strategy, updates)
+    for adapter in adapters(before):
+        assert not strategy.current[adapter.b][:, 1:].any()
+        torch.testing.assert_close(strategy.current[adapter.a][1:], before[adapter.a][1:])
+
+
+def test_fedsa_keeps_b(made: Made) -> None:
+    strategy, client = made("fedsa-lora")
+    b = {a.b for a in adapters(strategy.current)}
+    assert b
+    assert not b & strategy.task(0).tensors.keys()
+    worker = client(0)
+    answer = worker.run_training(dict(strategy.task(0).tensors), strategy.task(0).config).tensors
+    assert answer.keys() == strategy.current.keys() - b
+    assert worker.own.keys() == b
+    assert all(tensor.any() for tensor in worker.own.values())
+
+
+def test_ffa_trains_no_a(made: Made) -> None:
+    strategy, client = made("ffa-lora")
+    a = {each.a for each in adapters(strategy.current)}
+    worker = client(0)
+    answer = worker.run_training(dict(strategy.task(0).tensors), strategy.task(0).config).tensors
+    assert answer.keys() == strategy.expected(0).keys() == strategy.current.keys() - a
+    for name in a:
+        assert torch.equal(worker.network.tensors[name], strategy.current[name])
+
+
+def test_hetlora_fills_up_with_zeros_and_weighs_by_norms(made: Made) -> None:
+    strategy, _ = made("hetlora", hetlora__widths="1, 0.5, 0.25")
+    updates, before = updates_of(strategy), strategy.current
+    sizes = [norm(list(each)) for each in zip(*products(strategy, updates), strict=True)]
+    merge_round(strategy, updates)
+    for adapter in adapters(before):
+        whole = [torch.zeros_like(before[adapter.a], dtype=torch.float64) for _ in updates]
+        for padded, update in zip(whole, updates, strict=True):
+            padded[: len(update.tensors[adapter.a])] = update.tensors[adapter.a].double()
+        expected = sum(size * padded for size, padded in zip(sizes, whole, strict=True)) / sum(sizes)
+        torch.testing.assert_close(strategy.current[adapter.a].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_hetlora_prunes_ranks_that_have_become_smaller(made: Made) -> None:
+    strategy, client = made("hetlora", hetlora__gamma=0.5, hetlora__lambda=0.01)
+    merge_round(strategy, updates_of(strategy))
+    task = strategy.task(1)
+    assert task.config["rank"] == 4
+    update = read(strategy, client(1).run_training(dict(task.tensors), task.config))
+    pruned = Update(1, update.tensors | {PRUNES: torch.ones(1, dtype=torch.bool)}, {}, 10)
+    report = merge_round(strategy, [pruned])
+    assert strategy.ranks.tolist() == [4, 2, 4]
+    assert report["mean-rank"] == pytest.approx(10 / 3)
+    assert strategy.task(1).tensors["two.lora_B.default.weight"].shape == (6, 2)
+    whole, client = made("hetlora", hetlora__gamma=1.0)
+    assert not client(0).run_training(dict(whole.task(0).tensors), whole.task(0).config).tensors[PRUNES]
+    heavy, client = made("hetlora", hetlora__gamma=0.5, hetlora__lambda=5.0, lr=0.01)
+    merge_round(heavy, updates_of(heavy))
+    task = heavy.task(0)
+    answer = client(0).run_training(dict(task.tensors), task.config).tensors
+    assert answer[PRUNES]
+    assert not answer["one.lora_A.default.weight"][2:].any()
+    assert answer["one.lora_A.default.weight"][:2].any()
+
+
+def test_what_moves_the_base_is_sent_down_alone(made: Made) -> None:
+    strategy, client = made("flora")
+    task = strategy.task(0)
+    assert "one.base_layer.weight" in task.tensors
+    answer = client(0).run_training(dict(task.tensors), task.config)
+    read(strategy, answer)
+    assert answer.tensors.keys() == strategy.expected(0).keys()
+    assert not any("base_layer" in name for name in answer.tensors)
+
+
+def test_without_adapters_it_is_fedavg(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    strategy, _ = made("fedit", trainable="")
+    report = merge_round(strategy, updates_of(strategy))
+    assert "merge-error" not in report
+    strategy.summary()
+    assert "without 'lora' fedit is FedAvg" in caplog.text
+
+
+def test_a_mean_with_noise_reports_no_sum_without(made: Made) -> None:
+    strategy, _ = made("fedit", dp_noise_multiplier=1.0, clip_norm=1.0)
+    strategy.round = 1
+    assert "merge-error" not in merge_round(strategy, updates_of(strategy))
+
+
+# --- all methods over adapters --------------------------------------------------------------------------------------
+
+REFUSED = {"fedpm": "trainable = 'lora': fedpm masks random weights"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_adapters_or_says_why_not(method: str, made: Made) -> None:
+    """Two rounds of three clients over adapters and head: the base stays, the rest is what the method makes of it."""
+    keys: dict[str, Any] = {
+        "validation_fraction": 0.2,
+        "local_epochs": 2,
+        "fedpart__full_rounds": 1,
+        "fedpart__rounds_per_group": 1,
+    }
+    keys = {key: value for key, value in keys.items() if "__" not in key or key.startswith(f"{method}__")}
+    if method in REFUSED:
+        with pytest.raises(UserError, match=REFUSED[method]):
+            made(method, **keys)
+        return
+    strategy, client = made(method, **keys)
+    base = {n: t.clone() for n, t in strategy.model.state_dict().items() if n not in tensors_of(strategy.model)}
+    first, states = strategy.current, [{}, {}, {}]
+    for number in (1, 2):
+        strategy.round = number
+        updates = []
+        for c in range(3):
+            task = strategy.task(c)
+            worker = client(c, number, states[c])
+            updates.append(read(strategy, worker.run_training(dict(task.tensors), task.config)))
+            states[c] = worker.state
+        merge_round(strategy, updates)
+    sent = {name.rpartition("/")[2] for name in strategy.task(0).tensors}
+    assert not sent & base.keys()
+    assert method == "local" or any(not torch.equal(strategy.current[name], first[name]) for name in first)
+    for name, tensor in strategy.model.state_dict().items():
+        assert name not in base or torch.equal(tensor, base[name])

@@ -1,0 +1,133 @@
+"""`fedsub export RUN --adapter` and `--merged`: what was trained is what the packages load."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedsub_app.analysis.prediction import model_of
+from fedsub_app.analysis.trained import write_adapter
+from fedsub_app.cli.main import main
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Inputs
+from fedsub_app.common.tensors import Json
+from fedsub_app.problem import _named
+
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+Run = Callable[..., tuple[Json, Path]]
+WORDS = ["good", "bad", "fine", "poor", "nice", "ugly", "great", "awful"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small BERT with weights, without a head for this task."""
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def keys(bert: Path, tmp_path: Path) -> dict[str, Any]:
+    lines = [f"{k % 2}\t{WORDS[k % 8]} {WORDS[(k // 8) % 8]}" for k in range(64)]
+    (tmp_path / "texts.tsv").write_text("\n".join(["label\ttext", *lines]) + "\n")
+    return {
+        "dataset": "tsv:texts.tsv", "data_dir": str(tmp_path), "input": "text", "tokenizer": "words", "tokens": 4,
+        "lora_rank": 2,
+        "model": f"transformers:{bert}", "model_options": "pretrained=True", "trainable": "lora", "num_rounds": 2,
+        "lora_targets": "query, value", "partition": "iid", "lr": 0.5, "batch_size": 8,
+    }  # fmt: skip
+
+
+def plain(bert: Path) -> Any:
+    torch.manual_seed(9)  # another head than the run's
+    return transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=2)
+
+
+X = Inputs((torch.tensor([[3, 4, 0, 0], [5, 2, 7, 1]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])))
+X = Inputs(X.tensors, ("input_ids", "attention_mask"))
+
+
+def logits(network: Any) -> Tensor:
+    with torch.no_grad():
+        return network.eval()(**dict(zip(X.names, X.tensors, strict=True))).logits
+
+
+def ours(folder: Path, client: int | None = None) -> Tensor:
+    with torch.no_grad():
+        return model_of(folder, client)[0](X)
+
+
+def test_what_peft_and_transformers_load_computes_the_same(
+    keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary, run = run_local(**keys, method="fedit", num_clients=2)
+    assert "merge-error" in json.loads((run / "rounds.jsonl").read_text().splitlines()[1])
+    sent = 4 * (4 * 2 * 2 * 8 + 8 * 2 + 2)  # float32: A and B of query and value of two layers, the head
+    assert summary["total-formula-bytes-up"] == 2 * 2 * sent
+    assert (run / "model.safetensors").stat().st_size < 3 * sent + 4000  # no base in it
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    assert main(["export", str(run), "--adapter", str(adapter), "--merged", str(merged)]) == 0
+    assert capsys.readouterr().out.split() == [str(adapter), str(merged)]
+    expected = ours(run)
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(plain(bert), adapter)), expected)
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
+    torch.testing.assert_close(logits(whole), expected, rtol=1e-4, atol=1e-5)
+    assert (logits(plain(bert)) - expected).abs().max() > 0.01
+
+
+def test_a_clients_own_model_and_what_has_no_adapter(
+    keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path
+) -> None:
+    _, run = run_local(**keys, method="fedsa-lora", num_clients=2)
+    own = [ours(run, client) for client in (0, 1)]
+    assert not torch.allclose(*own)
+    write_adapter(run, tmp_path / "adapter", 1)
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(plain(bert), tmp_path / "adapter")), own[1])
+    assert main(["export", str(run), "--adapter", "x", "--client", "2"]) == 2
+
+
+def test_a_narrow_clients_adapter_has_its_rank(
+    keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path
+) -> None:
+    _, run = run_local(**keys | {"num_rounds": 1}, method="flexlora", flexlora__widths="1, 0.5", num_clients=2)
+    write_adapter(run, tmp_path / "adapter", 1)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (1, 8.0)  # alpha / r is 16 / 2
+    loaded = logits(peft.PeftModel.from_pretrained(plain(bert), tmp_path / "adapter"))
+    torch.testing.assert_close(loaded, ours(run, 1))
+
+
+def test_weights_that_the_method_has_changed_are_merged(
+    keys: dict[str, Any], run_local: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, run = run_local(**keys, method="flora", num_clients=2)
+    assert main(["export", str(run), "--adapter", str(tmp_path / "a")]) == 2
+    assert "--adapter: flora changes other weights, so there is no adapter alone; --merged" in capfd.readouterr().err
+    assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 0
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(whole), ours(run), rtol=1e-4, atol=1e-5)
+
+
+def test_another_base_is_not_resumed(keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path) -> None:
+    run_local(**keys | {"num_rounds": 1}, method="fedit", num_clients=2)
+    file = bert / "model.safetensors"
+    kept = file.read_bytes()
+    state = load_file(file)
+    try:
+        save_file(state | {"pooler.dense.bias": state["pooler.dense.bias"] + 1}, file, {"format": "pt"})
+        _named.cache_clear()
+        with pytest.raises(UserError, match=r"the frozen base has SHA-256 .* here, .* is the run's"):
+            run_local(**keys | {"num_rounds": 2}, method="fedit", num_clients=2, resume=True)
+    finally:
+        file.write_bytes(kept)
+        _named.cache_clear()
