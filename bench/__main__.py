@@ -19,6 +19,7 @@ from bench.flower_box import PROJECT
 from bench.measures import FULL, QUICK, Result, commit
 from bench.measures import MEASURES as OTHERS
 from bench.workers import resnet18, uneven_over_pool
+from fedsub_app.common.machine import machine_facts
 from fedsub_app.common.tensors import Json
 
 OUT = PROJECT / "bench/out/latest.json"
@@ -101,7 +102,7 @@ def _report(results: dict[str, Result], device: str, quick: bool) -> Json:
         "averaging_extra_mb": averaging.extra_mb,
         "machine": {
             "cores": os.cpu_count(),
-            "processor": _processor(),
+            "processor": machine_facts().get("model", platform.machine()),
             "torch-threads": 1,
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -111,14 +112,6 @@ def _report(results: dict[str, Result], device: str, quick: bool) -> Json:
         "settings": {"quick": quick} | {key: result.settings or result.error for key, result in results.items()},
         "spread": {key: result.spread for key, result in results.items()},
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = (
-        [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    )
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

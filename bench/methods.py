@@ -155,9 +155,9 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         for settings in ({"model": "lenet5-bn"}, digits)
         for batch in (10, 100)
     }
-    widths: list[dict[str, Value]] = [{"model": "fedpews-mlp", "dataset": "digits"}, {"model": "lenet5"}]
-    for settings in (*widths, {"model": "resnet18-gn"}):
-        found[f"width_over_full: {settings['model']}"] = (width_over_full, (settings,))
+    models: list[dict[str, Value]] = [{"model": "fedpews-mlp", "dataset": "digits"}, {"model": "lenet5"}]
+    models.append({"model": "resnet18-gn"})
+    found |= {f"width_over_full: {keys['model']}": (width_over_full, (keys,)) for keys in models}
     found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
     return found | {
         f"fedselect: {model}, LocalAlts: {times}": (fedselect_round, (model, times))

@@ -61,51 +61,21 @@ INTERNAL = {
     ],
 }
 FAMILIES = {
-    "Sub-networks": [
-        "fedpews",
-        "fedselect",
-        "fedpart",
-        "subfedavg",
-        "ist",
-        "istprox",
-        "heterofl",
-        "fedrolex",
-        "feddrop",
-        "fjord",
-        "fiarse",
-        "fedpm",
-        "ssfl",
-        "feddst",
-    ],
-    "Personal models": (
-        [
-            "local",
-            "fedavg-ft",
-            "ditto",
-            "fedper",
-            "fedrep",
-            "fedbabu",
-            "lg-fedavg",
-            "fedpac",
-            "fedbn",
-            "apfl",
-            "fedala",
-            "per-fedavg",
-            "pfedme",
-            "mtl",
-        ]
+    "Sub-networks": (
+        "fedpews fedselect fedpart subfedavg ist istprox heterofl fedrolex feddrop fjord fiarse fedpm ssfl feddst"
     ),
-    "One global model": ["fedavg", "fedprox", "moon", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad"],
+    "Personal models": (
+        "local fedavg-ft ditto fedper fedrep fedbabu lg-fedavg fedpac fedbn apfl fedala per-fedavg pfedme mtl"
+    ),
+    "One global model": "fedavg fedprox moon scaffold fednova fedadam fedyogi fedadagrad",
 }
 # Which page of results/ a method's figures are on; the baselines stand beside the paper that compares with them.
 RESULTS = {
-    "fedpews": ["fedavg", "fedprox", "fedpews"],
-    "fedselect": [
-        *("fedselect", "fedavg-ft", "ditto", "fedpac", "fedper", "fedrep", "fedbabu", "lg-fedavg", "local", "fedavg"),
-    ],
-    "fedpart": ["fedpart", "fedavg", "fedprox", "moon"],
-    "ist": ["ist", "istprox", "fednova", "fedadam", "fedavg", "fedprox", "moon"],
-    "sub-fedavg": ["subfedavg", "mtl", "lg-fedavg", "fedprox", "local", "fedavg"],
+    "fedpews": "fedavg fedprox fedpews",
+    "fedselect": "fedselect fedavg-ft ditto fedpac fedper fedrep fedbabu lg-fedavg local fedavg",
+    "fedpart": "fedpart fedavg fedprox moon",
+    "ist": "ist istprox fednova fedadam fedavg fedprox moon",
+    "sub-fedavg": "subfedavg mtl lg-fedavg fedprox local fedavg",
 }
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -157,10 +127,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the methods' pages to the menu, a group a family; a method without a family is in the last one."""
     from fedsub_app.methods import METHODS
 
-    named = {name for names in FAMILIES.values() for name in names}
-    *families, last = FAMILIES
-    groups = {family: list(FAMILIES[family]) for family in families}
-    groups[last] = [*FAMILIES[last], *(name for name in METHODS if name not in named)]
+    groups = {family: names.split() for family, names in FAMILIES.items()}
+    named = {name for names in groups.values() for name in names}
+    groups[next(reversed(groups))] += [name for name in METHODS if name not in named]
     entries: list[Any] = [{family: [{_title(n): f"methods/{n}.md"} for n in names]} for family, names in groups.items()]
     for entry in config.nav or ():
         if "Methods" in entry:
@@ -194,24 +163,18 @@ def methods() -> dict[str, str]:
     from fedsub_app.methods import METHODS
 
     known, pages = describe(), {}
-    families = {name: family for family, names in FAMILIES.items() for name in names}
+    families = {name: family for family, names in FAMILIES.items() for name in names.split()}
     rows = ["# Methods", "", "| method | `method` | family | source |", "|---|---|---|---|"]
     for name, method in METHODS.items():
         rows.append(f"| [{_title(name)}]({name}.md) | `{name}` | {families.get(name, '')} | {method.description} |")
-        parts = [
-            f"# {_title(name)}",
-            "",
-            f"{method.description}.",
-            "",
-            f"    fedsub run quickstart/digits method={name}",
-            "",
-        ]
+        parts = [f"# {_title(name)}", "", f"{method.description}.", ""]
+        parts += [f"    fedsub run quickstart/digits method={name}", ""]
         if method.preset:
             parts += ["It sets " + ", ".join(f"`{key} = {value!r}`" for key, value in method.preset.items()) + ".", ""]
         parts += ["## Cost", "", _cost(name), "", "## Settings", ""]
         own = {key: text for key, text in known.items() if key.startswith(f"{name}.")}
         parts += [_settings_table(own) if own else "It has no settings of its own.", "", "## Results", ""]
-        pages_of = [page for page, names in RESULTS.items() if name in names]
+        pages_of = [page for page, names in RESULTS.items() if name in names.split()]
         parts += [f"- [{page}](../results/{page}.md): accuracy, bytes, FLOPs" for page in pages_of]
         parts += [] if pages_of else ["No table of its paper has been run."]
         for side, cls in (("server", method.strategy), ("client", method.client)):
@@ -271,35 +234,16 @@ def _settings_table(known: dict[str, str]) -> str:
 
 
 def commands() -> str:
-    """Return the page of the command: each of its commands with arguments and options."""
+    """Return the page of the command, as Typer writes it."""
     import click
+    from typer.cli import get_docs_for_click
     from typer.main import get_command
 
     from fedsub_app.cli.main import app
 
-    parts = ["# Commands", ""]
-
-    def add(command: click.Command, name: str) -> None:
-        context = click.Context(command, info_name=name)
-        usage = " ".join([name, *command.collect_usage_pieces(context)])
-        parts.extend([f"## {name}", "", (command.help or "").strip(), "", f"    {usage}", ""])
-        options = [param for param in command.params if isinstance(param, click.Option) and param.name != "help"]
-        if options:
-            parts.extend(["| option | meaning |", "|---|---|"])
-            for option in options:
-                spelled = " ".join(filter(None, (", ".join(option.opts), "" if option.is_flag else option.metavar)))
-                parts.append(f"| `{spelled}` | {html.escape(option.help or '')} |")
-            parts.append("")
-
     root = get_command(app)
-    assert isinstance(root, click.Group)
-    for name, command in root.commands.items():
-        if isinstance(command, click.Group):
-            for inner, below in command.commands.items():
-                add(below, f"fedsub {name} {inner}")
-        else:
-            add(command, f"fedsub {name}")
-    return "\n".join(parts)
+    text = get_docs_for_click(obj=root, ctx=click.Context(root, info_name="fedsub"), name="fedsub")
+    return text.replace("# `fedsub`", "# Commands", 1)
 
 
 def api(title: str, modules_of: dict[str, list[str]]) -> str:

@@ -21,9 +21,9 @@ def code_digest() -> str:
 
 
 @cache
-def versions() -> dict[str, str]:
-    """Return the versions on which numbers and messages depend: Python, flwr, torch."""
-    return {"Python": platform.python_version(), **{name: version(name) for name in ("flwr", "torch")}}
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions on which numbers and messages depend: Python, flwr, torch and further packages."""
+    return {"Python": platform.python_version(), **{name: version(name) for name in ("flwr", "torch", *more)}}
 
 
 def text_digest(text: str) -> str:

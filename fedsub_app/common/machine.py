@@ -5,7 +5,6 @@ import os
 import platform
 import re
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -37,12 +36,3 @@ def machine_facts() -> dict[str, str | int | None]:
         if model := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
             facts["model"] = model[1]
     return facts
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages, other than torch, on which a run's numbers depend."""
-    known = {}
-    for name in ("flwr", "numpy", "torchvision"):
-        with suppress(PackageNotFoundError):
-            known[name] = version(name)
-    return known

@@ -15,7 +15,6 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 """
 
 import os
-import platform
 import subprocess
 import time
 import uuid
@@ -26,12 +25,12 @@ from typing import TextIO
 
 import torch
 
-from fedsub_app.common.code import code_digest
+from fedsub_app.common.code import code_digest, versions
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private, sweep, write_atomic, write_json
-from fedsub_app.common.machine import machine_facts, package_versions
+from fedsub_app.common.machine import machine_facts
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
@@ -248,7 +247,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         ),  # pages read it without the task's code
         "code": code_digest(),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__} | package_versions(),
+        "versions": versions("numpy", "torchvision"),
         "device": device_facts(device),
         "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
     }

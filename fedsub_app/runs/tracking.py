@@ -128,7 +128,8 @@ class Wandb:
         self._wandb.finish()
 
 
-TRACKERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
+Tracker = TensorBoard | MLflow | Wandb
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
 
 
 def check_tracker(name: Name) -> None:

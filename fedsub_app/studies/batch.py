@@ -157,19 +157,25 @@ def _clear(folder: Path, log: logging.Logger) -> None:
         shutil.rmtree(folder)
 
 
-def commits(jobs: Sequence[Job]) -> str:
-    """Return the commits with which the runs were made."""
-    return ", ".join(sorted({_recorded(job, "commit") for job in jobs}))
+def facts(command: str, seeds: Iterable[int], jobs: Sequence[Job]) -> dict[str, str]:
+    """Return what stands above the table of a batch: command, commits, seeds, machine and data."""
+    from fedsub_app.data import load_dataset
 
+    def data(settings: Settings) -> str:
+        notes = load_dataset(settings.data).notes
+        return settings.dataset + (f" ({', '.join(notes)})" if notes else "")
 
-def _recorded(job: Job, key: str) -> str:
-    """Return what the run's settings.json says of where it was made."""
-    with contextlib.suppress(UserError):
-        return str(read_json(job.folder / "settings.json").get(key, "unknown"))
-    return "not run"
-
-
-def machine() -> str:
-    """Return where a batch is run, for its table."""
     gpu = ", CUDA" if torch.cuda.is_available() else ", no GPU"
-    return f"{platform.machine()}, {cores()} cores{gpu}; one run a core, one thread a run"
+    return {
+        "command": command,
+        "commit": ", ".join(sorted({_commit(job) for job in jobs})),
+        "seeds": ", ".join(map(str, seeds)),
+        "machine": f"{platform.machine()}, {cores()} cores{gpu}; one run a core, one thread a run",
+        "data": "; ".join(sorted({data(job.settings) for job in jobs})),
+    }
+
+
+def _commit(job: Job) -> str:
+    with contextlib.suppress(UserError):
+        return str(read_json(job.folder / "settings.json").get("commit", "unknown"))
+    return "not run"

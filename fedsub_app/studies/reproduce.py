@@ -3,6 +3,7 @@
 A table is a file of settings and methods (``tables.py``), its runs a batch (``batch.py``).
 """
 
+import csv
 import shlex
 import statistics
 import sys
@@ -21,13 +22,12 @@ from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import summary_text, verdicts
 from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, columns, costs_to_accuracy
 from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
-from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
 from fedsub_app.reports.records import Group, as_argument, read_run, served_table
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.studies.batch import commits, gpus_of, machine, run_all
+from fedsub_app.studies.batch import facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.tables import Row, Table, read_table
@@ -99,25 +99,17 @@ def reproduce(
     if dry_run:
         return 0
     failures = run_all([job for job in jobs if job.summary() is None], workers, gpus_of(job.settings for job in jobs))
-    facts = {
-        "command": " ".join(
-            [f"fedsub reproduce {named}"]
-            + [f"-s {shlex.quote(f'{key}={as_argument(key, value)}')}" for key, value in overrides.items()]
-            + ([f"--seeds {seeds}"] if seeds else [])
-            + [f"--only {shlex.quote(word)}" for word in only]
-        ),
-        "commit": commits(jobs),
-        "seeds": ", ".join(map(str, numbers)),
-        "machine": machine(),
-        "data": "; ".join(sorted({f"{job.settings.dataset}{_notes(job)}" for job in jobs})),
-    }
+    words = [f"-s {shlex.quote(f'{key}={as_argument(key, value)}')}" for key, value in overrides.items()]
+    words += [f"--seeds {seeds}"] if seeds else []
+    words += [f"--only {shlex.quote(word)}" for word in only]
+    command = " ".join([f"fedsub reproduce {named}", *words])
     reference = table.reference or table.methods[0].label
-    content: Json = {"table": named, "title": table.title, "command": facts["command"], "set": dict(overrides)}
+    content: Json = {"table": named, "title": table.title, "command": command, "set": dict(overrides)}
     content |= {"seeds": len(numbers), "reference": reference, "rows": [_entry(row, jobs) for row in rows]}
-    _write(out, name, table, facts, rows, jobs, content)
+    _write(out, name, table, facts(command, numbers, jobs), rows, jobs, content)
     write_evidence(out / f"{name}.json", content)
     if groups := _groups(rows, jobs):
-        page, *_ = write_html(groups, out / "report.html", table.title, facts["command"], table.about)
+        page, *_ = write_html(groups, out / "report.html", table.title, command, table.about)
         print("", summary_text(groups), *_differences(content), "", *verdicts(groups), "", sep="\n")
         picture = draw_against_bytes(groups, out / f"{name}.png")
         print(*map(link, filter(None, (page, picture))), sep="\n")
@@ -183,13 +175,6 @@ def _groups(rows: Sequence[Row], jobs: Sequence[RowJob]) -> list[Group]:
         for row in rows
         if begun[row.slug]
     ]
-
-
-def _notes(job: RowJob) -> str:
-    from fedsub_app.data import load_dataset
-
-    notes = load_dataset(job.settings.data).notes
-    return f" ({', '.join(notes)})" if notes else ""
 
 
 ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
@@ -278,14 +263,20 @@ def _cost_cells(rows: list[Row], jobs: list[RowJob], timed: bool) -> list[list[s
 
 
 def _write(
-    out: Path, name: str, table: Table, facts: Mapping[str, str], rows: list[Row], jobs: list[RowJob], content: Json
+    out: Path,
+    name: str,
+    table: Table,
+    made: Mapping[str, str],
+    rows: list[Row],
+    jobs: list[RowJob],
+    content: Json,
 ) -> None:
     spread, score = table.spread, jobs[0].settings.score
     apart = [compared(content, row) for row in content["rows"]]
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
         name: (table_header(score), [_cells(row, jobs, spread, text) for row, text in zip(rows, apart, strict=True)])
     }
-    lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in made.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. {score.name.capitalize()} at the end: {SPREADS[spread]} over (n)"
         " seeds.",
@@ -312,7 +303,8 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
     for file_name, (header, cells) in tables.items():
-        write_csv(out / f"{file_name}.csv", header, cells)
+        with (out / f"{file_name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([header, *cells])  # as it is: csv_text would quote "+1.2 [0.3, 2.1]"
 
 
 def _filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:

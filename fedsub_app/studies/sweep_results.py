@@ -11,15 +11,10 @@ from fedsub_app.common.text import markdown
 from fedsub_app.reports.export import csv_text
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_sweep, svg
-from fedsub_app.reports.records import Group, deviation, read_run
-from fedsub_app.studies.batch import commits, machine
+from fedsub_app.reports.records import Group, read_run, summary_table
+from fedsub_app.studies.batch import facts
 from fedsub_app.studies.trials import Search, Sweep, Trial, text_of
 
-COSTS = {
-    "MB": (("formula-bytes-down", "formula-bytes-up"), 1e6),
-    "GFLOPs": (("flops",), 1e9),
-    "minutes": (("seconds",), 60),
-}
 TEST = ("global", "global-local", "personal")
 
 
@@ -51,14 +46,17 @@ def write_results(sweep: Sweep, command: str) -> None:
     verdict = _verdict(best, sweep.metric) if best else "No trial has a result."
     keys = list(sweep.search.space)
     title = f"Sweep: {', '.join(keys)}" + (f" of {sweep.search.experiment}" if sweep.search.experiment else "")
-    header, rows = (
-        ["trial", *keys, results[0].trial.score.titled(sweep.metric), *COSTS],
-        [_row(result, keys) for result in ranked],
-    )
+    runs = {trial: [job.folder for job in trial.jobs if (job.folder / "settings.json").exists()] for trial, _ in ranked}
+    groups = {trial: Group(trial.label, tuple(map(read_run, begun))) for trial, begun in runs.items() if begun}
+    columns, rows_of = summary_table(list(groups.values()))
+    header, rows = ["trial", *keys, *columns], []
+    for trial, (_, cells) in zip(groups, rows_of, strict=True):
+        values = [text_of(trial.keys.get(key, "")) for key in keys]
+        rows.append([str(trial.number), *values, *(cell.text for cell in cells)])
     table = markdown(header, rows)
-    facts = (f"- {key}: {value}" for key, value in _facts(sweep, [r.trial for r in results], command).items())
+    above = (f"- {key}: {value}" for key, value in _facts(sweep, [r.trial for r in results], command).items())
     files = {
-        "sweep.md": "\n".join([f"# {title}", "", *facts, "", table, "", verdict, ""]),
+        "sweep.md": "\n".join([f"# {title}", "", *above, "", table, "", verdict, ""]),
         "sweep.csv": csv_text(header, rows),
     }
     if best:
@@ -67,7 +65,7 @@ def write_results(sweep: Sweep, command: str) -> None:
         write_atomic(sweep.out / name, text.encode())
     paths = [sweep.out / name for name in files]
     if best:
-        paths += _draw(sweep, results, _groups(ranked), title, command, verdict)
+        paths += _draw(sweep, results, list(groups.values()), title, command, verdict)
     print(f"\n{table}\n\n{verdict}\n", *paths, sep="\n")
 
 
@@ -79,34 +77,10 @@ def metric_in_words(metric: str, score: str) -> str:
 
 
 def _facts(sweep: Sweep, trials: Sequence[Trial], command: str) -> dict[str, str]:
-    from fedsub_app.data import load_dataset
-
-    jobs = [job for trial in trials for job in trial.jobs]
-    notes = load_dataset(jobs[0].settings.data).notes
-    return {
-        "command": f"`{command}`",
-        "chosen by": metric_in_words(sweep.metric, trials[0].score.name)
-        + (f", mean of {sweep.seeds} seeds" if sweep.seeds > 1 else ""),
-        "commit": commits(jobs),
-        "seeds": ", ".join(str(sweep.search.seed + number) for number in range(sweep.seeds)),
-        "machine": machine(),
-        "data": jobs[0].settings.dataset + (f" ({', '.join(notes)})" if notes else ""),
-    }
-
-
-def _row(result: Result, keys: Sequence[str]) -> list[str]:
-    trial, values = result
-    cells = [str(trial.number), *(text_of(trial.keys.get(key, "")) for key in keys)]
-    if not values:
-        return [*cells, "no result", *("" for _ in COSTS)]
-    score = trial.score.number(result.mean)
-    score += f" ± {trial.score.number(deviation(values))}" if len(values) > 1 else ""
-    summaries = [summary for job in trial.jobs if (summary := job.summary())]
-    costs = [
-        f"{statistics.fmean(sum(summary[f'total-{count}'] for count in counts) / unit for summary in summaries):.2f}"
-        for counts, unit in COSTS.values()
-    ]
-    return [*cells, score, *costs]
+    seeds = range(sweep.search.seed, sweep.search.seed + sweep.seeds)
+    mean = f", mean of {sweep.seeds} seeds" if sweep.seeds > 1 else ""
+    chosen = metric_in_words(sweep.metric, sweep.score.name) + mean
+    return {"chosen by": chosen, **facts(f"`{command}`", seeds, [job for trial in trials for job in trial.jobs])}
 
 
 def _verdict(best: Trial, metric: str) -> str:
@@ -132,16 +106,6 @@ def _toml(search: Search, best: Trial, comment: str) -> str:
         lines += ["", f"[{method}]"]
         lines += [f"{key.partition('.')[2]} = {json.dumps(keys[key])}" for key in keys if key.startswith(f"{method}.")]
     return "\n".join(lines) + "\n"
-
-
-def _groups(ranked: Sequence[Result]) -> list[Group]:
-    """Return the runs of each trial that have begun."""
-    groups = []
-    for trial, _ in ranked:
-        begun = [job.folder for job in trial.jobs if (job.folder / "settings.json").exists()]
-        if begun:
-            groups.append(Group(trial.label, tuple(map(read_run, begun))))
-    return groups
 
 
 def _draw(

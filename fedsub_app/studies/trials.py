@@ -89,7 +89,7 @@ class Search:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trial:
     """Values of the searched keys, and the runs with them, one for each seed."""
 
