@@ -156,7 +156,8 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         for batch in (10, 100)
     }
     widths: list[dict[str, Value]] = [{"model": "fedpews-mlp", "dataset": "digits"}, {"model": "lenet5"}]
-    for settings in (*widths, {"model": "resnet18-gn"}):
+    widths.append({"model": "resnet18-gn"})
+    for settings in widths:
         found[f"width_over_full: {settings['model']}"] = (width_over_full, (settings,))
     found |= {f"fedpart: {model}": (fedpart_rounds, (model,)) for model in ("fedpart-cnn", "resnet18")}
     return found | {

@@ -180,7 +180,7 @@ def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
     """Fast: 1 s down, 1e9 FLOPs in 1 s. Slow: 8 s down and 10 s."""
     timed = clock(two)
     fast, slow = of_class(timed, "fast"), of_class(timed, "slow")
-    assert [timed.add(Update(client, {}, {"flops": 1e9})) for client in (fast, slow)] == ["", ""]
+    assert [timed.late(Update(client, {}, {"flops": 1e9})) for client in (fast, slow)] == ["", ""]
     assert timed.arrivals == {fast: pytest.approx(2), slow: pytest.approx(18)}
     assert timed.report([fast, slow], 2) == {"device-seconds": pytest.approx(18), "joules": pytest.approx(2 * 2)}
     assert timed.report([fast], 2)["device-seconds"] == pytest.approx(2), "no deadline: a lost reply is noticed at once"
@@ -189,9 +189,9 @@ def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
 def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) -> None:
     timed = clock(two, deadline=10.0)
     fast, slow = of_class(timed, "fast"), of_class(timed, "slow")
-    late = timed.add(Update(slow, {}, {"flops": 1e9}))
+    late = timed.late(Update(slow, {}, {"flops": 1e9}))
     assert late == "late: 18 s on its device (slow), deadline = 10"
-    assert timed.add(Update(fast, {}, {"flops": 1e9})) == ""
+    assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == 10
     assert timed.report([fast], 1)["device-seconds"] == pytest.approx(2), "over-sampled: one reply is enough"
 
@@ -218,7 +218,7 @@ def test_a_class_that_cannot_hold_the_network_is_refused_before_round_1(two: str
     assert "device fast  2 clients of width 1, a network of" in text
     assert "device slow  2 clients of width 0.5, a network of" in text
     (tmp_path / "two.toml").write_text(TWO + "memory-mb = 0.01")
-    with pytest.raises(UserError, match=r"^devices: class slow has memory-mb = 0.01, a client of heterofl needs"):
+    with pytest.raises(UserError, match=r"^devices: class slow holds memory-mb = 0.01, a client of heterofl needs"):
         prepare(settings(**keys))
     (tmp_path / "two.toml").write_text('[[class]]\nname = "a"\nshare = 1\nwidth = 0.5')
     with pytest.raises(UserError, match=r"^min-width = 1: no client has a device of that width"):
