@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ends_as_if_never_stopped, rounds
+import torch
+from helpers import ends_as_if_never_stopped, read, rounds
 
 from fedsub_app.common.conf_files import read_toml
 from fedsub_app.common.errors import UserError
@@ -20,7 +21,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.devices import Device, checked, devices_of, presets
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import available, draw, held_out
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.plan import plan
@@ -299,6 +300,19 @@ def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: 
         strategy.round = number
         fitting.add(strategy.fits(narrow))
     assert fitting == {True, False}
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
+    strategy = made(two, method=method, **{f"{method}.masked-loss": False})
+    narrow = slow(strategy)
+    classes = {"classes": torch.ones(10, dtype=torch.bool)}
+    sent = dict(strategy.task(narrow).tensors)
+    read(strategy, Update(narrow, sent | classes, {"train-loss": 1.0}, 1))
+    name = next(name for name, tensor in sent.items() if tensor.shape != strategy.current[name].shape)
+    for tensor in (strategy.current[name], sent[name][1:], torch.cat([sent[name], sent[name][:1]])):
+        with pytest.raises(BadReply, match=f"tensor '{name}': shape .* expected"):
+            read(strategy, Update(narrow, sent | classes | {name: tensor}, {"train-loss": 1.0}, 1))
 
 
 # --- who is served ----------------------------------------------------------------------------------------------------
