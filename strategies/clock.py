@@ -12,7 +12,7 @@ from math import inf
 
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.devices import Devices
-from fedsub_app.federation.protocol import BadReply, Update, formula_bytes
+from fedsub_app.federation.protocol import Update, formula_bytes
 from strategies.hooks import Hooks
 
 
@@ -25,19 +25,14 @@ class Clock:
     """
 
     def __init__(self, strategy: Hooks, devices: Devices) -> None:
-        self.devices, self.phase, self.round = devices, strategy.phase, strategy.round
+        self.devices, self.sent = devices, strategy.phase.outbox.formula_of
         self.deadline = strategy.settings.deadline or inf
         self.arrivals: dict[int, float] = {}
 
-    def check_there(self, client: int) -> None:
-        """Raise :class:`BadReply` where a client's device vanishes within the round."""
-        if self.devices.vanishes(client, self.round):
-            raise BadReply(f"its device drops out ({self.devices.of(client).name})")
-
-    def add(self, update: Update) -> str:
+    def late(self, update: Update) -> str:
         """Note the time of a reply; returns the reason why it is late, "" where it is not."""
         device, client = self.devices.of(update.client), update.client
-        down, up = self.phase.outbox.formula_of[client], formula_bytes(update.tensors)
+        down, up = self.sent[client], formula_bytes(update.tensors)
         self.arrivals[client] = seconds = device.seconds(down, update.metrics.get("flops", 0.0), up)
         late = f"late: {seconds:.4g} s on its device ({device.name}), deadline = {self.deadline:g}"
         return late if seconds > self.deadline else ""

@@ -98,10 +98,10 @@ def merge_answers(
 
     for client, part, expected in federation.answers(phase, replies, strategy.expected, not spares):
         try:
-            if clock:
-                clock.check_there(client)
+            if clock and clock.devices.vanishes(client, server_round):
+                raise BadReply(f"its device drops out ({clock.devices.of(client).name})")
             update = read_update(part, expected, strategy.metrics(client), strategy.examples(client))
-            if clock and (late := clock.add(update)):
+            if clock and (late := clock.late(update)):
                 if spares:
                     continue  # it is not waited for
                 raise BadReply(late)

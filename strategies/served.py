@@ -1,8 +1,10 @@
 """Who is served: the score by width and by device class, of the worst tenth of the clients, of the held-out ones."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import held_out
 from fedsub_app.federation.protocol import Update
@@ -42,10 +44,8 @@ def by_width(strategy: Hooks, whole: Mapping[str, float], test: Callable[[Tensor
     test : tensors of a network -> its scores on the same test set.
     """
     classes, key = strategy.devices.classes if strategy.devices else (), f"global-{strategy.score.name}"
-    widths = sorted({min(device.width, strategy.settings.model_width) for device in classes})
-    tested = {}
-    for width in widths:
-        fraction = width / strategy.settings.model_width
-        scores = whole if fraction == 1 else test(strategy.network_at(fraction))
-        tested[f"width {width:g}"] = scores[key]
+    most, tested = strategy.settings.model_width, {}
+    for width in sorted({min(device.width, most) for device in classes}):
+        with suppress(UserError):  # a network whose units cannot be removed has one width
+            tested[f"width {width:g}"] = (whole if width == most else test(strategy.network_at(width / most)))[key]
     return {key: tested} if tested else {}

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ends_as_if_never_stopped, rounds
+import torch
+from helpers import ends_as_if_never_stopped, read, rounds
 
 from fedsub_app.common.conf_files import read_toml
 from fedsub_app.common.errors import UserError
@@ -20,7 +21,7 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.devices import Device, checked, devices_of, presets
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import available, draw, held_out
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.plan import plan
@@ -180,7 +181,7 @@ def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
     """Fast: 1 s down, 1e9 FLOPs in 1 s. Slow: 8 s down and 10 s."""
     timed = clock(two)
     fast, slow = of_class(timed, "fast"), of_class(timed, "slow")
-    assert [timed.add(Update(client, {}, {"flops": 1e9})) for client in (fast, slow)] == ["", ""]
+    assert [timed.late(Update(client, {}, {"flops": 1e9})) for client in (fast, slow)] == ["", ""]
     assert timed.arrivals == {fast: pytest.approx(2), slow: pytest.approx(18)}
     assert timed.report([fast, slow], 2) == {"device-seconds": pytest.approx(18), "joules": pytest.approx(2 * 2)}
     assert timed.report([fast], 2)["device-seconds"] == pytest.approx(2), "no deadline: a lost reply is noticed at once"
@@ -189,9 +190,9 @@ def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
 def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) -> None:
     timed = clock(two, deadline=10.0)
     fast, slow = of_class(timed, "fast"), of_class(timed, "slow")
-    late = timed.add(Update(slow, {}, {"flops": 1e9}))
+    late = timed.late(Update(slow, {}, {"flops": 1e9}))
     assert late == "late: 18 s on its device (slow), deadline = 10"
-    assert timed.add(Update(fast, {}, {"flops": 1e9})) == ""
+    assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == 10
     assert timed.report([fast], 1)["device-seconds"] == pytest.approx(2), "over-sampled: one reply is enough"
 
@@ -218,7 +219,7 @@ def test_a_class_that_cannot_hold_the_network_is_refused_before_round_1(two: str
     assert "device fast  2 clients of width 1, a network of" in text
     assert "device slow  2 clients of width 0.5, a network of" in text
     (tmp_path / "two.toml").write_text(TWO + "memory-mb = 0.01")
-    with pytest.raises(UserError, match=r"^devices: class slow has memory-mb = 0.01, a client of heterofl needs"):
+    with pytest.raises(UserError, match=r"^devices: class slow holds memory-mb = 0.01, a client of heterofl needs"):
         prepare(settings(**keys))
     (tmp_path / "two.toml").write_text('[[class]]\nname = "a"\nshare = 1\nwidth = 0.5')
     with pytest.raises(UserError, match=r"^min-width = 1: no client has a device of that width"):
@@ -299,6 +300,19 @@ def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: 
         strategy.round = number
         fitting.add(strategy.fits(narrow))
     assert fitting == {True, False}
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
+    strategy = made(two, method=method, **{f"{method}.masked-loss": False})
+    narrow = slow(strategy)
+    classes = {"classes": torch.ones(10, dtype=torch.bool)}
+    sent = dict(strategy.task(narrow).tensors)
+    read(strategy, Update(narrow, sent | classes, {"train-loss": 1.0}, 1))
+    name = next(name for name, tensor in sent.items() if tensor.shape != strategy.current[name].shape)
+    for tensor in (strategy.current[name], sent[name][1:], torch.cat([sent[name], sent[name][:1]])):
+        with pytest.raises(BadReply, match=f"tensor '{name}': shape .* expected"):
+            read(strategy, Update(narrow, sent | classes | {name: tensor}, {"train-loss": 1.0}, 1))
 
 
 # --- who is served ----------------------------------------------------------------------------------------------------

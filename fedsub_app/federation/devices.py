@@ -1,14 +1,10 @@
 """Device classes: what a client's device can hold, how fast it computes and sends, and how often it is there.
 
-The setting ``devices`` names a preset (a file of conf/devices/classes/) or a file of the user, ``<name>.toml``, with a
-table ``[[class]]`` for each class, whose keys are the fields of :class:`Device`. The settings of a run hold the content
-of a user's file, so that neither a node nor a resumed run reads it again.
-
-Methods ask through the strategy: ``self.devices`` is one :class:`Devices`, or None without the setting, and
-``self.devices.of(client)`` is the client's :class:`Device`. ``width`` is the fraction of each hidden layer's units that
-the client can hold; :meth:`strategies.sliced.Sliced.held_width` returns it, or what the method's own setting ``widths``
-says where there are no devices. A method that is not :attr:`~strategies.hooks.Hooks.narrows` refuses a class of a width
-below ``model-width`` before round 1.
+The setting ``devices`` names a preset (conf/devices/classes/) or a user's file with a table ``[[class]]`` for each
+class, whose keys are the fields of :class:`Device`. The settings of a run hold the content of a user's file, so that
+neither a node nor a resumed run reads it again. Methods ask through the strategy: ``self.devices`` is one
+:class:`Devices`, or None without the setting, and ``self.held_width(client)`` is the fraction of the global network
+that the client can hold. Methods whose :attr:`~strategies.hooks.Hooks.narrows` is False refuse narrow classes.
 """
 
 import json
@@ -66,51 +62,39 @@ class _File(Section):
 
 
 class Devices:
-    """The clients' devices, drawn from the seed.
-
-    Parameters
-    ----------
-    classes : shares that add up to 1. The clients, in an order that the seed shuffles, are cut into these shares.
-    """
+    """The clients' devices: the clients, in an order that the seed shuffles, are cut into the classes' shares."""
 
     def __init__(self, classes: Sequence[Device], num_clients: int, seed: int) -> None:
-        import torch
+        from torch import randperm
 
         from fedsub_app.common.seeds import generator
 
-        self.classes, self.num_clients, self.seed = tuple(classes), num_clients, seed
-        order = torch.randperm(num_clients, generator=generator(seed, "devices")).tolist()
-        ends = [round(num_clients * total) for total in accumulate(device.share for device in classes)]
-        devices = [
-            device for device, start, end in zip(classes, [0, *ends], ends, strict=False) for _ in range(start, end)
-        ]
-        by_client = dict(zip(order, devices, strict=True))
-        self._devices: list[Device] = [by_client[client] for client in range(num_clients)]
-        self._chance = {
-            name: torch.tensor([getattr(device, name) for device in self._devices], dtype=torch.float64)
-            for name in ("availability", "drop")
-        }
+        self.classes, self.seed, start = tuple(classes), seed, 0
+        order = randperm(num_clients, generator=generator(seed, "devices")).tolist()
+        self._of: dict[int, Device] = {}
+        for device, total in zip(classes, accumulate(device.share for device in classes), strict=True):
+            self._of |= dict.fromkeys(order[start : (start := round(num_clients * total))], device)
 
     def of(self, client: int) -> Device:
         """Return a client's device."""
-        return self._devices[client]
+        return self._of[client]
 
-    def available(self, server_round: int) -> "Tensor":
-        """Return which clients are there when a round draws its clients, bool ``[num_clients]``."""
-        return self._drawn(server_round, "availability")
+    def available(self, server_round: int) -> list[bool]:
+        """Return which clients are there when a round draws its clients."""
+        draws = self._draws(server_round, "availability").tolist()
+        return [draw < self._of[client].availability for client, draw in enumerate(draws)]
 
     def vanishes(self, client: int, server_round: int) -> bool:
         """Say whether a client vanishes within a round."""
-        return bool(self._drawn(server_round, "drop")[client])
+        return float(self._draws(server_round, "drop")[client]) < self._of[client].drop
 
     @lru_cache(maxsize=4)  # noqa: B019  (devices_of keeps few of these objects)
-    def _drawn(self, server_round: int, name: str) -> "Tensor":
-        import torch
+    def _draws(self, server_round: int, purpose: str) -> "Tensor":
+        from torch import float64, rand
 
         from fedsub_app.common.seeds import generator
 
-        draws = generator(self.seed, server_round, name)
-        return torch.rand(self.num_clients, dtype=torch.float64, generator=draws) < self._chance[name]
+        return rand(len(self._of), dtype=float64, generator=generator(self.seed, server_round, purpose))
 
 
 @lru_cache(maxsize=4)
@@ -125,17 +109,13 @@ def presets() -> dict[str, Path]:
 
 
 def checked(text: str) -> str:
-    """Return the setting ``devices`` with the content of a user's file, as JSON, in place of the file's name.
+    """Return the setting ``devices`` with the content of a user's file, as JSON, in place of its name.
 
-    Raises
-    ------
-    UserError, ValueError
-        There is no such preset or file, or a class is wrong; the message names the class and the key.
+    Raises ValueError, or UserError for invalid TOML, with the class and the key that are wrong.
     """
     classes = _classes(text) if text else ()
-    if not is_file(text):
-        return text
-    return json.dumps([device.model_dump(by_alias=True, exclude_defaults=True) for device in classes])
+    contents = [device.model_dump(by_alias=True, exclude_defaults=True) for device in classes]
+    return json.dumps(contents) if is_file(text) else text
 
 
 def _classes(text: str) -> tuple[Device, ...]:

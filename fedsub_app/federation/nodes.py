@@ -47,12 +47,11 @@ def held_out(settings: FederationSettings) -> frozenset[int]:
 
 def available(settings: FederationSettings, server_round: int) -> list[bool]:
     """Say of each client whether a round may ask it: it is not held out, its device is there and wide enough."""
-    there = [True] * settings.num_clients
-    if devices := settings.client_devices:
-        wide = (devices.of(client).width >= settings.min_width for client in range(settings.num_clients))
-        there = [a and b for a, b in zip(devices.available(server_round).tolist(), wide, strict=True)]
-    for client in held_out(settings) if settings.held_out_clients else ():
-        there[client] = False
+    devices, out = settings.client_devices, held_out(settings)
+    there = [client not in out for client in range(settings.num_clients)]
+    if devices:
+        here = enumerate(devices.available(server_round))
+        there = [there[client] and now and devices.of(client).width >= settings.min_width for client, now in here]
     return there
 
 
