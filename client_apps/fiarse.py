@@ -23,7 +23,7 @@ class FIARSEClient(Client):
         masks, live = unprefixed(MASK, sent), self.network.tensors
 
         def forward(x: Batch, _: Tensors | None) -> Output:
-            kept = {name: thresholded(live[name], config["threshold"]) for name in masks}
+            kept = {name: thresholded(live[name], config["thresholds"][name]) for name in masks}
             return self.network(x, {**live, **kept})
 
         self.fit(step=(lambda training, x, y: training.descend(x, y, forward)) if masks else None)

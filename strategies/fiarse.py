@@ -13,7 +13,8 @@ model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and f
 - A client of size 1 has threshold 0 and is FedAvg's; the code takes the smallest magnitude.
 - Biases and BatchNorm belong to all clients (code: the biases of linear layers are ranked with the weights), and
   BatchNorm's statistics are averaged as in FedAvg (code: static BatchNorm is one of its networks).
-- The variant with a threshold for each layer (code: fiarse_layerwise/) is left out.
+- ``threshold = "layer"`` (code: fiarse_layerwise/) ranks each tensor alone, the code each stage of a ResNet. It helps
+  where layers start with weights of other sizes, as torch's do: otherwise a narrow client may get none of the output's.
 - A weight that a client has not moved counts in the mean (code: positions whose change is not 0).
 - The network has its whole shape on the client; values and masks are what travels. With ``devices`` gamma is the
   device's width, although a network of half the units has about a quarter of the weights.
@@ -25,7 +26,7 @@ from torch import nn
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Task
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.sparsity import largest_of_all
+from fedsub_app.subnets.sparsity import largest_of_all, largest_of_layers
 from strategies.settings import FIARSESettings
 from strategies.sliced import WidthBased
 from strategies.sparse import MASK, Masked, weight_names
@@ -35,21 +36,27 @@ class FIARSE(WidthBased, Masked):
     """Sends each client the largest weights, as many as its width says."""
 
     options: FIARSESettings
-    _largest: tuple[Tensors, dict[float, tuple[Tensors, float]]] = ({}, {})
+    _largest: tuple[Tensors, dict[float, tuple[Tensors, dict[str, float]]]] = ({}, {})
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
         self.names = weight_names(settings, model)
 
-    def submodel(self, width: float) -> tuple[Tensors, float]:
-        """Return the masks of the largest weights and their threshold; no masks and 0 at width 1."""
+    def submodel(self, width: float) -> tuple[Tensors, dict[str, float]]:
+        """Return the masks of the largest weights and the threshold of each tensor; none at width 1."""
         if self._largest[0] is not self.current:
-            self._largest = (self.current, {1: ({}, 0.0)})
+            self._largest = (self.current, {1: ({}, {})})
         if width not in self._largest[1]:
             sizes = {name: self.current[name].abs() for name in self.names}
-            masks = largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
-            theta = min(float(sizes[name][mask].min()) for name, mask in masks.items() if mask.any())
-            self._largest[1][width] = (masks, theta)
+            counts = {name: max(1, int(width * size.numel())) for name, size in sizes.items()}
+            if self.options.threshold == "layer":
+                masks = largest_of_layers(sizes, counts)
+            else:
+                masks = largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
+            thetas = {name: float(sizes[name][mask].min()) for name, mask in masks.items() if mask.any()}
+            if self.options.threshold == "model":
+                thetas = dict.fromkeys(masks, min(thetas.values()))
+            self._largest[1][width] = (masks, thetas)
         return self._largest[1][width]
 
     def kept(self, client: int) -> Tensors:
@@ -62,9 +69,9 @@ class FIARSE(WidthBased, Masked):
         return self.current | {name: self.current[name] * mask for name, mask in masks.items()}
 
     def task(self, client: int) -> Task:
-        """Send the largest weights, where they are, and the threshold."""
-        masks, threshold = self.submodel(self.width(client))
-        return Task(client, self.values(client) | prefixed(MASK, masks), {"threshold": threshold})
+        """Send the largest weights, where they are, and the thresholds."""
+        masks, thetas = self.submodel(self.width(client))
+        return Task(client, self.values(client) | prefixed(MASK, masks), {"thresholds": thetas})
 
     def personal_download(self, client: int) -> Tensors:
         """Return the client's weights and where they are."""

@@ -224,6 +224,8 @@ class FIARSESettings(WidthSettings):
 
     widths: Widths = (1.0, 0.25, 0.0625, 0.015625)
     """Fractions of the weights of convolutions and linear layers that clients train."""
+    threshold: Literal["model", "layer"] = "model"
+    """The largest weights of the whole model, or of each layer; the former may leave a layer none."""
 
 
 class FedPartSettings(MethodSettings):

@@ -140,27 +140,35 @@ def fiarse(r: Slow, rounds: int) -> Tensors:
     x_g = dict(r.start)
     for t in range(1, rounds + 1):
         parts = []
-        ranking = torch.cat([x_g[name].abs().flatten() for name in WEIGHTS]).sort(descending=True).values
+        layers = {name: x_g[name].abs().flatten() for name in WEIGHTS}
+        if r.s.options.threshold == "model":
+            layers = dict.fromkeys(WEIGHTS, torch.cat([*layers.values()]))
         for i in r.clients:
             size = r.s.options.widths[i % len(r.s.options.widths)]
-            theta = ranking[int(size * len(ranking)) - 1] if size < 1 else torch.zeros(())
-            masks = {name: x.abs() >= theta if name in WEIGHTS else x == x for name, x in x_g.items()}
+            theta = {
+                name: ranking.sort(descending=True).values[int(size * len(ranking)) - 1] * (size < 1)
+                for name, ranking in layers.items()
+            }
+            masks = {name: x.abs() >= theta[name] if name in WEIGHTS else x == x for name, x in x_g.items()}
             model = {name: x * masks[name] for name, x in x_g.items()}
             for batch in (batch for epoch in r.batches(i, t, epochs=1) for batch in epoch):
-                on = {name: model[name].abs() >= theta for name in WEIGHTS}
+                on = {name: model[name].abs() >= theta[name] for name in WEIGHTS}
                 slope = r.gradient({name: x * on.get(name, 1) for name, x in model.items()}, batch)
                 for name in WEIGHTS:
-                    w = model[name].abs()
-                    slope[name] *= on[name] * (1 + 2 * theta * w / (w + theta).square().clamp(min=1e-30))
+                    w, bound = model[name].abs(), theta[name]
+                    slope[name] *= on[name] * (1 + 2 * bound * w / (w + bound).square().clamp(min=1e-30))
                 model = moved(model, r.s.lr, slope)
             parts.append((model, masks))
         x_g = covered(parts, x_g)
     return x_g
 
 
-def test_fiarse_follows_the_paper() -> None:
+@pytest.mark.parametrize("threshold", ["model", "layer"])
+def test_fiarse_follows_the_paper(threshold: str) -> None:
     """Of two weights that are nearly equal, rounding may choose the other one: one round."""
-    strategy, start, settings = played("fiarse", 1, fiarse__widths="1, 0.25, 0.05", momentum=0.0, lr=0.1, batch_size=8)
+    strategy, start, settings = played(
+        "fiarse", 1, fiarse__widths="1, 0.5, 0.25", fiarse__threshold=threshold, momentum=0.0, lr=0.1, batch_size=8
+    )
     assert away(strategy.current, fiarse(Slow(settings), 1), start) < SAME
 
 
@@ -181,7 +189,8 @@ def test_fiarse_sends_the_largest_weights_of_the_whole_model() -> None:
     count = sum(strategy.current[name].numel() for name in WEIGHTS)
     kept = strategy.task(1).tensors
     assert sum(kept[name].numel() for name in WEIGHTS) == int(0.1 * count)
-    theta = strategy.task(1).config["threshold"]
+    assert len({*strategy.task(1).config["thresholds"].values()}) == 1
+    theta = strategy.task(1).config["thresholds"]["fc1.weight"]
     for name in WEIGHTS:
         assert torch.equal(kept[f"mask/{name}"], strategy.current[name].abs() >= theta)
     assert strategy.task(0).tensors.keys() == strategy.current.keys()
