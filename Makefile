@@ -12,7 +12,7 @@ if not (3, low) <= sys.version_info[:2] <= (3, high):
 endef
 export CHECK
 
-.PHONY: run test quick slow node test-method settings results check docs bench setup setup-run lock clean
+.PHONY: run test quick slow node test-method settings results check docs bench setup setup-run lock sbom clean
 
 # Five methods on the same ten clients: a table, a page, what it means. It needs no tests' tools.
 run: setup-run
@@ -86,7 +86,14 @@ lock:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[dev]"
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
+	$(BIN)/uv lock --upgrade --no-config --default-index https://pypi.org/simple
 	@touch .venv/installed .venv/installed-run
+
+# The packages of a node, or of E=run, as CycloneDX: what a hospital's security office asks for. From uv.lock, no network.
+E := node
+sbom: setup-run
+	@mkdir -p runs && $(BIN)/uv export --no-config --frozen --extra $(E) --no-default-groups --format cyclonedx1.5 -q -o runs/sbom-$(E).json
+	@echo runs/sbom-$(E).json
 
 clean:
 	rm -rf .venv

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -80,3 +81,15 @@ def test_uv_comes_first_unless_pip_is_configured(install: ModuleType, monkeypatc
     assert "--torch-backend=cpu" in uv
     monkeypatch.setattr(install, "answer", lambda _: "global.index-url='https://pip.example.org/simple'")
     assert install.commands(".", "cpu") == [pip]
+
+
+def test_the_lock_has_the_tested_versions_of_the_public_index() -> None:
+    """And no host of the machine that wrote it."""
+    text = (PROJECT / "uv.lock").read_text()
+    assert set(re.findall(r"\w+://[^/\"]+", text)) == {"https://pypi.org", "https://files.pythonhosted.org"}
+    locked = {(package["name"], package.get("version")) for package in tomllib.loads(text)["package"]}
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["run"]]
+    tested = dict(line.lower().split("==") for line in (PROJECT / "constraints.txt").read_text().split())
+    for name in {re.split(r"[\[<>=]", text)[0] for text in named} - {"fedsub"}:
+        assert (name, tested.get(name) or tested[name.replace("-", "_")]) in locked

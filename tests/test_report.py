@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -28,8 +29,17 @@ from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import comparisons, verdicts
 from fedsub_app.reports.html import write_html
-from fedsub_app.reports.pictures import DASHES, _against_bytes, colour, dashes, draw_against_bytes, spread_out
-from fedsub_app.reports.records import Group, Record, curve, grouped, read_run
+from fedsub_app.reports.pictures import (
+    DASHES,
+    _against_bytes,
+    colour,
+    dashes,
+    draw_against_bytes,
+    figure_of_curves,
+    spread_out,
+    svg_of_lines,
+)
+from fedsub_app.reports.records import Group, Record, curve, grouped, read_run, summary_table
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
@@ -338,3 +348,36 @@ def test_a_method_that_sends_nothing_is_a_line_of_the_picture(tmp_path: Path) ->
     assert lines == {"run0": [[60.0, 8.0], [120.0, 8.0]], "run1": [[60.0, 50.0], [120.0, 96.0]]}
     assert draw_against_bytes(groups[:1], tmp_path / "x.png") is None
     assert draw_against_bytes(groups, tmp_path / "x.png") == tmp_path / "x.png"
+
+
+def test_a_page_can_read_values_off_its_curves() -> None:
+    """The plot's box and spans in a picture lead from the ends of its drawn line back to the curve's points."""
+    x, y = [0.0, 5.0, 20.0], [10.0, 80.0, 95.5]
+    text = svg_of_lines("a title", "accuracy (%)", "round", {3: ('IST "x"', x, y)})
+    root = ElementTree.fromstring(text.replace("xlink:", ""))
+    assert json.loads(root.get("data-labels", "")) == {"3": 'IST "x"'}
+    (left, top, wide, high), (x0, x1), (y0, y1) = (
+        map(float, root.get(f"data-{name}", "").split()) for name in ("box", "x", "y")
+    )
+    width, height = map(float, root.get("viewBox", "").split()[2:])
+    (path,) = re.findall(r'<g class="run3">\s*<path d="(M[^"]*)"[^>]*style="fill: none', text)[:1]
+    points = [(float(a), float(b)) for a, b in re.findall(r"[ML] (\S+) (\S+)", path)]
+    for (px, py), wanted_x, wanted_y in zip((points[0], points[-1]), (x[0], x[-1]), (y[0], y[-1]), strict=True):
+        assert x0 + (px / width - left) / wide * (x1 - x0) == pytest.approx(wanted_x, abs=1e-3)
+        assert y1 - (py / height - top) / high * (y1 - y0) == pytest.approx(wanted_y, abs=1e-3)
+
+
+def test_the_best_score_is_marked_and_one_runs_curve_is_drawn_once(shared_run, tmp_path: Path) -> None:
+    first, second = shared_run(evaluate="global"), shared_run(evaluate="global", lr=0.001)
+    table = summary_table(grouped([first, second]))[1]
+    assert [row[1].best for _, row in table] == [row[1].value == max(r[1].value for _, r in table) for _, row in table]
+    assert sum(row[1].best for _, row in table) == 1
+    assert not any(cell.best for _, row in summary_table(grouped([first]))[1] for cell in row)
+    assert [axes.get_xlabel() for axes in read_run(first).plot().axes] == ["round", "round"]  # score and loss
+    assert len(figure_of_curves(grouped([first, second])).axes) == 4
+    picture = read_run(first)._repr_png_()
+    assert picture
+    assert picture.startswith(b"\x89PNG")
+    network, table_of = read_run(first).model(), read_run(first).to_pandas()
+    assert not network.training
+    assert list(table_of.index) == [0, 1, 2, 3]
