@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from torch import nn
 
+from fedsub_app import node
+from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Inputs, form_of
 from fedsub_app.config import resolve
+from fedsub_app.federation.nodes import Federation
 from fedsub_app.models import (
     Network,
     Trained,
@@ -155,6 +159,23 @@ def test_bf16_is_the_base_alone() -> None:
     output.sum().backward()
     assert not torch.is_autocast_enabled("cpu")
     assert base_bytes(model) == 2 * (12 * 8 + 8)
+
+
+def test_a_node_with_another_base_stays_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roll call of a real node: it loads its own weights, and compares; later messages are refused as well."""
+    monkeypatch.setattr(node, "simulated", lambda: False)
+    settings = resolve(KEYS | {"trainable": "head"})
+    federation = Federation(
+        settings, {"run": "0" * 12, "state-dir": str(tmp_path)}, settings.flat() | {"resume": False}
+    )
+    header = federation.header | federation.run_settings | {"code": code_digest()}
+    here = base_digest(problem(trainable="head").network())
+    context = Context(1, 1, {"partition-id": 0, "num-partitions": 2, "state-dir": str(tmp_path)}, RecordDict(), {})
+    assert "error" not in node.roll_call(header | {"base": here}, context, node.named)
+    reason = f"model = 'fedpews-cnn': the frozen base has SHA-256 {here[:16]} here, 3f3f3f is the server's"
+    assert node.roll_call(header | {"base": "3f3f3f"}, context, node.named)["error"] == reason
+    with pytest.raises(UserError, match="the frozen base has SHA-256"):
+        node.named(federation.run_settings["settings"], header, context)  # a server without a base
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
