@@ -107,10 +107,7 @@ class FedPart(SubnetStrategy):
             return everything
         if self.options.stale == "sync-all":
             return self.has[client] < self.changed
-        last = self.group(self.round - 1) if self.round > 1 else None
-        if last is None or self.group(self.round) is None:
-            return everything
-        return torch.arange(len(self.groups)) == last
+        return everything if self.group(self.round) is None else self.changed == self.changed.max()
 
     # --- replies and their merge ----------------------------------------------------------------------------------
 

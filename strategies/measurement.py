@@ -52,7 +52,7 @@ class Measurement(Hooks):
         """
         method = self.method
         self.connect(method.federation, method.facts)
-        self.round, self.state_rounds, self.usual = server_round, method.state_rounds, {}
+        self.round, self.state_rounds, self.usual, self.good = server_round, method.state_rounds, {}, {}
         if not (clients := self.clients()):
             return arrays
         phase = rounds.ask(self, MEASURE, clients, server_round, arrays, config, grid)

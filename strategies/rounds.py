@@ -27,7 +27,7 @@ from fedsub_app.subnets.norms import NormGuard, norm
 from fedsub_app.subnets.privacy import epsilon, require_accountant
 from strategies.bounding import MAX_NORM, Bounds, reach
 from strategies.clock import Clock
-from strategies.harm import far_worse, harmless
+from strategies.harm import ROUND, far_worse, harmless
 from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 from strategies.served import by_client
@@ -51,7 +51,7 @@ def ask(
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task = partial(_with_state, strategy, strategy.task)
     strategy.phase = strategy.federation.ask(
-        kind, server_round, clients, task, _checkpoints(config), strategy.expected, strategy.max_samples
+        kind, server_round, clients, task, _checkpoints(strategy, config), strategy.expected, strategy.max_samples
     )
     strategy.phase.report["clients"] = list(clients)
     return strategy.phase
@@ -63,8 +63,10 @@ def _with_state(strategy: Hooks, task: Callable[[int], Task], client: int) -> Ta
     return replace(asked, config={**asked.config, "state": merged}) if merged else asked
 
 
-def _checkpoints(config: ConfigRecord) -> Json:
-    return {"checkpoints": config.get("checkpoints", [])}
+def _checkpoints(strategy: Hooks, config: ConfigRecord) -> Json:
+    """Return the rounds whose states the clients keep: those of the checkpoints, and of the best model."""
+    good = [int(strategy.good[ROUND])] if strategy.good else []
+    return {"checkpoints": [*config.get("checkpoints", []), *good]}  # type: ignore[misc]
 
 
 def merge_answers(
@@ -166,7 +168,8 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
     loss = strategy.facts.loss(merged.model) if strategy.facts else 0.0
     if not loss <= strategy.score.losses[1]:
         return None, f"diverged: the merged model's loss is {loss:g}"
-    if strategy.robust and strategy.facts and (reason := far_worse(strategy, loss)):
+    clients = [update.client for update in merging.updates]
+    if strategy.robust and strategy.facts and (reason := far_worse(strategy, loss, clients)):
         return None, reason
     return merged, ""
 
@@ -210,7 +213,7 @@ def ask_evaluation(strategy: Hooks, server_round: int, arrays: ArrayRecord, conf
     if wanted and evaluation_due(strategy, server_round, config):
         strategy.federation.meet(grid)
         strategy.round, strategy.current = server_round, to_tensors(arrays)
-        clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | _checkpoints(config)
+        clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | _checkpoints(strategy, config)
         task = partial(_with_state, strategy, partial(_evaluation_task, strategy, wanted))
         strategy.phase = strategy.federation.ask(MessageType.EVALUATE, server_round, clients, task, extra)
     return strategy.phase

@@ -25,7 +25,7 @@ from fedsub_app.subnets.norms import square
 from fedsub_app.subnets.slices import ALL, select
 from strategies.memory import Memory, flattened, restored
 
-KEPT = ("state_rounds", "usual")  # the server's state of every method
+KEPT = ("state_rounds", "usual", "good")  # the server's state of every method
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Server:
     state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
     usual : with ``robust``, of the last rounds: usual sizes of each tensor's change (strategies/bounding.py), and the
         merged models' losses.
+    good : with ``robust``, the best model so far, the state of that round, and its loss (strategies/harm.py).
     """
 
     remembers: tuple[str, ...] = ()
@@ -103,6 +104,7 @@ class Server:
         self.facts: Facts | None = None
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
         self.usual: Tensors = {}
+        self.good: Tensors = {}
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
 
     @cached_property

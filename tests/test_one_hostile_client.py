@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, Message
+from flwr.app import Array, ConfigRecord, Message
 from helpers import METHOD_KEYS, rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,8 +33,9 @@ from fedsub_app.subnets.masks import expand, gather
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.training.workplace import workplace
 from strategies.bounding import parts
+from strategies.harm import LOSS, SUSPECTED, far_worse
 from strategies.merging import Valid
-from strategies.rounds import check_defences
+from strategies.rounds import _checkpoints, check_defences
 
 Attack = Callable[[Any, Tensors, Update], Update]  # the hostile client, what it was sent, its honest answer
 KEYS: dict[str, Value] = {"num_clients": 8, "num_rounds": 8, "batch_size": 16, "partition": "iid", "robust": "on"}
@@ -251,6 +252,73 @@ def test_the_best_model_is_kept_beside_the_last(shared_run: Callable[..., Path])
     last = load_file(folder / "model.safetensors")
     assert all(torch.equal(kept[name], last[name]) for name in last) == (best == 8)
     assert not (shared_run(method="fedavg", num_rounds=1) / "model-best.safetensors").exists()
+
+
+# --- a model that becomes worse slowly --------------------------------------------------------------------------------
+
+
+@pytest.mark.run
+def test_a_slow_poisoner_is_undone_over_all_its_rounds(
+    run_local: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four, from round 3 on: every round is below the limit of the rounds before it. Clients keep a state."""
+
+    def slowly(client: Any, sent: Tensors, update: Update) -> Update:
+        return times(-1.5)(client, sent, update) if client.round > 2 else update
+
+    hostile(monkeypatch, "ditto", slowly, range(3))
+    _, folder = run_local(**KEYS | {"method": "ditto", "num_clients": 4, "train_per_class": 30, "evaluate": "global"})
+    lines = rounds(folder)
+    undone = next(line for line in lines if "back-to-round" in line)
+    good = lines[undone["back-to-round"]]
+    assert good["round"] < undone["round"] - 2
+    assert all(line["status"] == "ok" for line in lines[: undone["round"]])
+    assert undone["global-loss"] == good["global-loss"] < 0.5 * lines[undone["round"] - 1]["global-loss"]
+    assert not any("lost-state" in line for line in lines), "the clients go on from their states of that round"
+    drops = [{drop["client"] for drop in line["dropped"]} for line in lines[undone["round"] + 1 :]]
+    assert drops
+    assert all({0, 1, 2} & clients for clients in drops), "they are suspected from then on"
+
+
+def test_the_servers_state_goes_back_with_the_model(scene: Callable[[str], Scene]) -> None:  # noqa: F811
+    for method in METHODS_THAT_DIFFER:
+        made, _ = robust(scene, method).merged(lambda reply: [reply])
+        if not made.judged:
+            continue
+        good, state = made.current, {n: x.clone() for n, x in made.state().items() if n[:5] not in ("good/", "usual")}
+        fresh = METHODS[method].strategy(made.settings, made.model)
+        made.usual |= {LOSS: torch.tensor([0.4], dtype=torch.float64)}
+        for made.round in range(3, 9):  # 1.5 is not far worse than 0.4, nor 2 than 1.5, but 2 than 0.4
+            assert far_worse(made, 1.5, [0, 1]) == ""
+            made.current = fresh.current
+            vars(made).update({name: getattr(fresh, name) for name in ("state_rounds", *made.remembers)})
+        made.round = 9
+        assert far_worse(made, 2.0, [2]) == (
+            "the merged model's loss is 2, the best one's 0.4: it is not kept, nor are those since round 2"
+        )
+        assert made.phase.report["back-to-round"] == 2
+        assert all(torch.equal(made.current[name], x) for name, x in good.items()), method
+        assert all(torch.equal(made.state()[name], x) for name, x in state.items()), method
+        assert made.usual[SUSPECTED].tolist() == [9, 9, 9, 0, 0, 0, 0]
+        assert rounds_of_states(made) == [7, 2], "clients keep their states of that round"
+
+
+def rounds_of_states(made: Any) -> list[int]:
+    return list(_checkpoints(made, ConfigRecord({"checkpoints": [7]}))["checkpoints"])
+
+
+def test_one_bad_round_undoes_no_other(scene: Callable[[str], Scene]) -> None:  # noqa: F811
+    """The model before it stays; where all rounds are refused, as after a change of the data, the limits double."""
+    made, _ = robust(scene, "fedavg").merged(lambda reply: [reply])
+    made.usual |= {LOSS: torch.tensor([0.4], dtype=torch.float64)}
+    model, refusals = made.current, 0
+    for made.round in range(3, 12):
+        if not far_worse(made, 5.0, [0]):
+            break
+        refusals += 1
+    assert refusals == 3, "0.4, 0.8 and 1.6 allow 1.8, 2.6 and 4.2"
+    assert made.current is model
+    assert "back-to-round" not in made.phase.report
 
 
 # --- any attack within the checks, on any method ----------------------------------------------------------------------

@@ -52,7 +52,8 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
     words.append(f"{line['seconds']:.2f} s")
     words.append(f"left {human_seconds(seconds_left)}")
     if line["status"] == "abandoned":
-        words.append(f"ABANDONED: {line['abandoned']}, the model stays")
+        stays = "back to that of round {back-to-round}".format(**line) if "back-to-round" in line else "the model stays"
+        words.append(f"ABANDONED: {line['abandoned']}, {stays}")
     elif "partial" in line:
         words.append(f"partial: {line['partial']}")
     words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]

@@ -174,7 +174,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         if merged is not None and strategy.measurement:
             merged = strategy.measurement.run(number, merged, config, grid)
-        arrays, abandoned = (merged, 0) if merged is not None else (arrays, abandoned + 1)
+        # The model of an abandoned round is that before it or, with robust, an earlier one.
+        arrays, abandoned = (merged, 0) if merged is not None else (to_arrays(strategy.current), abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
         stage = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
         measured: Json = {"round": number, "status": status, **stage, "seconds": time.perf_counter() - start}

@@ -85,7 +85,7 @@ def reproduce(
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or runs_folder() / "reproduce" / name
-    numbers = range(seeds or table.seeds)
+    numbers = range(table.first_seed, table.first_seed + (seeds or table.seeds))
     rows = [Row(row.setting, row.label, applicable_keys({**row.overrides, **overrides}), row.paper) for row in rows]
     for key, value in overrides.items():
         if not any(key in row.overrides for row in rows):

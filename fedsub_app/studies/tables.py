@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Count, Value
+from fedsub_app.common.section import Count, CountOrZero, Value
 from fedsub_app.config import applicable_keys
 
 
@@ -72,6 +72,7 @@ class Table(Entry):
     title: str
     about: str = ""
     seeds: Count
+    first_seed: CountOrZero = Field(alias="first-seed", default=0)
     spread: Literal["deviation", "range"] = "deviation"
     cost_to_accuracy: bool = Field(alias="cost-to-accuracy", default=False)
     reference: str = ""
