@@ -80,7 +80,7 @@ class Client(ClientTools):
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
-        self.metrics["compute-seconds"] = seconds
+        self.metrics["compute-seconds"] = float(f"{seconds:.4g}")
         examples = len(self.place.partition.train[self.id])
         return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 

@@ -20,7 +20,7 @@ import torch
 from flwr.app import Context, MessageType, RecordDict
 from torch import Tensor
 
-from fedsub_app.common.code import code_digest, text_digest, versions
+from fedsub_app.common.code import code_digest, settings_digest, versions
 from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
@@ -32,7 +32,7 @@ from fedsub_app.data import private_name
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import is_own_code as is_own_data
 from fedsub_app.federation.protocol import MEASURE, TEST, Update
-from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
+from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.models import bundled, is_own_code, other_base
 from fedsub_app.problem import Problem
@@ -47,6 +47,7 @@ Config = Mapping[str, Any]
 Places = Callable[[int], Workplace]  # client -> its workplace
 Source = Callable[[str, Json, Context], Places]  # the run's settings as JSON, a message's header, the node's context
 _texts: dict[Path, str] = {}  # settings as JSON, by their file
+_state_folders: dict[str, str] = {}  # of simulated nodes, by run
 
 
 def simulated() -> bool:
@@ -89,7 +90,7 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context
     The key ``error`` reports a failure of the message as a whole; ``fatal`` marks a failure of the machine, which ends
     the run.
     """
-    stamp = {key: header[key] for key in STAMP}
+    stamp = {NONCE: header[NONCE]}
     try:
         return _content(header, parts, stamp, context, source)
     except UserError as error:
@@ -204,7 +205,7 @@ def settings_text(header: Json, config: Config) -> str:
     UserError
         The server's code, the run's id or the settings' digest is wrong.
     """
-    if header["code"] != code_digest():
+    if header.get("code", code_digest()) != code_digest():
         raise UserError(_other_code(header["code"]))
     folder = state_folder(header, config)
     if "settings" in header:
@@ -302,7 +303,7 @@ def _keys(text: str) -> dict[str, Value]:
 def _keep_settings(header: Json, folder: Path) -> None:
     """Keep a run's settings beside its clients' state; later messages, to any process of the node, have the digest."""
     text = header["settings"]
-    if header["digest"] != text_digest(text):
+    if header["digest"] != settings_digest(text):
         raise UserError(f"digest = {header['digest']!r}: not that of the settings")
     path = _settings_file(folder, header["digest"])
     if path not in _texts:
@@ -318,7 +319,7 @@ def _kept_settings(folder: Path, digest: str) -> str:
     if path not in _texts:
         with suppress(OSError, UnicodeDecodeError):
             text = path.read_text()
-            if text_digest(text) == digest:
+            if settings_digest(text) == digest:
                 _texts[path] = text
     return _texts.get(path, "")
 
@@ -333,7 +334,9 @@ def state_folder(header: Json, config: Config) -> Path:
     if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
         raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
     if simulated() and not folder:
-        return Path(header["state-dir"])
+        if "state-dir" in header:
+            _state_folders[run] = header["state-dir"]
+        return Path(_state_folders.get(run, ""))  # unknown to a new process of Ray's, which asks for the settings
     return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
 
 

@@ -18,7 +18,7 @@ import torch
 from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
 
-from fedsub_app.common.code import code_digest, text_digest
+from fedsub_app.common.code import code_digest, settings_digest
 from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
@@ -27,7 +27,7 @@ from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Outbox, Phase
 from fedsub_app.federation.protocol import BadReply, Spec, Task
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
-from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, unpack_reply, wire_bytes
+from fedsub_app.federation.wire import NONCE, Part, asks_for_settings, unpack_reply, wire_bytes
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
@@ -83,15 +83,19 @@ class Federation:
         device: str = "cpu",
         initial: Tensors | None = None,
     ) -> None:
-        """``header`` goes into every message: the run's id, the folder of client states.
+        """``header`` goes into every message: the run's id. Its ``state-dir``, the folder of client states, does not.
 
-        ``run_settings`` go with the roll call; later messages have their digest, and a node that lacks them asks for
-        them. ``device``: ``"cuda"`` where the server computes on a GPU. ``initial``: the initial global model where the
-        nodes cannot rebuild it from the seed; a node's messages have it until the node has replied.
+        It and ``run_settings`` go with the roll call; later messages have the digest of the settings and of the code,
+        and a node that lacks the settings asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
+        ``initial``: the initial global model where the nodes cannot rebuild it from the seed; a node's messages have it
+        until the node has replied.
         """
         self.settings = settings
-        self.run_settings = {"settings": json.dumps(run_settings)} if run_settings else {}
-        self.header = header | ({"digest": text_digest(self.run_settings["settings"])} if run_settings else {})
+        self.run_settings = {"code": code_digest()} | {k: header[k] for k in ("state-dir",) if k in header}
+        self.header = {key: value for key, value in header.items() if key not in self.run_settings}
+        if run_settings:
+            self.run_settings["settings"] = text = json.dumps(run_settings)
+            self.header["digest"] = settings_digest(text)
         self.roll = Roll(settings, self.header | self.run_settings, device)
         self.initial, self._have_initial = initial or {}, set[int]()
         self.late: set[str] = set()  # messages of earlier phases that were not waited for
@@ -164,8 +168,8 @@ class Federation:
         if self.simulated and reply * len(order) <= MAX_WAITING * self.settings.message_mb * 2**20:
             order.sort(key=work, reverse=True)  # stable: clients of equal work stay in order
         queues, dropped = self.hosts(order)
-        stamp = {"phase": kind, "round": server_round, "nonce": secrets.token_hex(8)}  # no reply can be sent twice
-        header = self.header | extra | stamp | {"code": code_digest()}
+        stamp = {"phase": kind, "round": server_round, NONCE: secrets.token_urlsafe(8)}  # no reply can be sent twice
+        header = self.header | extra | stamp
         outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work)
         return Phase(outbox, dropped)
 
@@ -249,9 +253,9 @@ class Federation:
         end the clients without a part are in ``phase.dropped``.
 
         ``expected`` returns the tensors that a client was asked for; none is decoded here. A reply is matched by the
-        message that it answers (the error reply for a dead node has another source id). A reply of another run, round
-        or phase, or without the phase's nonce, drops its node's clients. A second reply, a reply that was not asked
-        for, and parts of clients that were not asked are ignored and logged.
+        message that it answers (the error reply for a dead node has another source id). A reply without the phase's
+        nonce, as one of another run, round or phase, drops its node's clients. A second reply, a reply that was not
+        asked for, and parts of clients that were not asked are ignored and logged.
         """
         waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
@@ -285,10 +289,8 @@ class Federation:
             raise BadReply(f"node failed: {brief(reply.error.reason)}")
         phase.bytes_up += wire_bytes(reply.content)
         header, parts = unpack_reply(reply.content, asked)
-        stamp = tuple(phase.outbox.header.get(key) for key in STAMP)
-        if (theirs := tuple(header.get(key) for key in STAMP)) != stamp:
-            replayed = ", of another message" if theirs[:-1] == stamp[:-1] else ""
-            raise BadReply(f"stale reply: {', '.join(STAMP[:-1])} = {theirs[:-1]}{replayed}")
+        if header.get(NONCE) != phase.outbox.header.get(NONCE):
+            raise BadReply("stale reply: of another message")
         if header.get("fatal") is True and self.simulated:
             raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):
