@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import is_own_code as is_own_data
+from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
@@ -114,12 +116,16 @@ def _content(
         if not initial_file(folder).exists():
             write_tensors(initial_file(folder), sent)
     places = source(text, header, context)
+    run = partial(_run, places, settings.num_clients, folder, header)
+    if how := header.get("means"):
+        blocks = [list(block) for _, block in groupby(tasks, key=lambda task: task[0]["block"])]
+        return pack(stamp, [part for block in blocks for part in block_parts(run, block, how)])
     if header["phase"] == TEST:
         updates = _tested(places(0), tasks)
     elif settings.stack_clients and header["phase"] == MessageType.TRAIN:
         updates = _run_together(places(0), header, tasks)
     else:
-        updates = [_run(places, settings.num_clients, folder, header, task, tensors) for task, tensors in tasks]
+        updates = [run(task, sent) for task, sent in tasks]
     return pack(stamp, [update_part(update) for update in updates])
 
 

@@ -114,6 +114,12 @@ class Federation:
         """Whether all nodes are simulated: then every message is answered."""
         return all(node.simulated for node in self.nodes.values())
 
+    @property
+    def pinned(self) -> bool:
+        """Whether each client has its node, instead of one that takes it from a queue."""
+        placement = "pinned" if self.settings.private_examples else self.settings.placement
+        return placement == "pinned" or (placement == "auto" and not self.simulated)
+
     def meet(self, grid: Grid) -> None:
         """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`)."""
         self._forget_late(grid)
@@ -129,12 +135,7 @@ class Federation:
         Simulated nodes share one queue, and a fast node takes more of it; a real node has its own.
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
-        placement = self.settings.placement
-        if self.settings.private_examples:
-            placement = "pinned"
-        if placement == "auto":
-            placement = "balanced" if self.simulated else "pinned"
-        if placement == "balanced" and nodes:
+        if not self.pinned and nodes:
             queue = deque(clients)
             return {node.node_id: queue for node in nodes}, []
         queues: dict[int, deque[int]] = {}
@@ -157,20 +158,28 @@ class Federation:
         extra: Json,
         expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
         work: Callable[[int], float] = lambda _: 1.0,
+        blocks: Mapping[int, int] | None = None,
     ) -> Phase:
         """Return a phase that asks each client for its task; clients that no node hosts now are dropped.
 
-        ``task``, ``expected`` and ``work`` are :class:`Outbox`'s; ``extra`` goes into every message's header. Simulated
-        nodes begin with the clients that compute longest, where all replies may wait for the first client's.
+        ``task``, ``expected``, ``work`` and ``blocks`` are :class:`Outbox`'s; ``extra`` goes into every message's
+        header. Simulated nodes begin with the clients, or blocks, that compute longest, where all replies may wait for
+        the first client's.
         """
-        order = sorted(clients)
+        order, blocks = sorted(clients), blocks or {}
         reply = sum(spec.nbytes for spec in expected(order[0]).values()) if order else 0
-        if self.simulated and reply * len(order) <= MAX_WAITING * self.settings.message_mb * 2**20:
-            order.sort(key=work, reverse=True)  # stable: clients of equal work stay in order
+        replies = len({blocks.get(client, client) for client in order})
+        if self.simulated and reply * replies <= MAX_WAITING * self.settings.message_mb * 2**20:
+            works: Counter[int] = Counter()
+            for client in order:
+                works[blocks.get(client, client)] += work(client)  # type: ignore[assignment]
+            order.sort(key=lambda client: works[blocks.get(client, client)], reverse=True)  # stable
         queues, dropped = self.hosts(order)
         stamp = {"phase": kind, "round": server_round, NONCE: secrets.token_urlsafe(8)}  # no reply can be sent twice
         header = self.header | extra | stamp
-        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work)
+        outbox = Outbox(
+            header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work, blocks
+        )
         return Phase(outbox, dropped)
 
     def _initial_for(self, node_id: int) -> Tensors:

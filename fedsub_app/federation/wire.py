@@ -31,6 +31,7 @@ from fedsub_app.federation.protocol import (
     MAX_EXAMPLES,
     NAMES,
     BadReply,
+    Diverged,
     Range,
     Spec,
     StateLost,
@@ -52,6 +53,7 @@ WORDS = (
     b'{"nonce":"","parts":[{"client":1,"metrics":{"train-loss":2.3,"flops":1000.0,"published-flops":00.0,"subnet-flops":'
     b'00.0,"compute-seconds":0.0},"num-examples":0,"state":[0,1]}],"index":[[[0],[0]],[[0],[0]]]}'
 )
+FAILURES = {"lost": StateLost, "diverged": Diverged}  # keys of a client's part that failed
 UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, zlib.error)
 # Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.
 MAX_HEADER, MAX_PART, MAX_ENTRY = 1 << 16, 1 << 12, 1 << 8
@@ -287,7 +289,7 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
         "state": update.state,
     }
     config |= {"error": update.error} if update.error else {}
-    return config | ({"lost": True} if update.lost else {}), update.tensors
+    return config | {kind: True for kind in FAILURES if getattr(update, kind)}, update.tensors
 
 
 def read_update(
@@ -312,7 +314,8 @@ def read_update(
     """
     config, tensors, distances = part.config, {}, {}
     if config.get("error"):
-        raise (StateLost if config.get("lost") is True else BadReply)(f"client failed: {config['error']}")
+        kind = next((failure for key, failure in FAILURES.items() if config.get(key) is True), BadReply)
+        raise kind(f"client failed: {config['error']}")
     missing = [name for name in expected.keys() - part.rows.keys() if not expected[name].optional]
     if missing:
         missing = [name for name in expected if name in missing]
