@@ -42,7 +42,7 @@ from fedsub_app.settings import Settings
 from fedsub_app.tasks import TASKS
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.local import evaluation_batches, sums_of
-from fedsub_app.training.stacked import MAX_STACKED
+from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 
 Config = Mapping[str, Any]
@@ -123,7 +123,7 @@ def _content(
     if header["phase"] == TEST:
         updates = _tested(places(0), tasks)
     elif settings.stack_clients and header["phase"] == MessageType.TRAIN:
-        updates = _run_together(places(0), header, tasks)
+        updates = together([partial(run, task, sent) for task, sent in tasks])
     else:
         updates = [run(task, sent) for task, sent in tasks]
     return pack(stamp, [update_part(update) for update in updates])
@@ -179,25 +179,6 @@ def _failed(client: int, error: BaseException) -> Update:
     if simulated() and (failure := machine_failure(error)):
         raise MachineFailed(f"client {client}: {failure}") from error
     return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
-
-
-def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
-    """Train clients with tensors of equal shapes and equally many samples together; they have no state."""
-    kind = METHODS[place.settings.method].client
-    groups: dict[object, list[int]] = {}
-    for number, (task, sent) in enumerate(parts):
-        shapes = tuple((name, tensor.shape) for name, tensor in sent.items())
-        groups.setdefault((len(place.partition.train[task["client"]]), shapes), []).append(number)
-    updates: dict[int, Update] = {}
-    for alike in groups.values():
-        for some in (alike[start : start + MAX_STACKED] for start in range(0, len(alike), MAX_STACKED)):
-            clients = [kind(place, parts[number][0]["client"], header["round"], {}) for number in some]
-            try:
-                together = kind.run_together(clients, [parts[number][1] for number in some])
-            except Exception as error:  # where one operation fails, all these clients fail
-                together = [_failed(client.id, error) for client in clients]
-            updates |= dict(zip(some, together, strict=True))
-    return [updates[number] for number in range(len(parts))]
 
 
 # --- the workplace of a run's clients -------------------------------------------------------------------------------
