@@ -5,15 +5,12 @@ for both are :class:`~fedsub_app.training.client.ClientTools`': ``load``, ``fit`
 """
 
 import time
-from collections.abc import Sequence
-from typing import Self
 
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
 from fedsub_app.training.client import ClientTools
 from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.local import evaluate
-from fedsub_app.training.stacked import fit_together
 
 
 class Client(ClientTools):
@@ -62,25 +59,13 @@ class Client(ClientTools):
         start = time.perf_counter()
         return self.trained_update(self.measure(sent, config), time.perf_counter() - start)
 
-    @classmethod
-    def stackable(cls) -> bool:
-        """Say whether this method's clients train as FedAvg's do, so that several can be trained together."""
-        return (cls.train, cls.run_training) == (Client.train, Client.run_training)
-
-    @classmethod
-    def run_together(cls, clients: Sequence[Self], sent: Sequence[Tensors]) -> list[Update]:
-        """Train clients of one shape together (setting ``stack-clients``); each one's seconds are its share."""
-        start = time.perf_counter()
-        answers = fit_together(clients, sent)
-        seconds = (time.perf_counter() - start) / len(clients)
-        return [client.trained_update(answer, seconds) for client, answer in zip(clients, answers, strict=True)]
-
     def trained_update(self, answer: Tensors, seconds: float) -> Update:
         """Return the update that holds ``answer``, with the costs of its training."""
+        seconds -= self.waited
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
-        self.metrics["compute-seconds"] = seconds
+        self.metrics["compute-seconds"] = float(f"{seconds:.4g}")
         examples = len(self.place.partition.train[self.id])
         return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 

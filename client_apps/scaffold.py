@@ -20,10 +20,7 @@ class ScaffoldClient(Client):
         self.load(x)
         shift = brought({name: c[name] - variate[name] for name in self.network.parameters}, self.network.device)
 
-        def correct(gradients: Tensors) -> None:
-            torch._foreach_add_(list(gradients.values()), [shift[name] for name in gradients])
-
-        training = self.fit(correct=correct)
+        training = self.fit(shift=shift)
         y = self.trained()
         distance = training.steps * training.optimizer.lr
         change = {n: (x[n] - y[n]) / distance - c[n] if distance else torch.zeros_like(c[n]) for n in c}

@@ -45,7 +45,7 @@ class SubFedAvgClient(Client):
             self.previous = plan.cut(self.own, masks)
         keep = take({name: masks[name] for name in plan.weights}, plan.groups, plan.units(masks))
         early: list[Tensors] = []
-        Training(self, keep=keep).run(self.watched(early))
+        Training(self, keep=keep).run(self.watched(early), ahead=False)
         last = plan.widen(self.trained(), masks)
         first = plan.widen(early[0], masks) if early else last
         new = self.prune(masks, first, last)

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from flwr.app import Context, MessageType, RecordDict
 from torch import Tensor
 
-from fedsub_app.common.code import code_digest, text_digest, versions
+from fedsub_app.common.code import code_digest, settings_digest, versions
 from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
@@ -31,8 +32,9 @@ from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import is_own_code as is_own_data
+from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, TEST, Update
-from fedsub_app.federation.wire import INITIAL, STAMP, UNKNOWN_SETTINGS, pack, update_part
+from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
 from fedsub_app.models import bundled, is_own_code, other_base
 from fedsub_app.problem import Problem
@@ -40,13 +42,14 @@ from fedsub_app.settings import Settings
 from fedsub_app.tasks import TASKS
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.local import evaluation_batches, sums_of
-from fedsub_app.training.stacked import MAX_STACKED
+from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 
 Config = Mapping[str, Any]
 Places = Callable[[int], Workplace]  # client -> its workplace
 Source = Callable[[str, Json, Context], Places]  # the run's settings as JSON, a message's header, the node's context
 _texts: dict[Path, str] = {}  # settings as JSON, by their file
+_state_folders: dict[str, str] = {}  # of simulated nodes, by run
 
 
 def simulated() -> bool:
@@ -89,7 +92,7 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context
     The key ``error`` reports a failure of the message as a whole; ``fatal`` marks a failure of the machine, which ends
     the run.
     """
-    stamp = {key: header[key] for key in STAMP}
+    stamp = {NONCE: header[NONCE]}
     try:
         return _content(header, parts, stamp, context, source)
     except UserError as error:
@@ -113,12 +116,16 @@ def _content(
         if not initial_file(folder).exists():
             write_tensors(initial_file(folder), sent)
     places = source(text, header, context)
+    run = partial(_run, places, settings.num_clients, folder, header)
+    if how := header.get("means"):
+        blocks = [list(block) for _, block in groupby(tasks, key=lambda task: task[0]["block"])]
+        return pack(stamp, [part for block in blocks for part in block_parts(run, block, how)])
     if header["phase"] == TEST:
         updates = _tested(places(0), tasks)
     elif settings.stack_clients and header["phase"] == MessageType.TRAIN:
-        updates = _run_together(places(0), header, tasks)
+        updates = together([partial(run, task, sent) for task, sent in tasks])
     else:
-        updates = [_run(places, settings.num_clients, folder, header, task, tensors) for task, tensors in tasks]
+        updates = [run(task, sent) for task, sent in tasks]
     return pack(stamp, [update_part(update) for update in updates])
 
 
@@ -174,25 +181,6 @@ def _failed(client: int, error: BaseException) -> Update:
     return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
 
 
-def _run_together(place: Workplace, header: Json, parts: Sequence[tuple[Json, Tensors]]) -> list[Update]:
-    """Train clients with tensors of equal shapes and equally many samples together; they have no state."""
-    kind = METHODS[place.settings.method].client
-    groups: dict[object, list[int]] = {}
-    for number, (task, sent) in enumerate(parts):
-        shapes = tuple((name, tensor.shape) for name, tensor in sent.items())
-        groups.setdefault((len(place.partition.train[task["client"]]), shapes), []).append(number)
-    updates: dict[int, Update] = {}
-    for alike in groups.values():
-        for some in (alike[start : start + MAX_STACKED] for start in range(0, len(alike), MAX_STACKED)):
-            clients = [kind(place, parts[number][0]["client"], header["round"], {}) for number in some]
-            try:
-                together = kind.run_together(clients, [parts[number][1] for number in some])
-            except Exception as error:  # where one operation fails, all these clients fail
-                together = [_failed(client.id, error) for client in clients]
-            updates |= dict(zip(some, together, strict=True))
-    return [updates[number] for number in range(len(parts))]
-
-
 # --- the workplace of a run's clients -------------------------------------------------------------------------------
 
 
@@ -204,7 +192,7 @@ def settings_text(header: Json, config: Config) -> str:
     UserError
         The server's code, the run's id or the settings' digest is wrong.
     """
-    if header["code"] != code_digest():
+    if header.get("code", code_digest()) != code_digest():
         raise UserError(_other_code(header["code"]))
     folder = state_folder(header, config)
     if "settings" in header:
@@ -302,7 +290,7 @@ def _keys(text: str) -> dict[str, Value]:
 def _keep_settings(header: Json, folder: Path) -> None:
     """Keep a run's settings beside its clients' state; later messages, to any process of the node, have the digest."""
     text = header["settings"]
-    if header["digest"] != text_digest(text):
+    if header["digest"] != settings_digest(text):
         raise UserError(f"digest = {header['digest']!r}: not that of the settings")
     path = _settings_file(folder, header["digest"])
     if path not in _texts:
@@ -318,7 +306,7 @@ def _kept_settings(folder: Path, digest: str) -> str:
     if path not in _texts:
         with suppress(OSError, UnicodeDecodeError):
             text = path.read_text()
-            if text_digest(text) == digest:
+            if settings_digest(text) == digest:
                 _texts[path] = text
     return _texts.get(path, "")
 
@@ -333,7 +321,9 @@ def state_folder(header: Json, config: Config) -> Path:
     if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
         raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
     if simulated() and not folder:
-        return Path(header["state-dir"])
+        if "state-dir" in header:
+            _state_folders[run] = header["state-dir"]
+        return Path(_state_folders.get(run, ""))  # unknown to a new process of Ray's, which asks for the settings
     return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
 
 

@@ -11,14 +11,11 @@ from torch import Tensor
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import Update, formula_bytes
-from fedsub_app.subnets.averaging import Contribution, MaskedMean, Mean
+from fedsub_app.subnets.averaging import WAITING_BYTES, Contribution, MaskedMean, Mean
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.subnets.privacy import NoisyMean
 from fedsub_app.subnets.robust import RobustMean, clipped
 from strategies.hooks import Hooks, Merged
-
-# Contributions of this many bytes are summed together: one after the other costs three times the memory traffic.
-WAITING_BYTES = 1 << 26
 
 
 class Valid(NamedTuple):
@@ -106,19 +103,32 @@ class Merging:
     def add(self, valid: Valid) -> None:
         """Add the next update."""
         update, contribution, norms = valid
-        if norms.get("update"):
-            self.norms.append(norms["update"])
-        self.formula_bytes += formula_bytes(update.tensors)
         strategy = self._strategy
         # A copy: a received tensor is a view of a whole message.
         kept = {name: tensor.clone() for name, tensor in strategy.remembered(update, contribution).items()}
-        self.updates.append(replace(update, tensors=kept))
+        self._record(replace(update, tensors=kept), norms, formula_bytes(update.tensors))
         if limit := strategy.settings.clip_norm:
             distance = strategy.distance(update, contribution)
             self.clipped += distance > limit
             contribution = clipped(contribution, strategy.current, distance, limit)
         if strategy.settings.min_contributors > 1:
             self._count(contribution)
+        self._wait(contribution)
+
+    def add_block(self, valid: Sequence[Valid], mean: Tensors) -> None:
+        """Add the mean of updates that a node has taken (federation/blocks.py)."""
+        for update, _, norms in valid:
+            self._record(update, norms, formula_bytes(mean))
+        self._wait(Contribution(mean, None, sum(contribution.weight for _, contribution, _ in valid)))
+
+    def _record(self, update: Update, norms: Mapping[str, float], formula: int) -> None:
+        if norms.get("update"):
+            self.norms.append(norms["update"])
+        self.formula_bytes += formula
+        self.updates.append(update)
+
+    def _wait(self, contribution: Contribution) -> None:
+        """Sum this contribution with the next ones."""
         self._waiting.append(contribution)
         self._bytes += sum(tensor.nbytes for tensor in contribution.tensors.values())
         if self._bytes > WAITING_BYTES:

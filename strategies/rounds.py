@@ -25,6 +25,7 @@ from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, St
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.subnets.norms import NormGuard, norm
 from fedsub_app.subnets.privacy import epsilon, require_accountant
+from strategies.blocks import block_means, blocks
 from strategies.bounding import MAX_NORM, Bounds, reach
 from strategies.clock import Clock
 from strategies.harm import ROUND, far_worse, harmless
@@ -49,9 +50,13 @@ def ask(
     """Return the phase, of Flower's message type ``kind``, with the clients' tasks; a task names its client's state."""
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
-    task = partial(_with_state, strategy, strategy.task)
+    task, extra = partial(_with_state, strategy, strategy.task), _checkpoints(strategy, config)
+    together = blocks(strategy, clients) if kind == MessageType.TRAIN else {}
+    if together:
+        settings, model = strategy.settings, norm(strategy.current.values())
+        extra["means"] = {"factor": settings.max_update_norm, "model": model, "examples": settings.by_examples}
     strategy.phase = strategy.federation.ask(
-        kind, server_round, clients, task, _checkpoints(strategy, config), strategy.expected, strategy.max_samples
+        kind, server_round, clients, task, extra, strategy.expected, strategy.max_samples, together
     )
     strategy.phase.report["clients"] = list(clients)
     return strategy.phase
@@ -98,7 +103,17 @@ def merge_answers(
         for valid in accepted:
             merging.add(valid)
 
-    for client, part, expected in federation.answers(phase, replies, strategy.expected, not spares):
+    def refuse(client: int, error: BadReply) -> None:
+        nonlocal diverged
+        phase.dropped.append(Dropped(client, str(error)))
+        diverged += isinstance(error, Diverged)
+        if isinstance(error, StateLost):
+            strategy.forget(client)
+
+    answers = federation.answers(phase, replies, strategy.expected, not spares)
+    for valid, mean in block_means(strategy, answers, refuse) if phase.outbox.blocks else ():
+        merging.add_block(valid, mean)
+    for client, part, expected in answers:
         try:
             if clock and clock.devices.vanishes(client, server_round):
                 raise BadReply(f"its device drops out ({clock.devices.of(client).name})")
@@ -113,10 +128,7 @@ def merge_answers(
                 norms = {kind: value / reached[client] for kind, value in norms.items()}
             take(judge.add(Valid(update, contribution, norms), norms))
         except BadReply as error:
-            phase.dropped.append(Dropped(client, str(error)))
-            diverged += isinstance(error, Diverged)
-            if isinstance(error, StateLost):
-                strategy.forget(client)
+            refuse(client, error)
         if judge.enough and not federation.simulated and not clock:  # the server does not wait for the other replies
             break
     take(judge.rest())

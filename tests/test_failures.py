@@ -133,9 +133,9 @@ def test_a_descriptor_that_this_process_has_no_room_for() -> None:
 
 
 def test_clients_trained_together_run_out_of_memory_together(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("client_apps.base.fit_together", lambda *_: torch.empty(PETABYTE // 4))
+    monkeypatch.setattr("fedsub_app.training.stacked._Stack.train", lambda *_: torch.empty(PETABYTE // 4))
     with pytest.raises(RunFailed, match=r"client 0: out of memory: .* a smaller batch-size or stack-clients = false; "):
-        run_local(stack_clients=True)
+        run_local(stack_clients=True, partition="iid", num_clients=4)
 
 
 def test_the_servers_own_memory(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,7 +336,7 @@ def one_client(change: Change) -> Callable[[Message], list[Message]]:
 
     def spoil(reply: Message) -> list[Message]:
         header, arrays = opened(reply)
-        for key, numbers, rows in header["index"]:
+        for key, (numbers, rows) in zip(list(arrays), header["index"], strict=True):
             old = arrays[key]
             if old.dtype == "float32" and old.data:
                 stack = torch.frombuffer(bytearray(old.data), dtype=torch.float32).reshape(old.shape)

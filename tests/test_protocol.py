@@ -21,6 +21,8 @@ from fedsub_app.federation.wire import (
     TENSORS,
     Part,
     Stack,
+    deflated,
+    inflated,
     pack,
     read_update,
     unpack,
@@ -99,23 +101,40 @@ def test_a_shared_model_travels_once() -> None:
 
 
 def raw(array: Array, index: object = None) -> RecordDict:
-    text = json.dumps({"parts": [{}], "index": [["0:w", [0], [0]]] if index is None else index})
-    return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord({"0:w": array})})
+    text = json.dumps({"parts": [{}], "index": [[[0], [0]]] if index is None else index})
+    return RecordDict({HEADER: deflated(text), TENSORS: ArrayRecord({"0:w": array})})
+
+
+CUT = bytes(deflated('{"parts":[],"index":[]}')["json"])[:-1]  # type: ignore[arg-type]
+
+
+def test_a_header_is_small_and_inflated_no_farther_than_allowed() -> None:
+    words = ("train-loss", "flops", "published-flops", "subnet-flops", "compute-seconds")
+    update = Update(3, {}, dict.fromkeys(words, 1.5), 500, state=(0, 7))
+    content = pack({"nonce": "0123456789a"}, [update_part(update)])
+    assert wire_bytes(content) < 60 < 180 < len(inflated(content))
+    bomb = RecordDict({HEADER: deflated(" " * 10**7), TENSORS: ArrayRecord({})})
+    assert wire_bytes(bomb) < 20_000
+    with pytest.raises(BadReply, match="a header of more than 65536 characters"):
+        unpack_reply(bomb, {})
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (RecordDict({}), "not fedsub's wire format"),
-        (RecordDict({HEADER: ConfigRecord({"json": "{"}), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
-        (RecordDict({HEADER: ConfigRecord({"json": "3"}), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
+        (RecordDict({HEADER: ConfigRecord({"json": "{}"}), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
+        (RecordDict({HEADER: ConfigRecord({"json": b"\xff" * 9}), TENSORS: ArrayRecord({})}), r"\(error: Error -3"),
+        (RecordDict({HEADER: ConfigRecord({"json": CUT}), TENSORS: ArrayRecord({})}), "its JSON is cut off"),
+        (RecordDict({HEADER: deflated("{"), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
+        (RecordDict({HEADER: deflated("3"), TENSORS: ArrayRecord({})}), "not fedsub's wire format"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 11)), "11 bytes, expected 12"),
         (raw(Array("bool", (1, 9), STYPE, b"\0")), "1 bytes, expected 2"),
         (raw(Array("complex64", (1, 1), STYPE, b"\0" * 8)), "dtype 'complex64'"),
         (raw(Array("float32", (1, 3), "numpy.ndarray", b"\0" * 12)), "numpy.ndarray"),
-        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [5], [0]]]), "not fedsub's wire format"),
-        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["0:w", [0], [5]]]), "tensor 'w': no row 5 of 1"),
-        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [["1:v", [0], [0]]]), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[5], [0]]]), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[0], [5]]]), "tensor 'w': no row 5 of 1"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), []), "not fedsub's wire format"),
     ],
 )
 def test_damaged_content_is_refused(content: RecordDict, reason: str) -> None:

@@ -62,12 +62,11 @@ class TwoSteps(ScaffoldClient):
 
     target: Tensors
 
-    def fit(self, *_: Any, correct: Any, **__: Any) -> Any:
+    def fit(self, *_: Any, shift: Tensors, **__: Any) -> Any:
         for _ in range(2):
             gradients = {name: p.detach() - self.target[name] for name, p in self.network.parameters.items()}
-            correct(gradients)
             for name, p in self.network.parameters.items():
-                p.data -= gradients[name] / 2
+                p.data -= (gradients[name] + shift[name]) / 2
         return SimpleNamespace(steps=2, optimizer=SimpleNamespace(lr=0.5))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from helpers import rounds
 from safetensors.torch import load_file
 
-from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import Samples
+from fedsub_app.federation.protocol import Update
+from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
+from fedsub_app.training import stacked
 from fedsub_app.training.workplace import Workplace, workplace
 
 Run = Callable[..., Any]
@@ -38,6 +40,10 @@ def in_float64(**keys: Value) -> Workplace:
     return replace(place, network=Network(module), train_x=x, test_x=test)
 
 
+UNEVEN: dict[str, Value] = {"partition": "dirichlet", "dirichlet_alpha": 0.3, "num_clients": 5, "local_epochs": 2}
+BATCH_NORM: dict[str, Value] = {"dataset": "digits", "model": "mnist-cnn-bn", "image_size": 28, "train_per_class": 4}
+
+
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize(
     "keys",
@@ -46,27 +52,39 @@ def in_float64(**keys: Value) -> Workplace:
         {"partition": "iid", "optimizer": "adam", "lr": 0.01},
         {"partition": "iid", "local_steps": 3, "batch_size": 40, "lr_decay_at": "2"},
         {"partition": "iid", "dataset": "digits", "model": "fedpews-cnn", "train_per_class": 8},
+        {"partition": "iid", **BATCH_NORM},
+        UNEVEN | BATCH_NORM,
+        UNEVEN | {"optimizer": "adam"},
+        *(
+            UNEVEN | {"method": method, "momentum": 0.5}
+            for method in ("fedavg", "fedprox", "moon", "fedrep", "ist", "ditto", "fednova", "ssfl", "heterofl")
+        ),
+        UNEVEN | {"method": "scaffold"},
+        UNEVEN | {"method": "fedpart", "optimizer": "adam", "fedpart.full-rounds": 1},
     ],
 )
-def test_together_or_one_after_the_other_is_the_same_in_float64(keys: dict[str, Value]) -> None:
+def test_together_or_one_after_the_other_is_the_same_in_float64(
+    keys: dict[str, Value], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = in_float64(**keys)
-    start = {name: tensor.clone() for name, tensor in place.network.tensors.items()}
-    sizes = [len(place.partition.train[number]) for number in range(4)]
-    alike = [number for number in range(4) if sizes[number] == sizes[0]]
-    assert len(alike) > 1
+    method, made = METHODS[place.settings.method], list[int]()
+    strategy = method.strategy(place.settings, place.network.module)
+    strategy.round = 2
+    tasks = [strategy.task(number) for number in range(place.settings.num_clients)]
+    train = stacked._train
+    monkeypatch.setattr(stacked, "_train", lambda alike: (made.append(len(alike)), train(alike))[1])
 
-    def client(number: int) -> Client:
-        return Client(place, number, 2, {})
+    def runs() -> list[Callable[[], Update]]:
+        clients = [method.client(place, number, 2, {}) for number in range(len(tasks))]
+        return [partial(client.run_training, t.tensors, t.config) for client, t in zip(clients, tasks, strict=True)]
 
-    sent: list[Tensors] = [{name: tensor + 0.01 * number for name, tensor in start.items()} for number in alike]
-    apart = [client(number).run_training(one, {}) for number, one in zip(alike, sent, strict=True)]
-    together = Client.run_together([client(number) for number in alike], sent)
-    for one, other, before in zip(apart, together, sent, strict=True):
-        assert one.client == other.client
-        assert one.num_examples == other.num_examples
-        for name in start:
+    apart, together = [run() for run in runs()], stacked.together(runs())
+    assert (max(made, default=0) > 1) == (place.settings.method != "heterofl")
+    for one, other in zip(apart, together, strict=True):
+        assert (one.client, one.num_examples) == (other.client, other.num_examples)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name in one.tensors:
             torch.testing.assert_close(other.tensors[name], one.tensors[name], rtol=1e-9, atol=1e-11)
-            assert not torch.equal(one.tensors[name], before[name])
         costs = one.metrics.keys() - {"compute-seconds"}
         assert costs == other.metrics.keys() - {"compute-seconds"}
         assert {k: other.metrics[k] for k in costs} == pytest.approx({k: one.metrics[k] for k in costs}, rel=1e-5)
@@ -88,11 +106,7 @@ def test_a_run_of_unequal_clients_agrees_with_the_plain_one(run_local: Run) -> N
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"method": "fedpac"}, "clients of fedpac train in a way of their own; allowed with fedavg, "),
-        ({"method": "fedprox"}, "not with objective = prox"),
-        ({"method": "fedavg", "model": "lenet5-bn", "image_size": 16}, "not with model = lenet5-bn: has BatchNorm"),
         ({"method": "fedavg", "augment": "crop-flip", "model": "lenet5", "image_size": 16}, "augment = crop-flip"),
-        ({"method": "fedavg", "attack": "scale", "attackers": 1}, "not with attack = scale"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(run_local: Run, keys: dict[str, Value], said: str) -> None:
@@ -104,6 +118,6 @@ def test_clients_that_fail_together_say_why(run_local: Run, monkeypatch: pytest.
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory, say")
 
-    monkeypatch.setattr("client_apps.base.fit_together", broken)
+    monkeypatch.setattr(stacked._Stack, "train", broken)
     with pytest.raises(Exception, match="client failed: RuntimeError: out of memory, say"):
-        run_local("run", method="fedavg", stack_clients=True)
+        run_local("run", method="fedavg", stack_clients=True, partition="iid", num_clients=4)

@@ -26,6 +26,11 @@ def versions(*more: str) -> dict[str, str]:
     return {"Python": platform.python_version(), **{name: version(name) for name in ("flwr", "torch", *more)}}
 
 
+def settings_digest(text: str) -> str:
+    """Hash of a run's settings and of the code that reads them, 12 hexadecimal digits."""
+    return text_digest(code_digest() + text)[:12]
+
+
 def text_digest(text: str) -> str:
     """Hash of a text, 16 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ import torch
 from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
 
-from fedsub_app.common.code import code_digest, text_digest
+from fedsub_app.common.code import code_digest, settings_digest
 from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
@@ -27,7 +27,7 @@ from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Outbox, Phase
 from fedsub_app.federation.protocol import BadReply, Spec, Task
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
-from fedsub_app.federation.wire import STAMP, Part, asks_for_settings, unpack_reply, wire_bytes
+from fedsub_app.federation.wire import NONCE, Part, asks_for_settings, unpack_reply, wire_bytes
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
@@ -82,15 +82,19 @@ class Federation:
         device: str = "cpu",
         initial: Tensors | None = None,
     ) -> None:
-        """``header`` goes into every message: the run's id, the folder of client states.
+        """``header`` goes into every message: the run's id. Its ``state-dir``, the folder of client states, does not.
 
-        ``run_settings`` go with the roll call; later messages have their digest, and a node that lacks them asks for
-        them. ``device``: ``"cuda"`` where the server computes on a GPU. ``initial``: the initial global model where the
-        nodes cannot rebuild it from the seed; a node's messages have it until the node has replied.
+        It and ``run_settings`` go with the roll call; later messages have the digest of the settings and of the code,
+        and a node that lacks the settings asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
+        ``initial``: the initial global model where the nodes cannot rebuild it from the seed; a node's messages have it
+        until the node has replied.
         """
         self.settings = settings
-        self.run_settings = {"settings": json.dumps(run_settings)} if run_settings else {}
-        self.header = header | ({"digest": text_digest(self.run_settings["settings"])} if run_settings else {})
+        self.run_settings = {"code": code_digest()} | {k: header[k] for k in ("state-dir",) if k in header}
+        self.header = {key: value for key, value in header.items() if key not in self.run_settings}
+        if run_settings:
+            self.run_settings["settings"] = text = json.dumps(run_settings)
+            self.header["digest"] = settings_digest(text)
         self.roll = Roll(settings, self.header | self.run_settings, device)
         self.initial, self._have_initial = initial or {}, set[int]()
         self.late: set[str] = set()  # messages of earlier phases that were not waited for
@@ -109,6 +113,12 @@ class Federation:
         """Whether all nodes are simulated: then every message is answered."""
         return all(node.simulated for node in self.nodes.values())
 
+    @property
+    def pinned(self) -> bool:
+        """Whether each client has its node, instead of one that takes it from a queue."""
+        placement = "pinned" if self.settings.private_examples else self.settings.placement
+        return placement == "pinned" or (placement == "auto" and not self.simulated)
+
     def meet(self, grid: Grid) -> None:
         """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`)."""
         self._forget_late(grid)
@@ -124,12 +134,7 @@ class Federation:
         Simulated nodes share one queue, and a fast node takes more of it; a real node has its own.
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
-        placement = self.settings.placement
-        if self.settings.private_examples:
-            placement = "pinned"
-        if placement == "auto":
-            placement = "balanced" if self.simulated else "pinned"
-        if placement == "balanced" and nodes:
+        if not self.pinned and nodes:
             queue = deque(clients)
             return {node.node_id: queue for node in nodes}, []
         queues: dict[int, deque[int]] = {}
@@ -152,20 +157,28 @@ class Federation:
         extra: Json,
         expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
         work: Callable[[int], float] = lambda _: 1.0,
+        blocks: Mapping[int, int] | None = None,
     ) -> Phase:
         """Return a phase that asks each client for its task; clients that no node hosts now are dropped.
 
-        ``task``, ``expected`` and ``work`` are :class:`Outbox`'s; ``extra`` goes into every message's header. Simulated
-        nodes begin with the clients that compute longest, where all replies may wait for the first client's.
+        ``task``, ``expected``, ``work`` and ``blocks`` are :class:`Outbox`'s; ``extra`` goes into every message's
+        header. Simulated nodes begin with the clients, or blocks, that compute longest, where all replies may wait for
+        the first client's.
         """
-        order = sorted(clients)
+        order, blocks = sorted(clients), blocks or {}
         reply = sum(spec.nbytes for spec in expected(order[0]).values()) if order else 0
-        if self.simulated and reply * len(order) <= MAX_WAITING * self.settings.message_mb * 2**20:
-            order.sort(key=work, reverse=True)  # stable: clients of equal work stay in order
+        replies = len({blocks.get(client, client) for client in order})
+        if self.simulated and reply * replies <= MAX_WAITING * self.settings.message_mb * 2**20:
+            works: Counter[int] = Counter()
+            for client in order:
+                works[blocks.get(client, client)] += work(client)  # type: ignore[assignment]
+            order.sort(key=lambda client: works[blocks.get(client, client)], reverse=True)  # stable
         queues, dropped = self.hosts(order)
-        stamp = {"phase": kind, "round": server_round, "nonce": secrets.token_hex(8)}  # no reply can be sent twice
-        header = self.header | extra | stamp | {"code": code_digest()}
-        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work)
+        stamp = {"phase": kind, "round": server_round, NONCE: secrets.token_urlsafe(8)}  # no reply can be sent twice
+        header = self.header | extra | stamp
+        outbox = Outbox(
+            header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work, blocks
+        )
         return Phase(outbox, dropped)
 
     def _initial_for(self, node_id: int) -> Tensors:
@@ -248,9 +261,9 @@ class Federation:
         end the clients without a part are in ``phase.dropped``.
 
         ``expected`` returns the tensors that a client was asked for; none is decoded here. A reply is matched by the
-        message that it answers (the error reply for a dead node has another source id). A reply of another run, round
-        or phase, or without the phase's nonce, drops its node's clients. A second reply, a reply that was not asked
-        for, and parts of clients that were not asked are ignored and logged.
+        message that it answers (the error reply for a dead node has another source id). A reply without the phase's
+        nonce, as one of another run, round or phase, drops its node's clients. A second reply, a reply that was not
+        asked for, and parts of clients that were not asked are ignored and logged.
         """
         waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
@@ -284,10 +297,8 @@ class Federation:
             raise BadReply(f"node failed: {brief(reply.error.reason)}")
         phase.bytes_up += wire_bytes(reply.content)
         header, parts = unpack_reply(reply.content, asked)
-        stamp = tuple(phase.outbox.header.get(key) for key in STAMP)
-        if (theirs := tuple(header.get(key) for key in STAMP)) != stamp:
-            replayed = ", of another message" if theirs[:-1] == stamp[:-1] else ""
-            raise BadReply(f"stale reply: {', '.join(STAMP[:-1])} = {theirs[:-1]}{replayed}")
+        if header.get(NONCE) != phase.outbox.header.get(NONCE):
+            raise BadReply("stale reply: of another message")
         if header.get("fatal") is True and self.simulated:
             raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):

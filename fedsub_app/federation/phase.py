@@ -42,10 +42,13 @@ class Outbox:
     run_settings : entries that the header of a repeated message has in addition.
     initial : node id -> the run's initial global model where the node lacks it, else nothing.
     work : client -> how long it computes, in any unit.
+    blocks : client -> number of its block; clients of a block follow one another, travel in one message, whatever its
+        bounds, and have one reply like that of a client (federation/blocks.py).
 
     Attributes
     ----------
     sent : Flower's metadata of each message, with the clients whose tasks it holds.
+    blocks : as given.
     shared : whether several nodes take their clients from one queue.
     bytes_down : bytes so far, on the wire.
     formula_of : client -> bytes of its task by the papers' formula.
@@ -61,6 +64,7 @@ class Outbox:
         run_settings: Json | None = None,
         initial: Callable[[int], Tensors] = lambda _: {},
         work: Callable[[int], float] = lambda _: 1.0,
+        blocks: Mapping[int, int] | None = None,
     ) -> None:
         self.header, self.queues = header, dict(queues)
         self.sent: list[tuple[Metadata, list[int]]] = []
@@ -68,6 +72,7 @@ class Outbox:
         self.formula_of: dict[int, int] = {}
         self._settings, self._run_settings = settings, run_settings or {}
         self._task, self._expected, self._initial, self._work = task, expected, initial, work
+        self.blocks = blocks or {}
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
         self._left = sum(map(work, next(iter(self.queues.values())))) if self.shared else 0.0
 
@@ -84,11 +89,17 @@ class Outbox:
         queue, size, work = self.queues.get(node_id, deque()), 0, 0.0
         tasks: list[Task] = []
         packed: set[int] = set()  # tensor objects in the message, which carries each of them once
-        while queue and len(tasks) < self._settings.message_clients and (work < limit or not tasks):
-            task = self._task(queue[0])
+        block: int | None = None  # of the last task
+        while queue:
+            again = block is not None and self.blocks.get(queue[0]) == block
+            if tasks and not again and (len(tasks) >= self._settings.message_clients or work >= limit):
+                break
+            task, block = self._task(queue[0]), self.blocks.get(queue[0])
             new = {id(tensor): tensor.nbytes for tensor in task.tensors.values() if id(tensor) not in packed}
-            size += sum(new.values()) + sum(spec.nbytes for spec in self._expected(queue[0]).values())
-            if tasks and size > self._settings.message_mb * 2**20:
+            if not again:
+                size += sum(spec.nbytes for spec in self._expected(queue[0]).values())
+            size += sum(new.values())
+            if tasks and not again and size > self._settings.message_mb * 2**20:
                 break
             packed |= new.keys()
             tasks.append(task)
@@ -111,6 +122,8 @@ class Outbox:
 
     def _message(self, node_id: int, tasks: Sequence[Task], header: Json) -> Message:
         parts: list[tuple[Json, Tensors]] = [({"client": task.client} | task.config, task.tensors) for task in tasks]
+        for config, _ in parts if self.blocks else ():
+            config["block"] = self.blocks[config["client"]]
         if initial := self._initial(node_id):
             sent = parts[0][1]  # in the first round the same values, which travel once
             same = {name: sent[name] for name, tensor in initial.items() if name in sent and equal(sent[name], tensor)}

@@ -62,7 +62,7 @@ class Update:
     ``squares``: tensor name -> squared distance to :attr:`Spec.start`, for specs that have one; measured by the
     server, not sent.
     ``state``: rounds of the client's durable state before its task and after it, 0 for none.
-    ``lost``: the client failed because the state that its task named is gone.
+    ``lost``: the client failed because the state that its task named is gone; ``diverged``: its values are not finite.
     """
 
     client: int
@@ -73,6 +73,7 @@ class Update:
     squares: dict[str, float] = field(default_factory=dict)
     state: tuple[int, int] = (0, 0)
     lost: bool = False
+    diverged: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """The wire format: tasks and updates (protocol.py) as Flower records.
 
-One Flower message carries the parts of several clients of a node. A part is a JSON object and named tensors.
-Equal-named tensors of one dtype and shape travel stacked in one array; a tensor object that several parts share (the
-global model) travels once; bool tensors travel as bits. So any method's tensors fit without a special case here: whole
-models, some layers and their optimizer moments, slices, smaller networks, gathered positions with their masks.
+One Flower message carries the parts of several clients of a node. A part is a JSON object and named tensors. The JSON
+is deflated with a dictionary of its usual words, so that it is small beside a message of 3 kB, too. Equal-named tensors
+of one dtype and shape travel stacked in one array; a tensor object that several parts share (the global model) travels
+once; bool tensors travel as bits. So any method's tensors fit without a special case here: whole models, some layers
+and their optimizer moments, slices, smaller networks, gathered positions with their masks.
 
 A reply is not trusted. Its JSON is bounded by the request before it is parsed, and a tensor is built only if it was
 asked for, in the size and dtype that were asked for: memory and time follow from the request, not from the reply.
@@ -14,6 +15,7 @@ Received tensors may alias the message's bytes: read-only.
 import json
 import math
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,7 @@ from fedsub_app.federation.protocol import (
     MAX_EXAMPLES,
     NAMES,
     BadReply,
+    Diverged,
     Range,
     Spec,
     StateLost,
@@ -41,7 +44,17 @@ HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
 STYPE = "fedsub.raw"  # little-endian C-order bytes; bools packed by numpy.packbits, a row a tensor
 INITIAL = "initial"  # key of a part that is no client's task: its tensors are the run's initial global model
 UNKNOWN_SETTINGS = {"unknown": "settings"}  # first in the header of a node's reply that lacks the settings
-STAMP = ("run", "round", "phase", "nonce")  # keys of a message's header that the reply's header repeats
+NONCE = "nonce"  # key of a header: a reply repeats that of its message, which is of one run, round and phase
+# The words of the JSON of a message and of its reply, the usual ones last: a word costs two or three bytes.
+WORDS = (
+    b'"initial":true"fatal":true"lost":true"diverged":true"error":"evaluate":["global-local","personal"]"norm":"block":'
+    b'{"run":"","digest":"","checkpoints":[1,2,3],"phase":"evaluate","],"phase":"train","round":1,"nonce":"'
+    b'","parts":[{"client":0,"answer":"part","state":1}],"index":[[[0],[0]]]}'
+    b'{"nonce":"","parts":[{"client":1,"metrics":{"train-loss":2.3,"flops":1000.0,"published-flops":00.0,"subnet-flops":'
+    b'00.0,"compute-seconds":0.0},"num-examples":0,"state":[0,1]}],"index":[[[0],[0]],[[0],[0]]]}'
+)
+FAILURES = {"lost": StateLost, "diverged": Diverged}  # keys of a client's part that failed
+UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, zlib.error)
 # Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.
 MAX_HEADER, MAX_PART, MAX_ENTRY = 1 << 16, 1 << 12, 1 << 8
 
@@ -74,22 +87,45 @@ def pack(header: Json, parts: Sequence[tuple[Json, Mapping[str, torch.Tensor]]])
         for name, tensor in tensors.items():
             members.setdefault((name, tensor.dtype, tensor.shape), []).append(number)
     arrays: dict[str, Array] = {}
-    index: list[list[Any]] = []
+    index: list[list[Any]] = []  # of each array: the parts that refer to it, and the rows that they refer to
     for (name, dtype, shape), numbers in members.items():
         distinct = {id(parts[number][1][name]): parts[number][1][name] for number in numbers}
         rows = {key: row for row, key in enumerate(distinct)}
-        key = f"{len(index)}:{name}"
         data = b"".join(_encode(tensor) for tensor in distinct.values())  # type: ignore[misc]
-        arrays[key] = Array(NAMES[dtype], (len(distinct), *shape), STYPE, data)
-        index.append([key, numbers, [rows[id(parts[number][1][name])] for number in numbers]])
+        arrays[f"{len(index)}:{name}"] = Array(NAMES[dtype], (len(distinct), *shape), STYPE, data)
+        index.append([numbers, [rows[id(parts[number][1][name])] for number in numbers]])
     text = json.dumps(header | {"parts": [config for config, _ in parts], "index": index}, separators=(",", ":"))
-    return RecordDict({HEADER: ConfigRecord({"json": text}), TENSORS: ArrayRecord(arrays)})
+    return RecordDict({HEADER: deflated(text), TENSORS: ArrayRecord(arrays)})
+
+
+def deflated(text: str) -> ConfigRecord:
+    """Return JSON, in ASCII, as the record that is sent."""
+    encoder = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=WORDS)
+    return ConfigRecord({"json": encoder.compress(text.encode()) + encoder.flush()})
+
+
+def inflated(content: RecordDict, limit: int = 0) -> str:
+    """Return the JSON of a message, its first ``limit`` characters; 0: all.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError, zlib.error
+        The record is not that of :func:`deflated`.
+    """
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS, WORDS)
+    text = decoder.decompress(content.config_records[HEADER]["json"], limit)  # type: ignore[arg-type]
+    if not decoder.eof and len(text) < (limit or math.inf):
+        raise ValueError("its JSON is cut off")
+    return text.decode("ascii")
 
 
 def asks_for_settings(content: RecordDict) -> bool:
     """Say whether a node has replied that it lacks the run's settings."""
-    text = content.config_records[HEADER].get("json") if HEADER in content.config_records else None
-    return isinstance(text, str) and text.startswith(json.dumps(UNKNOWN_SETTINGS, separators=(",", ":"))[:-1])
+    start = json.dumps(UNKNOWN_SETTINGS, separators=(",", ":"))[:-1]
+    try:
+        return inflated(content, len(start)) == start
+    except UNREADABLE:
+        return False
 
 
 class Stack:
@@ -180,20 +216,22 @@ class Part:
     rows: dict[str, tuple[Stack, int]] = field(default_factory=dict)
 
 
-def _open(content: RecordDict, limit: float) -> tuple[Json, list[Part]]:
-    """Return header and parts; ``limit``: upper bound on the header's characters."""
+def _open(content: RecordDict, limit: int = 0) -> tuple[Json, list[Part]]:
+    """Return header and parts; ``limit``: upper bound on the header's characters, 0 for none."""
     try:
-        text = content.config_records[HEADER]["json"]
-        if not isinstance(text, str) or len(text) > limit:
-            raise BadReply(f"a header of {len(text)} characters: expected at most {limit:g}")  # type: ignore[arg-type]
+        text = inflated(content, limit + bool(limit))
+        if len(text) > limit > 0:
+            raise BadReply(f"a header of more than {limit} characters")
         header = json.loads(text)
         arrays = content.array_records[TENSORS]
         parts = [Part(config) for config in header.pop("parts")]
         if not all(isinstance(part.config, dict) for part in parts):
             raise TypeError("a part is not an object")
-        entries = 0
-        for key, numbers, rows in header.pop("index"):
-            stack = Stack(key.partition(":")[2], arrays[key], len(numbers))
+        entries, index = 0, header.pop("index")
+        for key, array in arrays.items():
+            place, _, name = key.partition(":")
+            numbers, rows = index[int(place)]
+            stack = Stack(name, array, len(numbers))
             if {*map(type, numbers), *map(type, rows)} - {int} or min(numbers, default=0) < 0:
                 raise TypeError("a part or row is not a number")
             for number, row in zip(numbers, rows, strict=True):
@@ -201,7 +239,7 @@ def _open(content: RecordDict, limit: float) -> tuple[Json, list[Part]]:
             entries += len(numbers)
         if entries != sum(len(part.rows) for part in parts):
             raise ValueError("a part has two tensors of one name")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadReply(f"not fedsub's wire format ({type(error).__name__}: {error})") from None
     return header, parts
 
@@ -214,7 +252,7 @@ def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
     BadReply
         The records are not of this format (missing, truncated, of the wrong type).
     """
-    header, parts = _open(content, math.inf)
+    header, parts = _open(content)
     return header, [(part.config, {name: stack.row(row) for name, (stack, row) in part.rows.items()}) for part in parts]
 
 
@@ -237,9 +275,9 @@ def wire_bytes(content: RecordDict) -> int:
     """Return the bytes of a message's content as sent: arrays and JSON, without Flower's own envelope."""
     if HEADER not in content.config_records or TENSORS not in content.array_records:
         return 0
-    text = content.config_records[HEADER].get("json", "")
+    text = content.config_records[HEADER].get("json", b"")
     arrays = content.array_records[TENSORS].values()
-    return (len(text) if isinstance(text, str) else 0) + sum(len(array.data) for array in arrays)
+    return (len(text) if isinstance(text, bytes) else 0) + sum(len(array.data) for array in arrays)
 
 
 def update_part(update: Update) -> tuple[Json, Tensors]:
@@ -248,10 +286,10 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
         "client": update.client,
         "metrics": update.metrics,
         "num-examples": update.num_examples,
-        "error": update.error,
         "state": update.state,
     }
-    return config | ({"lost": True} if update.lost else {}), update.tensors
+    config |= {"error": update.error} if update.error else {}
+    return config | {kind: True for kind in FAILURES if getattr(update, kind)}, update.tensors
 
 
 def read_update(
@@ -276,7 +314,8 @@ def read_update(
     """
     config, tensors, distances = part.config, {}, {}
     if config.get("error"):
-        raise (StateLost if config.get("lost") is True else BadReply)(f"client failed: {config['error']}")
+        kind = next((failure for key, failure in FAILURES.items() if config.get(key) is True), BadReply)
+        raise kind(f"client failed: {config['error']}")
     missing = [name for name in expected.keys() - part.rows.keys() if not expected[name].optional]
     if missing:
         missing = [name for name in expected if name in missing]

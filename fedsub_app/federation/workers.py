@@ -274,7 +274,7 @@ def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None
     """Write a message's content to a file in memory and send its descriptor."""
     records = content.array_records.get(TENSORS, ArrayRecord())
     sizes = [(key, array.dtype, array.shape, array.stype, len(array.data)) for key, array in records.items()]
-    text = content.config_records[HEADER]["json"] if HEADER in content.config_records else ""
+    text = content.config_records[HEADER]["json"].decode("latin-1") if HEADER in content.config_records else ""  # type: ignore[union-attr]
     head = json.dumps({**about, "header": text, "arrays": sizes}).encode()
     with _file_in_memory() as file:
         file.write(len(head).to_bytes(LENGTH, "little") + head)
@@ -302,7 +302,7 @@ def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
     for key, *_, size in about["arrays"]:
         arrays[key].data = view[start : start + size]  # type: ignore[assignment]  # Flower's constructor takes bytes only
         start += size
-    return about, RecordDict({HEADER: ConfigRecord({"json": about["header"]}), TENSORS: arrays})
+    return about, RecordDict({HEADER: ConfigRecord({"json": about["header"].encode("latin-1")}), TENSORS: arrays})
 
 
 def _file_in_memory() -> Any:

@@ -67,7 +67,7 @@ class GlobalTest:
             return {}
         phase = federation.ask(TEST, 0, range(len(self.batches)), lambda batch: Task(batch, tensors), {})
         answers = federation.answers(phase, federation.exchange(self.grid, phase), lambda _: {}, in_order=False)
-        return {batch: _read(part.config["metrics"]) for batch, part, _ in answers if not part.config["error"]}
+        return {batch: _read(part.config["metrics"]) for batch, part, _ in answers if "error" not in part.config}
 
     @torch.no_grad()
     def quick_loss(self, tensors: Tensors) -> float:

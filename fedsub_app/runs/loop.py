@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
-from torch import nn
 
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.device import pick_device
@@ -64,8 +63,8 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     check_devices(strategy, problem, partition)
     check_defences(strategy)
     check_tracker(settings.track)
-    if settings.stack_clients:
-        _check_stacked(settings, strategy.model)
+    if settings.stack_clients and (reason := unstackable(settings, Network(strategy.model))):
+        raise UserError(f"stack-clients = true: not with {reason}")
     return problem, partition, strategy
 
 
@@ -129,18 +128,6 @@ def described_failures(run: Run, settings: Settings) -> Iterator[None]:
         raise
     finally:
         run.close()
-
-
-def _check_stacked(settings: Settings, model: nn.Module) -> None:
-    """Raise :class:`UserError` where a run's clients cannot be trained together."""
-    able = [name for name, method in METHODS.items() if method.client.stackable()]
-    if settings.method not in able:
-        raise UserError(
-            f"stack-clients = true: clients of {settings.method} train in a way of their own; allowed with "
-            + ", ".join(able)
-        )
-    if reason := unstackable(settings, Network(model)):
-        raise UserError(f"stack-clients = true: not with {reason}")
 
 
 def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Measure | None) -> Json:

@@ -12,6 +12,8 @@ from fedsub_app.subnets.slices import ALL, Index, position, sliced_shape
 # Elements that are summed over all updates before the next ones are touched. Four float32 buffers of this size stay in
 # the processor's cache, so that each update is read from memory once and nothing but the result is written to it.
 BLOCK = 1 << 16
+# Contributions of this many bytes are summed together: one after the other costs three times the memory traffic.
+WAITING_BYTES = 1 << 26
 
 
 class Contribution(NamedTuple):

@@ -1,6 +1,7 @@
 """The tools of a client: its data, its network, its state between rounds, and the training of its network."""
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -17,11 +18,13 @@ from fedsub_app.models import Output
 from fedsub_app.training import costs
 from fedsub_app.training.local import crop_and_flip, epoch, evaluation_batches
 from fedsub_app.training.objectives import PREVIOUS, Forward, Moon, Objective, Prox
+from fedsub_app.training.optimizer import Optimizer
 from fedsub_app.training.workplace import Workplace
 
 Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
 Correct = Callable[[Tensors], None]
 OWN = "own/"  # prefix of the client's own model in its state
+side_by_side = threading.local()  # its ``train`` is a thread's own, that of a client beside others (stacked.py)
 Split = Literal["train", "validation", "test"]
 
 
@@ -38,6 +41,7 @@ class ClientTools:
     metrics : finite numbers that the client reports, by name.
     flops : FLOPs of the passes over the data so far, without the gradients of frozen tensors.
     published_flops : FLOPs of the training steps as the IST paper counts them.
+    waited : seconds in which other clients computed.
     """
 
     def __init__(self, place: Workplace, client: int, server_round: int, state: Tensors) -> None:
@@ -50,7 +54,7 @@ class ClientTools:
         self.state = state
         self.previous = unprefixed(PREVIOUS, state)
         self.metrics: dict[str, float] = {}
-        self.flops = self.published_flops = 0.0
+        self.flops = self.published_flops = self.waited = 0.0
         self._loaded: Mapping[str, Tensor] = {}
         self._runs = itertools.count()
 
@@ -216,6 +220,7 @@ class Training:
     loss : ``(output, labels) -> scalar`` instead of the task's; the objective's term comes on top.
     step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; it counts its passes beyond ``descend``
         with :meth:`spend`.
+    shift : tensors of the shapes of trained ones, added to their gradients.
     correct : changes the gradients, named tensors, in place, after the objective's term, before the optimizer's step.
     keep : tensor name -> bool of its shape: the positions that are trained; a name that is lacking is trained whole.
     objective : instead of the setting's; ``Objective()`` for none.
@@ -236,6 +241,7 @@ class Training:
         lr: float | None = None,
         loss: Loss | None = None,
         step: "Callable[[Training, Batch, Tensor], Tensor] | None" = None,
+        shift: Tensors | None = None,
         correct: Correct | None = None,
         keep: Mapping[str, Tensor] | None = None,
         objective: Objective | None = None,
@@ -248,6 +254,7 @@ class Training:
         lr = client.settings.lr_at(client.round) if lr is None else lr
         self.optimizer = client.place.optimizer(client.settings, trained, lr)
         self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
+        self.shift = shift or {}
         self.factors = _factors(keep or {}, trained, self.network.device)
         self.objective = client.objective() if objective is None else objective
         self.batch_statistics = batch_statistics
@@ -256,14 +263,22 @@ class Training:
         self.steps = self.samples = 0
         self._extra = 0.0
 
-    def run(self, batches: Iterable[Tensor]) -> None:
-        """Train on these mini-batches (index tensors), continuing with the optimizer; add the costs to the client."""
+    def run(self, batches: Iterable[Tensor], ahead: bool = True) -> None:
+        """Train on these mini-batches (index tensors), continuing with the optimizer; add the costs to the client.
+
+        ``ahead``: whether the batches may all be taken before the first step (``stack-clients``).
+        """
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
         before, extra = self.samples, self._extra
         device = client.y.device
         total, seen = torch.zeros((), device=device), 0
+        stack = getattr(side_by_side, "train", None)
+        own = self.step is not Training.descend or self.loss != client.loss or type(self.optimizer) is not Optimizer
+        if stack and ahead and not own and not self.correct and draws is None and (waiting := list(batches)):
+            loss, made = stack(self, waiting)
+            total, seen, batches = total + loss, sum(map(len, waiting[:made])), waiting[made:]
         for index in batches:
             batch = index.to(device)
             x = client.x[batch]
@@ -294,6 +309,8 @@ class Training:
             loss = self.loss(output, y) + self.objective.term(x, output, forward)
         gradients = self.optimizer.gradients(loss)
         self.objective.correct(gradients, self.optimizer.parameters)
+        if self.shift:
+            torch._foreach_add_([gradients[name] for name in self.shift], list(self.shift.values()))
         if self.correct:
             self.correct(gradients)
         for name, factor in self.factors.items():

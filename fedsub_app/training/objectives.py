@@ -1,6 +1,7 @@
 """Local objectives that any method can take (setting ``objective``): terms added to the loss of a mini-batch."""
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,12 +23,19 @@ class Objective:
     Attributes
     ----------
     forwards : further forward passes of the whole network that the term makes in a step, for the FLOPs.
+    others : other models that it compares with, by name, on the network's device.
     """
 
     forwards = 0
+    others: tuple[Tensors, ...] = ()
 
-    def term(self, x: Batch, output: Output, forward: Forward) -> Tensor | float:
-        """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``."""
+    def term(
+        self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean"
+    ) -> Tensor | float:
+        """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``.
+
+        With ``reduction = "none"`` it is one number a sample.
+        """
         return 0.0
 
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
@@ -47,15 +55,15 @@ class Prox(Objective):
     mu : weight of the term, >= 0.
     """
 
-    def __init__(self, anchor: Mapping[str, Tensor], mu: float) -> None:
-        self.anchor = anchor
+    def __init__(self, anchor: Tensors, mu: float) -> None:
+        self.others = (anchor,)
         self.mu = mu
 
     @torch.no_grad()
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
         """Add ``mu * (w - anchor)``."""
         if self.mu:
-            differences = torch._foreach_sub(list(parameters.values()), [self.anchor[name] for name in parameters])
+            differences = torch._foreach_sub(list(parameters.values()), [self.others[0][name] for name in parameters])
             torch._foreach_add_([gradients[name] for name in parameters], differences, alpha=self.mu)
 
 
@@ -81,13 +89,13 @@ class Moon(Objective):
         self.others = (received, previous)
         self.mu, self.temperature = mu, temperature
 
-    def term(self, x: Batch, output: Output, forward: Forward) -> Tensor:
-        """Return mu times the contrastive loss, a mean over the batch."""
+    def term(self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean") -> Tensor:
+        """Return mu times the contrastive loss."""
         with torch.no_grad():
             others = [forward(x, tensors).features for tensors in self.others]
         likeness = torch.stack([F.cosine_similarity(output.features, other) for other in others], dim=1)
         first = torch.zeros(len(likeness), dtype=torch.int64, device=likeness.device)
-        return self.mu * F.cross_entropy(likeness / self.temperature, first)
+        return self.mu * F.cross_entropy(likeness / self.temperature, first, reduction=reduction)
 
     def remember(self, trained: Mapping[str, Tensor]) -> Tensors:
         """Return the trained model: the z_p of the client's next round."""

@@ -1,39 +1,44 @@
-"""Clients of one shape trained together: every operation once for all of them, on weights stacked [clients, ...].
+"""Clients that train side by side: a step of several of them is one operation on weights stacked ``[clients, ...]``.
 
-A step of a small network takes as long as its many operations take to start, on a CPU and more so on a GPU. The
-computation is the same as one client after the other, but sums are taken in another order: the numbers agree up to
+A step of a small network takes as long as its many operations take to start, on a CPU and more so on a GPU. Each client
+runs in a thread of its own, one at a time, up to its next training. Then those whose steps are alike (:func:`_kind`)
+make them together; clients with more steps than all others, and those that are like no other, train alone.
+
+The computation is the same as one client after the other, but sums are taken in another order: the numbers agree up to
 float rounding, and depend on the clients that are trained together. Therefore it needs the setting ``stack-clients``.
 """
 
-from collections.abc import Sequence
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
+from torch.nn.utils.rnn import pad_sequence
 
 from fedsub_app.common.errors import one_line
-from fedsub_app.common.inputs import blank, joined
-from fedsub_app.common.tensors import Tensors, brought
-from fedsub_app.models import Network
+from fedsub_app.common.inputs import Batch, blank, joined
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.models import Network, Output
 from fedsub_app.models.sources import about
 from fedsub_app.settings import Settings
-from fedsub_app.training import costs
-from fedsub_app.training.client import ClientTools
-from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.client import Training, side_by_side
 
+T = TypeVar("T")
+MOMENTS = ("first", "second")  # of an optimizer
+LEAST_STACKED = 4  # clients together: a joint step of a small network takes as long as three of one client
 MAX_STACKED = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
 
 
 def unstackable(settings: Settings, network: Network) -> str:
     """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or ""."""
-    if settings.objective != "none":
-        return f"objective = {settings.objective}: its term is of one client's network"
-    if settings.attack != "none":
-        return f"attack = {settings.attack}: of one client"
     if settings.augment != "none":
         return f"augment = {settings.augment}: drawn client by client"
-    if any(name.endswith("running_mean") for name in network.tensors):
-        return f"model = {settings.model}: has BatchNorm, whose running statistics are one client's"
     if known := about(network.module):
         stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
         x = joined([blank(2, known.in_shape, network.device)] * 2, torch.stack)
@@ -45,37 +50,214 @@ def unstackable(settings: Settings, network: Network) -> str:
     return ""
 
 
-def fit_together(clients: Sequence[ClientTools], sent: Sequence[Tensors]) -> list[Tensors]:
-    """Train clients with equally many samples as :meth:`ClientTools.fit` does; returns their tensors.
+def together(runs: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions, each of which runs one client; returns their results. Their trainings are stacked."""
+    parts = [runs[start : start + MAX_STACKED] for start in range(0, len(runs), MAX_STACKED)]
+    return [result for part in parts for result in _Meeting(part).results()]
 
-    Parameters
-    ----------
-    clients : the clients, whose metrics and FLOPs are set as by ``fit``.
-    sent : the received tensors of each client: a whole network, or a narrower one, of one shape for all.
+
+@dataclass
+class _Waiting:
+    """A client that waits to train: its mini-batches, its network's tensors, and what it has computed."""
+
+    training: Training
+    batches: Sequence[Tensor]
+    tensors: Tensors
+    loss: float = 0.0  # sum over the samples
+    steps: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+
+
+class _Meeting(Generic[T]):
+    """Clients in threads, of which one runs at a time."""
+
+    def __init__(self, runs: Sequence[Callable[[], T]]) -> None:
+        self._runs = runs
+        self._turns = [threading.Semaphore(0) for _ in runs]
+        self._back = threading.Semaphore(0)
+        self._waiting: dict[int, _Waiting] = {}
+        self._results: dict[int, T] = {}
+        self._errors: list[BaseException] = []
+
+    def results(self) -> list[T]:
+        """Run all to their ends."""
+        threads = [threading.Thread(target=self._run, args=(k,), daemon=True) for k in range(len(self._runs))]
+        for thread in threads:
+            thread.start()
+        alive = list(range(len(self._runs)))
+        while alive:
+            for k in alive:
+                self._turns[k].release()
+                self._back.acquire()
+            alive = list(self._waiting)
+            kinds: dict[object, list[_Waiting]] = {}
+            for waiting in self._waiting.values():
+                kinds.setdefault(_kind(waiting), []).append(waiting)
+            for alike in kinds.values():
+                _train(alike)
+        if self._errors:
+            raise self._errors[0]
+        return [self._results[k] for k in range(len(self._runs))]
+
+    def _run(self, k: int) -> None:
+        self._turns[k].acquire()
+        side_by_side.train = lambda training, batches: self._meet(k, training, batches)
+        try:
+            self._results[k] = self._runs[k]()
+        except BaseException as error:  # raised again by the thread that waits
+            self._errors.append(error)
+        self._back.release()
+
+    def _meet(self, k: int, training: Training, batches: Sequence[Tensor]) -> tuple[float, int]:
+        """Wait for others; returns the sum of the samples' losses and the number of steps that were made."""
+        start = time.perf_counter()
+        own = {name: tensor.detach().clone() for name, tensor in training.network.tensors.items()}
+        self._waiting[k] = waiting = _Waiting(training, batches, own)
+        self._back.release()
+        self._turns[k].acquire()
+        del self._waiting[k]
+        training.client.waited += time.perf_counter() - start - waiting.seconds
+        if waiting.error:
+            raise waiting.error
+        training.network.load(waiting.tensors)
+        training.network.training_mode(training.names, training.batch_statistics)
+        return waiting.loss, waiting.steps
+
+
+def _kind(waiting: _Waiting) -> object:
+    """Return what clients that train together have in common."""
+    training, optimizer = waiting.training, waiting.training.optimizer
+    alike = (training.network, training.names, training.batch_statistics, type(training.objective), optimizer.lr)
+    taken = tuple(steps.item() for steps in optimizer.steps.values())
+    # Adam's are counted: where small batches are steps apart (_Stack), all clients have to make them at once.
+    lengths = tuple(map(len, waiting.batches)) if taken and training.network.normalisations else None
+    return (*alike, frozenset(training.factors), frozenset(training.shift), taken, lengths)
+
+
+def _train(alike: list[_Waiting]) -> None:
+    """Let clients make their steps together, as long as there are enough of them."""
+    start = time.perf_counter()
+    try:
+        if len(alike) >= LEAST_STACKED:
+            _Stack(alike).train()
+    except Exception as error:  # where one operation fails, all these clients fail
+        for one in alike:
+            one.error = error
+    for one in alike:
+        one.seconds = (time.perf_counter() - start) / len(alike)
+
+
+class _Stack:
+    """Clients whose steps are alike, those with most joint steps first; their tensors are stacked ``[clients, ...]``.
+
+    All steps are joint ones, in which smaller batches are padded. Padding would change the statistics of a BatchNorm:
+    there the joint steps are those of the largest batch, and each client makes the others alone in between.
     """
-    first, count = clients[0], len(clients)
-    place, settings, task = first.place, first.settings, first.place.problem.task
-    network = place.network_for(sent[0])
-    network.training_mode()
-    there = brought({name: torch.stack([one[name] for one in sent]) for name in network.tensors}, place.device)
-    tensors = {name: tensor.clone().requires_grad_(name in network.parameters) for name, tensor in there.items()}
-    optimizer = Optimizer(settings, {name: tensors[name] for name in network.parameters}, settings.lr_at(first.round))
-    orders = [list(client.batches()) for client in clients]
-    x = joined([client.x[:] for client in clients], torch.stack)
-    y = torch.stack([client.y for client in clients])
-    forward = vmap(lambda weights, batch: functional_call(network.module, weights, (batch,)))
-    each = torch.arange(count, device=y.device)[:, None]
-    total, seen = torch.zeros(count, device=y.device), sum(map(len, orders[0]))
-    for batches in zip(*orders, strict=True):
-        batch = torch.stack(batches).to(y.device)
-        logits: Tensor = forward(tensors, x[each, batch])
-        losses = task.loss(logits.flatten(0, 1), y[each, batch].flatten(0, 1), "none").view(count, -1)
-        optimizer.step(optimizer.gradients(losses.mean(1).sum()))  # a client's weights move only its own loss
-        total += losses.detach().sum(1)
-    for client, loss in zip(clients, total.tolist(), strict=True):
-        if seen:
-            client.metrics["train-loss"] = loss / seen
-        client.flops += seen * place.training_flops(network)
-        client.published_flops += seen * costs.published_flops(place.forward_flops(network), False)
-    trained = brought({name: tensor.detach() for name, tensor in tensors.items()})
-    return [{name: tensor[number] for name, tensor in trained.items()} for number in range(count)]
+
+    def __init__(self, clients: Sequence[_Waiting]) -> None:
+        width = max(len(batch) for one in clients for batch in one.batches)
+        partly = not clients[0].training.network.normalisations
+
+        def joint(one: _Waiting) -> list[int]:
+            return [number for number, batch in enumerate(one.batches) if partly or len(batch) == width]
+
+        clients = sorted(clients, key=lambda one: len(joint(one)), reverse=True)
+        self.joint, self.width = [joint(one) for one in clients], width
+        trainings = [one.training for one in clients]
+        self.clients, self.first = clients, trainings[0]
+        self.network, self.task = self.first.network, self.first.client.place.problem.task
+        self.tensors = _stacked([one.tensors for one in clients])
+        self.factors = _stacked([each.factors for each in trainings])
+        self.shift = _stacked([each.shift for each in trainings])
+        self.others = [_stacked(alike) for alike in zip(*(each.objective.others for each in trainings), strict=True)]
+        self.moments = [_stacked([getattr(each.optimizer, kind) for each in trainings]) for kind in MOMENTS]
+        self.taken = {name: steps.clone() for name, steps in self.first.optimizer.steps.items()}
+        self.moving = range(0)
+        self.losses = torch.zeros(len(clients), device=self.network.device)
+
+    def train(self) -> None:
+        """Make the joint steps of at least ``LEAST_STACKED`` clients."""
+        self.network.training_mode(self.first.names, self.first.batch_statistics)
+        x = joined([one.training.client.x[:] for one in self.clients], torch.cat)
+        labels = [one.training.client.y for one in self.clients]
+        y, begins = torch.cat(labels), list(accumulate(map(len, labels), initial=0))
+        sizes = [[len(batch) for batch in one.batches] for one in self.clients]
+        blank = labels[0].new_zeros(self.width, dtype=torch.int64)  # the width to which all batches are padded
+        padded = [pad_sequence([*one.batches, blank], True)[:-1] for one in self.clients]
+        index = pad_sequence([batches + begin for batches, begin in zip(padded, begins, strict=False)], True)
+
+        def step(clients: range, places: Sequence[int]) -> None:
+            counts = [sizes[k][place] for k, place in zip(clients, places, strict=True)]
+            at = [index[k, place] for k, place in zip(clients, places, strict=True)]
+            batch = torch.stack(at)[:, : max(counts)]
+            self._move(clients)
+            self._step(x[batch], y[batch], counts)
+
+        made = [0] * len(self.clients)
+        for number in range(len(self.joint[LEAST_STACKED - 1])):
+            moving = range(sum(len(places) > number for places in self.joint))
+            places = [self.joint[k][number] for k in moving]
+            for k in moving:
+                for place in range(made[k], places[k]):
+                    step(range(k, k + 1), [place])
+                made[k] = places[k] + 1
+            step(moving, places)
+        for k, (one, loss) in enumerate(zip(self.clients, self.losses.tolist(), strict=True)):
+            one.loss, one.steps = loss, made[k]
+            one.tensors = {name: stack[k].detach() for name, stack in self.tensors.items()}
+            training, optimizer = one.training, one.training.optimizer
+            training.steps, training.samples = training.steps + one.steps, training.samples + sum(sizes[k][: made[k]])
+            for kind, stacks in zip(MOMENTS, self.moments, strict=True):
+                for name, moment in getattr(optimizer, kind).items():
+                    moment.copy_(stacks[name][k])
+            for taken in optimizer.steps.values():
+                taken += one.steps
+
+    def _move(self, clients: range) -> None:
+        """Let these clients make the next steps: by views of the stacks."""
+        if clients == self.moving:
+            return
+        self.moving, some = clients, slice(clients.start, clients.stop)
+
+        def rows(stacks: Tensors) -> Tensors:
+            return {name: stack[some] for name, stack in stacks.items()}
+
+        optimizer, self.objective = copy.copy(self.first.optimizer), copy.copy(self.first.objective)
+        moved = {name: self.tensors[name][some].detach().requires_grad_() for name in optimizer.parameters}
+        optimizer.parameters, optimizer.steps = moved, self.taken
+        optimizer.first, optimizer.second = map(rows, self.moments)
+        self.objective.others = tuple(map(rows, self.others))
+        self.optimizer, self.now = optimizer, rows(self.tensors) | moved
+        self.change, self.factor = rows(self.shift), rows(self.factors)
+
+    def _forward(self, x: Batch, tensors: Mapping[str, Tensor] | None) -> Output:
+        """Run all clients' networks; returns the outputs of their samples one after the other."""
+        if self.objective.forwards:
+            output = vmap(self.network)(x, tensors or self.now)
+            return Output(*(part.flatten(0, 1) for part in output))
+        logits = vmap(lambda own, batch: functional_call(self.network.module, own, (batch,)))(self.now, x).flatten(0, 1)
+        return Output(logits, logits)  # no term needs its features
+
+    def _step(self, x: Batch, y: Tensor, counts: Sequence[int]) -> None:
+        """Make a step, as :meth:`Training.descend` does; ``counts`` of each client's samples are no padding."""
+        output = self._forward(x, None)
+        losses = self.task.loss(output.logits, y.flatten(0, 1), "none")
+        losses = (losses + self.objective.term(x, output, self._forward, "none")).view(len(counts), -1)
+        means = losses.mean(1)
+        if min(counts) < max(counts):
+            sizes = torch.tensor(counts, device=losses.device)
+            losses = losses * (torch.arange(max(counts), device=losses.device) < sizes[:, None])
+            means = losses.sum(1) / sizes
+        gradients = self.optimizer.gradients(means.sum())  # a client's weights move only its own loss
+        self.objective.correct(gradients, self.optimizer.parameters)
+        for name, change in self.change.items():
+            gradients[name].add_(change)
+        for name, factor in self.factor.items():
+            gradients[name].mul_(factor)
+        self.optimizer.step(gradients)
+        self.losses[self.moving.start : self.moving.stop] += losses.detach().sum(1)
+
+
+def _stacked(tensors: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    return {name: torch.stack([each[name].detach() for each in tensors]) for name in tensors[0]}

@@ -1,0 +1,92 @@
+"""Means of blocks of clients that nodes take: the same bits whatever the nodes and messages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import rounds
+from safetensors.torch import load_file
+
+from fedsub_app import node
+from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.blocks import BLOCK, MANY, block_parts, blocks_of
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.protocol import Update
+
+Run = Callable[..., tuple[Json, Path]]
+START = {"w": torch.zeros(3), "b": torch.zeros(())}
+HOW: Json = {"factor": 100.0, "model": 1.0, "examples": True}
+CROWD: dict[str, Value] = {"num_clients": MANY + 3, "num_rounds": 2, "local_epochs": 1, "partition": "iid"}
+
+
+def updated(values: dict[int, float]) -> Callable[[Json, Tensors], Update]:
+    """A client's update has its value everywhere, and it has as many samples as its id says, and one more."""
+
+    def run(task: Json, sent: Tensors) -> Update:
+        client, value = task["client"], values[task["client"]]
+        if value < 0:
+            return Update(client, error="ValueError: no data", lost=True)
+        return Update(client, {"w": sent["w"] + value, "b": sent["b"] + value}, {"flops": 1.0}, client + 1)
+
+    return run
+
+
+def asked(values: dict[int, float], how: Json = HOW) -> tuple[list[Json], Tensors]:
+    parts = block_parts(updated(values), [({"client": client}, START) for client in values], how)
+    assert not any(tensors for _, tensors in parts[:-1])
+    return [config for config, _ in parts], dict(parts[-1][1])
+
+
+def test_a_block_by_hand() -> None:
+    configs, mean = asked({0: 1.0, 1: 2.0, 4: 7.0})
+    assert torch.equal(mean["w"], torch.full((3,), (1 * 1 + 2 * 2 + 5 * 7) / 8))
+    assert mean["b"] == 5.0
+    assert [config["norm"] for config in configs] == pytest.approx([2.0, 4.0, 14.0])  # of four numbers
+    assert [config["num-examples"] for config in configs] == [1, 2, 5]
+    assert asked({0: 1.0, 1: 2.0, 4: 6.0}, HOW | {"examples": False})[1]["b"] == 3.0
+
+
+def test_clients_that_fail_diverge_or_are_far_too_long_are_left_out() -> None:
+    values = {0: 1.0, 1: -1.0, 2: float("nan"), 3: 2.0, 4: 1e9, 5: 3.0}
+    configs, mean = asked(values, HOW | {"examples": False})
+    assert mean["b"] == 2.0
+    assert [config.get("error", "")[:40] for config in configs] == [
+        *("", "ValueError: no data", "tensor 'w': NaN or infinite values", ""),
+        *("update of norm 2e+09: more than max-upda", ""),
+    ]
+    assert [config.get("lost", config.get("diverged")) for config in configs] == [None, True, True, None, None, None]
+    assert asked({0: -1.0, 1: -1.0})[1] == {}
+
+
+def test_blocks_are_of_clients_by_id_in_rounds_of_many() -> None:
+    assert blocks_of(range(MANY)) == {}
+    clients = [3 * k for k in reversed(range(MANY + 1))]
+    blocks = blocks_of(clients)
+    assert [blocks[3 * k] for k in (0, BLOCK - 1, BLOCK, MANY)] == [0, 0, 1, MANY // BLOCK]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "fedadam"])
+def test_no_bit_depends_on_nodes_or_messages(method: str, run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(run: Any, tasks: Any, how: Json) -> Any:
+        made.append(len(tasks))
+        return block_parts(run, tasks, how)
+
+    monkeypatch.setattr(node, "block_parts", counted)
+
+    def run(name: str, grid: Callable[..., LocalGrid] = LocalGrid, **keys: Value) -> tuple[Tensors, list[Json]]:
+        _, folder = run_local(name, grid=grid, method=method, weighting="examples", **CROWD | keys)
+        return load_file(folder / "model.safetensors"), rounds(folder)[1:]
+
+    model, lines = run("one")
+    assert not any(line["dropped"] for line in lines)
+    assert made == [*[BLOCK] * (MANY // BLOCK), 3] * 2
+    for nodes, size in ((2, 128), (3, 1), (2, 7)):
+        grid = lambda app, keys, nodes=nodes: LocalGrid(app, keys, nodes)  # noqa: E731
+        same, others = run(f"{nodes} {size}", grid, message_clients=size)
+        assert all(torch.equal(model[key], same[key]) for key in model)
+        assert others == lines
