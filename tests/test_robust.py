@@ -286,8 +286,9 @@ def test_a_long_update_weighs_less(run_local: Run) -> None:
 
 EVERY = set(DEFENCES)
 MASKED = {"krum", "dp-noise-multiplier"}
+PRODUCTS = ("fedex-lora", "flexlora", "flora", "hetlora")  # their servers use each client's adapters
 REFUSES = dict.fromkeys(
-    ("scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart", "ssfl", "fedpm"), EVERY
+    (*PRODUCTS, "scaffold", "fednova", "fedpac", "ist", "istprox", "local", "fedpart", "ssfl", "fedpm"), EVERY
 ) | dict.fromkeys(
     ("fedpews", "subfedavg", "fedselect", "heterofl", "fedrolex", "feddrop", "fjord", "fiarse", "feddst"), MASKED
 )
