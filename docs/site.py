@@ -111,6 +111,9 @@ EQUATIONS = {
     "istprox": "as IST, with g_i = ∇F_i(w_i) + mu (w_i - w[U_i])",
     "heterofl": "w_i = the first r_i of each layer's units        w = Σ_i w_i / clients of a position",
     "fedrolex": "as HeteroFL, with a window of units that moves on by one a round",
+    "feddrop": "as HeteroFL, with random units of each layer, drawn for each client and round",
+    "fjord": "a mini-batch trains the first p units, p ~ U{p ≤ r_i}; distilled: loss = F(w_r_i) + KL(w_p, w_r_i)",
+    "fiarse": "g_i = M ⊙ ∇F_i(w_i ⊙ M) ⊙ (1 + 2 theta |w_i| / (|w_i| + theta)²),  M = |w_i| ≥ theta",
     "fedpart": "round t trains layer group p(t) alone        w[p(t)] = mean_i w_i[p(t)]",
     "fedpews": "warm-up: client i trains w ⊙ m_i        then w = mean_i w_i",
 }

@@ -26,7 +26,7 @@ from torch import nn
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Task
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.sparsity import largest_of_all, largest_of_layers
+from fedsub_app.subnets.sparsity import largest_of_all
 from strategies.settings import FIARSESettings
 from strategies.sliced import WidthBased
 from strategies.sparse import MASK, Masked, weight_names
@@ -47,15 +47,13 @@ class FIARSE(WidthBased, Masked):
         if self._largest[0] is not self.current:
             self._largest = (self.current, {1: ({}, {})})
         if width not in self._largest[1]:
-            sizes = {name: self.current[name].abs() for name in self.names}
-            counts = {name: max(1, int(width * size.numel())) for name, size in sizes.items()}
-            if self.options.threshold == "layer":
-                masks = largest_of_layers(sizes, counts)
-            else:
-                masks = largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
-            thetas = {name: float(sizes[name][mask].min()) for name, mask in masks.items() if mask.any()}
-            if self.options.threshold == "model":
-                thetas = dict.fromkeys(masks, min(thetas.values()))
+            masks: Tensors = {}
+            thetas: dict[str, float] = {}
+            for names in [[name] for name in self.names] if self.options.threshold == "layer" else [self.names]:
+                sizes = {name: self.current[name].abs() for name in names}
+                masks |= largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
+                theta = min(float(sizes[name][masks[name]].min()) for name in names if masks[name].any())
+                thetas |= dict.fromkeys(names, theta)
             self._largest[1][width] = (masks, thetas)
         return self._largest[1][width]
 
