@@ -52,12 +52,14 @@ class Client(ClientTools):
     def run_training(self, sent: Tensors, config: Json) -> Update:
         """Train and return the update with its costs."""
         start = time.perf_counter()
-        return self.trained_update(self.train(sent, config), time.perf_counter() - start)
+        with self.dropout("training"):
+            return self.trained_update(self.train(sent, config), time.perf_counter() - start)
 
     def run_measurement(self, sent: Tensors, config: Json) -> Update:
         """Measure and return the update with its costs."""
         start = time.perf_counter()
-        return self.trained_update(self.measure(sent, config), time.perf_counter() - start)
+        with self.dropout("measurement"):
+            return self.trained_update(self.measure(sent, config), time.perf_counter() - start)
 
     def trained_update(self, answer: Tensors, seconds: float) -> Update:
         """Return the update that holds ``answer``, with the costs of its training."""
@@ -80,7 +82,8 @@ class Client(ClientTools):
         metrics, task = {}, self.place.problem.task
         for name in wanted:
             whole = {n: both[n] for n in self.place.network.tensors} if name != "personal" else {}
-            self.load(whole or self.personal(personal, config))
+            with self.dropout("evaluation"):
+                self.load(whole or self.personal(personal, config))
             for split, (x, y) in splits.items():
                 if len(y):
                     values = evaluate(task, self.network.module, x, y)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import ends_as_if_never_stopped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -131,3 +132,16 @@ def test_another_base_is_not_resumed(keys: dict[str, Any], bert: Path, run_local
     finally:
         file.write_bytes(kept)
         _named.cache_clear()
+
+
+def test_a_run_over_adapters_ends_as_if_never_stopped(keys: dict[str, Any], run_local: Run, tmp_path: Path) -> None:
+    """HetLoRA's ranks are the server's state, the base comes from its folder, dropout draws by round and client."""
+    more = {"method": "hetlora", "hetlora__gamma": 0.5, "num_clients": 2, "num_rounds": 4, "keep_checkpoints": 0}
+    ends_as_if_never_stopped(run_local, tmp_path, keys | more)
+
+
+def test_stacked_clients_share_the_base(run_local: Run) -> None:
+    more = {"model": "fedpews-cnn", "trainable": "head", "train_per_class": 8, "num_rounds": 1}
+    alone, together = (run_local(name, **more, stack_clients=name == "together")[1] for name in ("alone", "together"))
+    for name, tensor in load_file(alone / "model.safetensors").items():
+        torch.testing.assert_close(load_file(together / "model.safetensors")[name], tensor)
