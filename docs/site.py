@@ -3,6 +3,7 @@
 A MkDocs hook (``mkdocs.yml``). Links are those of the repository, bent to the site's pages.
 """
 
+# ruff: noqa: RUF001 - the equations' signs
 import html
 import inspect
 import json
@@ -107,6 +108,43 @@ RESULTS = {
     "ist": ["ist", "istprox", "fednova", "fedadam", "fedavg", "fedprox", "moon"],
     "sub-fedavg": ["subfedavg", "mtl", "lg-fedavg", "fedprox", "local", "fedavg"],
 }
+# w: global model, w_i: client i's model, g: gradient, m: mask, n: samples, ⊙: position by position.
+EQUATIONS = {
+    "fedavg": "w ← Σ_i (n_i / n) w_i",
+    "fedprox": "g_i = ∇F_i(w_i) + mu (w_i - w)",
+    "moon": "loss = F_i - mu log[a / (a + b)],  a = e^(cos(z, z_global) / tau),  b = e^(cos(z, z_previous) / tau)",
+    "scaffold": "w_i ← w_i - lr (∇F_i(w_i) - c_i + c)        c ← c + mean_i(c_i_new - c_i)",
+    "fednova": "w ← w - tau_eff Σ_i p_i (w - w_i) / tau_i",
+    "fedadam": "v ← beta2 v + (1 - beta2) d²        w ← w + eta m / (√v + tau),  d = mean_i(w_i - w)",
+    "fedyogi": "v ← v - (1 - beta2) d² sign(v - d²)        w ← w + eta m / (√v + tau),  d = mean_i(w_i - w)",
+    "fedadagrad": "v ← v + d²        w ← w + eta m / (√v + tau),  d = mean_i(w_i - w)",
+    "fedavg-ft": "w_i = w after a few local epochs, for the evaluation alone",
+    "ditto": "v_i ← v_i - lr (∇F_i(v_i) + lambda (v_i - w))",
+    "fedbn": "w_i = (mean of all other tensors, own BatchNorm)",
+    "apfl": "personal model = alpha_i v_i + (1 - alpha_i) w",
+    "fedala": "start_i = w_i + (w - w_i) ⊙ W_i,  W_i learned in [0, 1]",
+    "per-fedavg": "w_i ← w_i - beta ∇F_i(w_i - alpha ∇F_i(w_i))",
+    "pfedme": "theta_i = argmin F_i(theta) + lambda/2 |theta - w_i|²        w_i ← w_i - eta lambda (w_i - theta_i)",
+    "fedper": "w_i = (shared body w, own head h_i), trained together",
+    "fedrep": "first h_i with w fixed, then w with h_i fixed; w is averaged",
+    "fedbabu": "w is trained and averaged, the head stays as it was initialised; for the evaluation all is fine-tuned",
+    "lg-fedavg": "w_i = (own body, shared head w)",
+    "fedpac": "loss = F_i + lambda |z - mean z of its class|²        h_i ← Σ_j a_ij h_j",
+    "fedselect": "m_i ← m_i ∪ positions of the largest |w_i - w_i_before|        w = mean of the others",
+    "subfedavg": "m_i ← m_i without the smallest |w_i|        w = Σ_i m_i ⊙ w_i / Σ_i m_i",
+    "fedpm": "m_i ~ Bernoulli(sigmoid(s_i)), weights fixed at random        theta = mean_i m_i",
+    "ssfl": "one mask m by the clients' mean |w ⊙ ∇F_i|, before round 1        w = mean_i(m ⊙ w_i)",
+    "feddst": "m ← m without the smallest |w|, plus the largest |∇F|        w = Σ_i m_i ⊙ w_i / Σ_i m_i",
+    "mtl": "loss = F_i + c (|w_i|² + |w_i - mean_j w_j|²)",
+    "local": "w_i ← w_i - lr ∇F_i(w_i), and nothing is sent",
+    "ist": "hidden units are dealt out: U_1 ∪ … ∪ U_k = all        w[U_i] ← w_i",
+    "istprox": "as IST, with g_i = ∇F_i(w_i) + mu (w_i - w[U_i])",
+    "heterofl": "w_i = the first r_i of each layer's units        w = Σ_i w_i / clients that have the position",
+    "fedrolex": "as HeteroFL, with a window of units that moves on by one a round",
+    "fedpart": "round t trains layer group p(t) alone        w[p(t)] = mean_i w_i[p(t)]",
+    "fedpews": "warm-up: client i trains w ⊙ m_i        then w = mean_i w_i",
+}
+SIZE = {"B": 1e-6, "kB": 1e-3, "MB": 1.0}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -121,11 +159,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def text_of(path: Path) -> str:
-    """Return a page's Markdown; a notebook's cells one after the other."""
+    """Return a page's Markdown; a notebook's cells one after the other, each with its outputs."""
     if path.suffix != ".ipynb":
         return path.read_text()
-    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
-    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            if picture := output.get("data", {}).get("image/png"):
+                parts.append(f'<img alt="Its picture" src="data:image/png;base64,{"".join(picture).strip()}">')
+            elif said := "".join(output.get("text", output.get("data", {}).get("text/plain", ""))):
+                parts.append(f"```text\n{said.rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -203,6 +249,7 @@ def methods() -> dict[str, str]:
             "",
             f"{method.description}.",
             "",
+            *([f"    {EQUATIONS[name]}", ""] if name in EQUATIONS else []),
             f"    fedsub run quickstart/digits method={name}",
             "",
         ]
@@ -234,7 +281,22 @@ def _cost(name: str) -> str:
     lines = [line.split("  ", 1) for line in text.splitlines() if line.startswith("round ")]
     about = "On the quickstart (ten clients, 77,010 parameters; FedAvg: 3.08 MB down and up), by `--dry-run`:"
     rows = [f"| {what} | {amount.strip()} |" for what, amount in lines]
-    return "\n".join([about, "", "| round | sent |", "|---|---|", *rows])
+    return "\n".join([about, "", "| round | sent |", "|---|---|", *rows, "", _sent(lines)])
+
+
+def _sent(lines: list[list[str]]) -> str:
+    """Return a picture of what each kind of round sends; the frame is FedAvg's 3.08 MB."""
+    rows = []
+    for number, (what, amount) in enumerate(lines):
+        for place, (value, unit) in enumerate(re.findall(r"([\d.,]+) (B|kB|MB)\b", amount)[:2]):
+            part, y = min(1.1, float(value.replace(",", "")) * SIZE[unit] / 3.08), 44 * number + 18 * place + 4
+            name = f"{what.strip()}, {('down', 'up')[place]}"
+            rows.append(f'<text x="0" y="{y + 11}">{html.escape(name)}</text>')
+            rows.append(f'<rect x="170" y="{y}" width="300" height="13" fill="none" stroke="currentColor"/>')
+            rows.append(f'<rect x="170" y="{y}" width="{300 * part:.1f}" height="13" fill="#0072B2"/>')
+            rows.append(f'<text x="510" y="{y + 11}">{100 * part:.0f} % of FedAvg</text>')
+    size = f'viewBox="0 0 640 {44 * len(lines)}" style="max-width: 640px; font-size: 12px" fill="currentColor"'
+    return f'<svg role="img" aria-label="Bytes of a round beside FedAvg\'s" {size}>{"".join(rows)}</svg>'
 
 
 def settings() -> str:

@@ -52,6 +52,7 @@ def test_every_method_and_every_setting_is_on_it(site: Path) -> None:
     for name in METHODS:
         text = (site / f"methods/{name}.html").read_text()
         assert f"fedsub run quickstart/digits method={name}" in text
+        assert ("% of FedAvg" in text) == (name != "subfedavg"), name  # what is sent, as a picture
         assert ("The quickstart does not run it" in text) == (name == "subfedavg")  # it needs two epochs
     text = (site / "settings.html").read_text()
     assert not [key for key in describe() if f'<code id="{key}">{key}</code>' not in text]
