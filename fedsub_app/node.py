@@ -6,6 +6,7 @@ of a user's app.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Value
+from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
@@ -39,6 +41,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import bundled, is_own_code, other_base
 from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
+from fedsub_app.subnets.privacy import noisy
 from fedsub_app.tasks import TASKS
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.local import evaluation_batches, sums_of
@@ -126,7 +129,16 @@ def _content(
         updates = together([partial(run, task, sent) for task, sent in tasks])
     else:
         updates = [run(task, sent) for task, sent in tasks]
+    if header["phase"] == MessageType.TRAIN and settings.dp_noise_by == "clients":
+        updates = [_noisy(settings, header, update, sent) for update, (_, sent) in zip(updates, tasks, strict=True)]
     return pack(stamp, [update_part(update) for update in updates])
+
+
+def _noisy(settings: Settings, header: Json, update: Update, sent: Tensors) -> Update:
+    """Return an update with its client's share of the noise; real nodes draw it from the system."""
+    deviation = settings.dp_noise_multiplier * settings.clip_norm / math.sqrt(settings.sample_size)
+    draws = generator(settings.seed, header["round"], update.client, "noise") if simulated() else None
+    return replace(update, tensors=noisy(update.tensors, sent, settings.clip_norm, deviation, draws))
 
 
 def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sent: Tensors) -> Update:

@@ -132,7 +132,8 @@ class FedPart(SubnetStrategy):
     def refuses(self) -> Mapping[str, str]:
         """Refuse all defences with shared moments, which are averaged without them."""
         refused = () if self.options.momentum == "none" else DEFENCES
-        return dict.fromkeys(refused, "its server also averages Adam's moments")
+        clients = {"dp-noise-by": "its clients are not sent the group that they train"}
+        return clients | dict.fromkeys(refused, "its server also averages Adam's moments")
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the trained group and its moments; record the groups that the clients have now.

@@ -80,7 +80,9 @@ def merge_answers(
     """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round."""
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
     # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
-    limit = math.inf if settings.dp_noise_multiplier else settings.max_update_norm
+    # What has its noise already can do no harm.
+    private = settings.dp_noise_multiplier and settings.dp_noise_by == "server"
+    limit = math.inf if private else settings.max_update_norm
     guard = partial(NormGuard[Valid], limit, norm(strategy.current.values()))
     bounds = None
     if strategy.robust:
@@ -170,6 +172,7 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
         return None, f"fewer than min-replies = {settings.min_replies} valid replies"
     if count < (least := settings.least_replies):
         which = f"mean = {settings.mean!r} with byzantine-clients = {settings.byzantine_clients}"
+        which = "dp-noise-by = 'clients'" if settings.dp_noise_by == "clients" else which
         return None, f"{count} valid replies: {which} needs {least}"
     if diverged > count:  # the few clients that are left may have caused it
         return None, f"training diverged on {diverged} of {diverged + count} clients"
@@ -341,13 +344,15 @@ def check_defences(strategy: Hooks) -> None:
         "min-contributors": f"min-contributors = {settings.min_contributors}" if settings.min_contributors > 1 else "",
         "oversample": f"oversample = {settings.oversample:g}" if settings.oversample > 1 else "",
         "dp-noise-multiplier": f"dp-noise-multiplier = {noise:g}" if noise else "",
+        "dp-noise-by": "dp-noise-by = 'clients'" if settings.dp_noise_by == "clients" else "",
     }
     measurement = strategy.measurement.refuses() if strategy.measurement else {}
     for name, reason in {**measurement, **strategy.refuses()}.items():
         if chosen.get(name):
             raise UserError(f"{chosen[name]}: not with method = {settings.method!r}: {reason}")
     if noise:
-        buffers = [name for name, _ in strategy.model.named_buffers() if name in strategy.current]
+        sent = strategy.current if strategy.stage(1) else strategy.shared
+        buffers = [name for name, _ in strategy.model.named_buffers() if name in sent]
         if buffers:
             reason = f"{buffers[0]!r} is a statistic, which noise would make negative"
             raise UserError(f"model = {settings.model!r}: not with dp-noise-multiplier above 0: {reason}")

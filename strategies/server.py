@@ -80,6 +80,7 @@ class Server:
     devices : the clients' devices, None without the setting ``devices``.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
+    shared : names of its tensors that clients answer with; in a first stage of the method all of them.
     round : number of the running round, from 1.
     phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
     state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
@@ -98,6 +99,7 @@ class Server:
         self.score = settings.score
         self.model = model
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+        self.shared = list(self.current)
         self.devices = settings.client_devices
         self.round = 0
         self.phase = Phase()

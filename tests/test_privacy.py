@@ -5,17 +5,24 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from flwr.client.mod import LocalDpMod, secaggplus_mod
 from helpers import fedsub, merge_round, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_methods import made, play
+from torch import Tensor
 
+from client_apps.base import Client
+from fedsub_app import node
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
+from fedsub_app.federation.protocol import Update
+from fedsub_app.library.client import client_app
 from fedsub_app.runs.console import round_line, summary_table
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
@@ -117,6 +124,102 @@ def test_epsilon_is_that_of_the_accountants(noise: float, rounds: int, delta: fl
     assert epsilon(noise, rounds + 1, delta) > found > epsilon(noise * 1.1, rounds, delta)
 
 
+PARTS = {
+    "fedpart": {"fedpart__momentum": "none", "fedpart__full_rounds": 0},
+    "fedrep": {},
+    "fedbn": {"model": "mnist-cnn-bn", "image_size": 28},
+}
+
+
+@pytest.mark.parametrize("method", PARTS)
+def test_noise_is_in_the_part_that_is_shared_alone(method: str) -> None:
+    """FedPart's group, FedRep's body, all but FedBN's normalisation layers; what stays is as it was, bit for bit."""
+    strategy, _ = made(method, **PARTS[method], **PRIVATE)
+    check_defences(strategy)
+    strategy.round, start = 1, strategy.current
+    shared = strategy.expected(0).keys()
+    assert 0 < len(shared) < len(start)
+    merge_round(strategy, [Update(c, {name: start[name].clone() for name in shared}, {}, 20) for c in range(3)])
+    assert all(torch.equal(strategy.current[name], x) for name, x in start.items() if name not in shared)
+    noise = torch.cat([(strategy.current[name] - start[name]).flatten() for name in shared])
+    assert float(noise.std()) == pytest.approx(2.0 * 0.5 / 3, rel=0.2)
+
+
+# --- noise that the clients add ---------------------------------------------------------------------------------------
+
+LOCAL: dict[str, Any] = {"dp_noise_by": "clients", **PRIVATE}
+
+
+def noisy_update(client: int, round_: int = 1) -> tuple[Update, Tensors]:
+    """A client's answer as its node sends it, and the model that it was sent; the change is of norm 50."""
+    strategy, _ = made("fedavg", weighting="uniform", **LOCAL)
+    length = norm(torch.ones_like(x) for x in strategy.current.values())
+    tensors = {name: x + 50 / length for name, x in strategy.current.items()}
+    update = Update(client, tensors, {}, 20)
+    return node._noisy(strategy.settings, {"round": round_}, update, strategy.current), strategy.current
+
+
+def test_a_client_clips_its_change_and_adds_its_share() -> None:
+    update, start = noisy_update(0)
+    moved = torch.cat([(update.tensors[name] - x).flatten() for name, x in start.items()])
+    share = 2.0 * 0.5 / 3**0.5  # of three clients: in the sum of their answers it is 2 times 0.5
+    assert float(moved.mean()) == pytest.approx(0.5 / len(moved) ** 0.5, abs=5 * share / len(moved) ** 0.5)
+    assert float(moved.std()) == pytest.approx(share, rel=0.02)
+
+
+def test_the_servers_mean_of_noisy_answers_has_the_noise_of_the_servers_own() -> None:
+    strategy, _ = made("fedavg", weighting="uniform", **LOCAL)
+    check_defences(strategy)
+    start = strategy.current
+    merge_round(strategy, [noisy_update(c)[0] for c in range(3)])
+    moved = torch.cat([(strategy.current[name] - x).flatten() for name, x in start.items()])
+    assert float(moved.std()) == pytest.approx(2.0 * 0.5 / 3, rel=0.02)
+
+
+def test_clients_and_rounds_have_noise_of_their_own_and_real_nodes_a_secret_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def noise(*which: int) -> Tensor:
+        return noisy_update(*which)[0].tensors["fc1.weight"]
+
+    assert torch.equal(noise(0), noise(0))
+    assert not any(torch.equal(noise(0), other) for other in (noise(1), noise(0, 2)))
+    monkeypatch.setattr(node, "simulated", lambda: False)
+    assert not torch.equal(noise(0), noise(0))
+
+
+@pytest.mark.run
+def test_a_run_with_noise_by_the_clients_needs_all_of_them(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"num_clients": 3, "partition": "iid", "num_rounds": 2, "max_abandoned": 9} | LOCAL
+    _, folder = run_local("all", **keys)
+    plain = run_local("server", **keys | {"dp_noise_by": "server"})[1]
+    lines, others = read_rounds(folder)[1:], read_rounds(plain)[1:]
+    assert [line["status"] for line in lines] == ["ok", "ok"]
+    assert [line["epsilon"] for line in lines] == [line["epsilon"] for line in others]
+    run = Client.run_training
+
+    def fails(client: Client, *about: Any) -> Update:
+        return run(client, *about) if client.id or client.round == 1 else 1 / 0  # type: ignore[return-value]
+
+    monkeypatch.setattr(Client, "run_training", fails)
+    line = read_rounds(run_local("two", **keys)[1])[-1]
+    assert line["abandoned"] == "2 valid replies: dp-noise-by = 'clients' needs 3"
+
+
+def test_a_group_that_is_not_sent_takes_no_noise_of_the_clients() -> None:
+    with pytest.raises(UserError, match=r"^dp-noise-by = 'clients': not with method = 'fedpart': its clients are not "):
+        check_defences(made("fedpart", fedpart__momentum="none", **LOCAL)[0])
+
+
+def test_mods_of_flower_are_refused_by_name() -> None:
+    mods = [LocalDpMod(1.0, 1.0, 1.0, 1e-5), secaggplus_mod]
+    with pytest.raises(UserError, match=r"^mods = \[LocalDpMod, secaggplus_mod\]: an array of fedsub's messages "):
+        client_app(model=lambda: None, data=lambda _: None, mods=mods)
+
+
+# --- what is said of it -----------------------------------------------------------------------------------------------
+
+
 def test_every_round_says_what_is_spent(run_local: Run) -> None:
     """By the client that was asked most often so far; a client that fails is asked as well."""
     summary, folder = run_local(
@@ -182,6 +285,10 @@ def test_an_optimizer_on_the_server_takes_the_noisy_mean() -> None:
         ),
         ({"clip-norm": 1.0, "mean": "median"}, "mean = 'median': must be 'average' with dp-noise-multiplier above 0"),
         ({"clip-norm": 1.0, "dp-delta": 0.0}, "dp-delta = 0.0: must be greater than 0"),
+        (
+            {"dp-noise-by": "clients", "dp-noise-multiplier": 0.0},
+            "dp-noise-by = 'clients': does nothing with dp-noise-multiplier = 0",
+        ),
         (
             {"clip-norm": 1.0, "dp-noise-multiplier": 0.001},
             "dp-noise-multiplier = 0.001: must be 0 or at least 0.01",

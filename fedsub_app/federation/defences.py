@@ -40,12 +40,19 @@ class DefenceSettings(FederationSettings):
     """Hostile clients of a round that mean = "krum" withstands: f of at least 2 f + 3."""
     dp_noise_multiplier: NonNegative = 0.0
     """Standard deviation of the Gaussian noise in the sum of the clients' changes, over clip-norm; 0: no privacy."""
+    dp_noise_by: Literal["server", "clients"] = "server"
+    """Where the noise is added: to the sum, or by each client to its clipped answer, a share of it, before it is sent.
+
+    With ``clients`` the server sees noisy answers alone, and a round without all answers is abandoned.
+    """
     dp_delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """delta of the (epsilon, delta) that every round's line reports."""
 
     @property
     def least_replies(self) -> int:
         """Least number of valid replies; a round with fewer is abandoned."""
+        if self.dp_noise_by == "clients":  # the noise of one that is missing is missing as well
+            return self.sample_size
         return max(self.min_replies, 2 * self.byzantine_clients + 3 if self.mean == "krum" else 1)
 
     @model_validator(mode="after")
@@ -72,6 +79,8 @@ class DefenceSettings(FederationSettings):
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {MIN_NOISE}")
         if self.dp_noise_multiplier and not self.clip_norm:
             raise ValueError("clip-norm = 0: must be above 0 with dp-noise-multiplier above 0")
+        if self.dp_noise_by == "clients" and not self.dp_noise_multiplier:
+            raise ValueError("dp-noise-by = 'clients': does nothing with dp-noise-multiplier = 0")
         if self.dp_noise_multiplier and self.oversample > 1:
             raise ValueError(f"oversample = {self.oversample:g}: must be 1 with dp-noise-multiplier above 0")
         if self.dp_noise_multiplier and self.mean != "average":

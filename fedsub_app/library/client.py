@@ -1,7 +1,7 @@
 """The ClientApp of a user's own network and data."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +41,7 @@ def client_app(
     collate: Collate | None = None,
     optimizer: MakeOptimizer | None = None,
     head: str = "",
+    mods: Sequence[object] = (),
 ) -> NodeApp:
     """Return the ClientApp whose clients train ``model`` on their own data, with any method.
 
@@ -59,7 +60,12 @@ def client_app(
     optimizer : (parameters, lr) -> a ``torch.optim.Optimizer``, in the place of SGD; fresh in every round.
     head : name of the layer that is the network's head, where the strategy's ``head`` names none; default: the last
         Linear.
+    mods : Flower's mods of a ClientApp; refused.
     """
+    if mods:
+        names = ", ".join(getattr(mod, "__name__", type(mod).__name__) for mod in mods)
+        why = "an array of fedsub's messages holds tensors of several clients; dp-noise-by = 'clients' adds local noise"
+        raise UserError(f"mods = [{names}]: {why}")
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
     return NodeApp(own(model, data, Parts(task, loss, metrics, collate), optimizer, head), module)
 

@@ -1,8 +1,9 @@
 """Differential privacy of a client: Gaussian noise in the mean of clipped changes, and its epsilon.
 
 McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018,
-https://arxiv.org/abs/1710.06963, with the fixed denominator (their f̃_f) and the noise added by the server. Two runs are
-neighbours if they differ in one client, whose contributions are in one run and missing from the other.
+https://arxiv.org/abs/1710.06963, with the fixed denominator (their f̃_f) and the noise added by the server, or in equal
+parts by the clients. Two runs are neighbours if they differ in one client, whose contributions are in one run and
+missing from the other.
 """
 
 import importlib.util
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.subnets.averaging import MaskedMean
+from fedsub_app.common.tensors import Tensors
+from fedsub_app.subnets.averaging import Contribution, MaskedMean
+from fedsub_app.subnets.norms import norm
+from fedsub_app.subnets.robust import clipped
 
 
 class NoisyMean(MaskedMean):
@@ -46,11 +50,26 @@ class NoisyMean(MaskedMean):
         mean = super().result()
         for name in (name for name in mean if name in names):
             old = self._old[name].float()
-            shape, draws = old.shape, self._draws
-            noise = (torch.randn(shape, generator=draws) if draws else secret_normal(shape)).mul_(self._deviation)
-            change = (mean[name] - old).mul_(answered).add_(noise)
+            change = (mean[name] - old).mul_(answered).add_(_normal(old.shape, self._draws), alpha=self._deviation)
             mean[name] = torch.add(old, change, alpha=server_lr / self._clients)
         return mean
+
+
+def noisy(x: Tensors, old: Tensors, limit: float, deviation: float, draws: torch.Generator | None) -> Tensors:
+    """Return a client's tensors with their change clipped, and noise in every position, before they are sent.
+
+    Parameters
+    ----------
+    x, old : the tensors, and the values of their names that training started from.
+    limit : L2 norm of the change, of all tensors together, > 0.
+    deviation, draws : as for :class:`NoisyMean`, of this client's share of the noise.
+    """
+    short = clipped(Contribution(x), old, norm(x[name] - old[name] for name in x), limit).tensors
+    return {name: torch.add(value, _normal(value.shape, draws), alpha=deviation) for name, value in short.items()}
+
+
+def _normal(shape: torch.Size, draws: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=draws) if draws else secret_normal(shape)
 
 
 def secret_normal(shape: torch.Size) -> Tensor:
