@@ -201,12 +201,21 @@ def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Return whole sources, the largest first, each to the client with the fewest samples so far."""
+    """Return whole sources, the largest first, each to the client with the fewest samples so far.
+
+    Of a multiple of the sources, each source's samples are dealt over equally many clients, in the order of the names.
+    """
     groups = [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
     groups = [group for group in groups if len(group)]
+    share, rest = divmod(settings.num_clients, len(groups))
     if settings.num_clients > len(groups):
-        key = f"num-clients = {settings.num_clients}: partition = 'column'"
-        raise UserError(f"{key} has {len(groups)} groups; expected at most that, and the key group for a table")
+        if rest or len(groups) == 1:
+            key = f"num-clients = {settings.num_clients}: partition = 'column'"
+            allowed = "expected at most that or a multiple, and the key group for a table"
+            raise UserError(f"{key} has {len(groups)} groups; {allowed}")
+        draws = [generator(settings.seed, "partition", number) for number in range(len(groups))]
+        dealt = [own[torch.randperm(len(own), generator=draw)] for own, draw in zip(groups, draws, strict=True)]
+        return [part.sort().values for own in dealt for part in own.tensor_split(share)]
     clients: list[list[Tensor]] = [[] for _ in range(settings.num_clients)]
     sizes = [0] * settings.num_clients
     for group in sorted(groups, key=len, reverse=True):  # stable: equal sizes in the order of their names

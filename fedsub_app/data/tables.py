@@ -5,6 +5,7 @@ The columns of a table are numbers, texts or images: the keys ``input``, ``label
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from fedsub_app.data.files import HOLD_OUT, hold_out
 from fedsub_app.data.names import data_folder
 from fedsub_app.data.own import Split, dataset_of, own_dataset
 from fedsub_app.data.samples import Dataset, Samples, normalised
-from fedsub_app.data.settings import DataSettings, is_source
+from fedsub_app.data.settings import READERS, SOURCES, DataSettings
 from fedsub_app.data.text import next_tokens, padded, tokenizer_of
 from fedsub_app.tasks import NextToken, Task
 
@@ -28,18 +29,7 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "attention_mask")  # as transformers names them
 SPLIT, FILE = "split", "file"  # column that says "train" or "test"; column that is made: name of a row's file
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # function of pandas, its options
-    "csv": ("read_csv", {}),
-    "tsv": ("read_csv", {"sep": "\t", "quoting": 3}),
-    "parquet": ("read_parquet", {}),
-    "jsonl": ("read_json", {"lines": True}),
-}
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
-
-
-def is_own_code(dataset: str) -> bool:
-    """Say whether the setting names code of the user."""
-    return is_source(dataset) and dataset.partition(":")[0] not in (*READERS, "hf")
 
 
 def load_source(wanted: DataSettings, task: Task) -> Dataset:
@@ -50,7 +40,7 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
     UserError
         A file, a column or a value of it is not as it must be; one line names it.
     """
-    if is_own_code(wanted.dataset):
+    if wanted.dataset.partition(":")[0] not in SOURCES:
         return _of_code(wanted, task)
     train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
     if test is None:
@@ -59,7 +49,8 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise UserError(f"dataset = {wanted.dataset!r}: no {name} samples")
-    return _dataset(wanted, task, train, test, notes)
+    data = _dataset(wanted, task, train, test, notes)
+    return replace(data, labels=tuple(map(str, _classes(wanted, (train, test))))) if task.classes else data
 
 
 # --- where rows come from ---------------------------------------------------------------------------------------------
@@ -82,12 +73,12 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     import pandas as pd
 
     kind, _, pattern = wanted.dataset.partition(":")
-    folders = (Path(), data_folder(wanted.data_dir))
-    files = next((some for folder in folders if (some := sorted(folder.glob(pattern)))), []) if pattern else []
-    if Path(pattern).is_absolute():
-        files = sorted(Path("/").glob(pattern.lstrip("/")))
+    root, data = Path(pattern).anchor, data_folder(wanted.data_dir)
+    folders = (Path(root),) if root else (Path(), data)
+    below = pattern.removeprefix(root)
+    files = next((some for folder in folders if (some := sorted(folder.glob(below)))), []) if below else []
     if not files:
-        raise UserError(f"dataset = {wanted.dataset!r}: no such file here or in {folders[1]}")
+        raise UserError(f"dataset = {wanted.dataset!r}: no such file" + ("" if root else f" here or in {data}"))
     reader, options = READERS[kind]
     tables = []
     for file in files:
@@ -230,8 +221,14 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
             raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
     if len(wanted.label) != 1:
         raise UserError(f"label = {', '.join(wanted.label)!r}: must be one column with task = {wanted.task!r}")
-    every = sorted(set(columns[0][0]) | set(columns[1][0]), key=lambda value: (isinstance(value, str), value))
+    every = _classes(wanted, both)
     if any(isinstance(value, float) and value != int(value) for value in every):
         raise UserError(f"label = {wanted.label[0]!r}: {every[0]} is no class; must be integers or words")
     numbers = {value: number for number, value in enumerate(every)}
     return [torch.tensor([numbers[value] for value in part[0]]) for part in columns]
+
+
+def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
+    """Return the values of the column of labels, numbers before words; a class is the position in it."""
+    values = {value for rows in both for value in _column(rows, wanted, wanted.label[0])}
+    return sorted(values, key=lambda value: (isinstance(value, str), value))

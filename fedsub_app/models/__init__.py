@@ -12,11 +12,7 @@ if TYPE_CHECKING:
     from fedsub_app.models.networks import build_model, load_tensors, mlp, tensors_of, trainable
     from fedsub_app.models.sources import (
         adopted,
-        bundled,
         check_network,
-        is_own_code,
-        own_digest,
-        own_file,
         with_logits,
     )
     from fedsub_app.models.units import (
@@ -34,10 +30,8 @@ __all__ = [
     "UnitGroup",
     "adopted",
     "build_model",
-    "bundled",
     "check_network",
     "head_names",
-    "is_own_code",
     "is_sourced",
     "layer_groups",
     "load_tensors",
@@ -46,8 +40,6 @@ __all__ = [
     "narrow_shapes",
     "narrowed",
     "output_names",
-    "own_digest",
-    "own_file",
     "part_names",
     "tensors_of",
     "trainable",
@@ -63,7 +55,7 @@ __getattr__ = late(
         "narrow": "narrow_shapes narrowed widths_of",
         "network": "Network Output",
         "networks": "build_model load_tensors mlp tensors_of trainable",
-        "sources": "adopted bundled check_network is_own_code own_digest own_file with_logits",
+        "sources": "adopted check_network with_logits",
         "units": "head_names layer_groups output_names part_names unit_groups with_head",
     },
 )

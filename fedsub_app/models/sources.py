@@ -5,25 +5,20 @@ A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Ne
 """
 
 import copy
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedsub_app.common.code import text_digest
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Shape, blank, shape_shown, unpacking
 from fedsub_app.common.own_code import named_code
-from fedsub_app.models.names import is_sourced
 
 Options = Mapping[str, Any]
 _ABOUT = "_fedsub_about"
-BUNDLE = Path(__file__).parents[1] / "bundle"
 
 
 class About(NamedTuple):
@@ -40,30 +35,6 @@ class About(NamedTuple):
 def about(model: nn.Module) -> About | None:
     """Return the facts of a network that came through :func:`adopted`; ``None`` for one that a method's paper has."""
     return getattr(model, _ABOUT, None)
-
-
-def is_own_code(model: str) -> bool:
-    """Say whether ``model`` names code of the user, a file or a module, not a network of a package that is known."""
-    return is_sourced(model) and model.partition(":")[0] not in PACKAGES
-
-
-def own_file(model: str) -> Path | None:
-    """Return the user's file that ``model`` names, the copy in the run's bundle where there is one; else ``None``."""
-    source = model.rpartition(":")[0]
-    if not is_own_code(model) or not source.endswith(".py"):
-        return None
-    return bundled(model) if bundled(model).exists() else Path(source)
-
-
-def bundled(model: str) -> Path:
-    """Return where a run's bundle, a copy of this package, holds the user's file that ``model`` names."""
-    return BUNDLE / f"{text_digest(model.rpartition(':')[0])}.py"
-
-
-def own_digest(model: str) -> str:
-    """Return the digest of the user's file that ``model`` names; "" for any other network."""
-    path = own_file(model)
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path else ""
 
 
 def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
@@ -192,7 +163,7 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
 
 def _own(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> Any:
     """Call a class or function of the user with the options and with what its parameters name."""
-    factory = named_code("model", model, own_file(model))
+    factory = named_code("model", model)
     tokens = in_shape.tokens if isinstance(in_shape, Form) else 0
     known = {"num_classes": num_classes, "in_shape": shape_shown(in_shape), "num_tokens": tokens}
     named = inspect.signature(factory).parameters
