@@ -24,6 +24,7 @@ from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import PROJECT, environment
+from fedsub_app.federation.blocks import MANY
 from fedsub_app.runs.rounds import read_rounds
 
 KEYS = {
@@ -228,12 +229,13 @@ def test_every_experiment_is_the_same_on_both_engines_and_when_killed_and_resume
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHOD_KEYS)
+@pytest.mark.parametrize(("method", "many"), [*((method, 9) for method in METHOD_KEYS), ("fedavg", 67), ("fedrep", 67)])
 def test_every_method_is_the_same_on_ray_with_messages_of_any_size(
-    method: str, flower: dict[str, str], run_local: Callable[..., tuple[Json, Path]], tmp_path: Path
+    method: str, many: int, flower: dict[str, str], run_local: Callable[..., tuple[Json, Path]], tmp_path: Path
 ) -> None:
     """One client a message, seven, all of a round: the metrics and the model of the local engine."""
-    keys = {"num_clients": 9, "clients_per_round": 8, "evaluate": "global,personal", "method": method}
+    keys = {"num_clients": many, "clients_per_round": many - 1, "evaluate": "global,personal", "method": method}
+    keys |= {"partition": "iid"} if many > MANY else {}  # nodes take means of blocks
     _, alone = run_local("alone", **keys | METHOD_KEYS[method])
     settings = json.loads((alone / "settings.json").read_text())["settings"]
     for clients in (1, 7, 128):
