@@ -247,6 +247,22 @@ def test_every_method_is_the_same_on_ray_with_messages_of_any_size(
         assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+def test_the_devices_clock_is_the_same_on_ray(
+    flower: dict[str, str], run_local: Callable[..., tuple[Json, Path]], tmp_path: Path
+) -> None:
+    keys = {"method": "heterofl", "devices": "phones", "num_clients": 8, "clients_per_round": 4, "deadline": 5.0}
+    keys |= {"heterofl__masked_loss": False, "evaluate": "global,global-local", "held_out_clients": 1}
+    _, alone = run_local("alone", **keys)
+    settings = json.loads((alone / "settings.json").read_text())["settings"]
+    folder = tmp_path / "ray"
+    own = settings | {"run-dir": str(folder), "node-timeout": 90.0}
+    done = run_flower(flower, "--engine", "local-simulation", *federations.pairs(own))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rounds(folder) == rounds(alone)
+    assert all("device-seconds" in line for line in rounds(folder)[1:])
+
+
 @pytest.fixture
 def other_checkout(tmp_path: Path) -> Callable[[str], Path]:
     """Copies this checkout; in the copy client_apps/base.py has a text at its end."""
