@@ -78,7 +78,7 @@ RESULTS = {
     "ist": "ist istprox fednova fedadam fedavg fedprox moon",
     "sub-fedavg": "subfedavg mtl lg-fedavg fedprox local fedavg",
 }
-# w: global model, w_i: client i's model, g: gradient, m: mask, n: samples, ⊙: position by position.
+SYMBOLS = "w is the global model, w_i client i's model, F_i its loss, m_i its mask, ⊙ a product position by position."
 EQUATIONS = {
     "fedavg": "w ← Σ_i (n_i / n) w_i",
     "fedprox": "g_i = ∇F_i(w_i) + mu (w_i - w)",
@@ -217,7 +217,7 @@ def methods() -> dict[str, str]:
     for name, method in METHODS.items():
         rows.append(f"| [{_title(name)}]({name}.md) | `{name}` | {families.get(name, '')} | {method.description} |")
         parts = [f"# {_title(name)}", "", f"{method.description}.", ""]
-        parts += [f"    {EQUATIONS[name]}", ""] if name in EQUATIONS else []
+        parts += [f"    {EQUATIONS[name]}", "", SYMBOLS, ""] if name in EQUATIONS else []
         parts += [f"    fedsub run quickstart/digits method={name}", ""]
         if method.preset:
             parts += ["It sets " + ", ".join(f"`{key} = {value!r}`" for key, value in method.preset.items()) + ".", ""]

@@ -111,7 +111,6 @@ def test_the_command(keys: Path) -> None:
         "--superlink=a:8443",
         "--host=127.0.0.1",
         "--port=9094",
-        "--disable-runtime-dependency-installation",
         '--node-config=partition-id=0 num-partitions=2 private-data="/srv/a.npz" state-dir="/s"',
     ]
 

@@ -157,6 +157,6 @@ def test_a_model_is_of_one_run(pictures: tuple[Path, list[Path]], capsys: pytest
     assert main(["export", run, run, "--onnx", "x.onnx"]) == 2
     assert main(["export", run, "--client", "1"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: --onnx: of one run, without --clients and --out",
-        "error: --client 1: only with --onnx; --clients prints all clients' numbers",
+        "error: --onnx, --adapter, --merged: of one run, without --clients and --out",
+        "error: --client 1: only with a model; --clients prints all clients' numbers",
     ]

@@ -10,6 +10,8 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,7 @@ class Node:
         folders = {"data-dir": self.data, "private-data": self.private, "state-dir": self.state}
         place |= {key: f'"{path}"' for key, path in folders.items() if path}
         config = " ".join(f"{key}={value}" for key, value in place.items())
-        here = [f"--host={commands.LOOPBACK}", f"--port={self.port}", commands.NO_INSTALLATION]
+        here = [f"--host={commands.LOOPBACK}", f"--port={self.port}"]
         where = [f"--superlink={self.superlink}", *here, f"--node-config={config}"]
         return ["flower-supernode", *(trust if self.key else ["--insecure"]), *where]
 
@@ -201,13 +203,20 @@ def run(node: Node) -> int:
     program, *arguments = node.command
     command = [str(Path(sys.executable).parent / program), *arguments]
     code, ended = 0, False
-    with subprocess.Popen(command, env=variables, stdout=-1, stderr=-2, text=True, umask=0o077) as process:
+    options: dict[str, Any] = {"stdout": -1, "stderr": -2, "text": True, "umask": 0o077, "start_new_session": True}
+    with subprocess.Popen(command, env=variables, **options) as process:
 
         def end(*_: object) -> None:
             nonlocal ended
             ended = True
             process.terminate()
 
+        def end_others() -> None:  # the SuperExec that a SuperNode leaves behind would hold the pipe, and the port
+            process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+        threading.Thread(target=end_others, daemon=True).start()
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
         assert process.stdout
