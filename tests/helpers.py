@@ -110,12 +110,9 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
         "fedpart__rounds_per_group": 1,
         "fedpart__momentum": "similarity",
     },
-    "fedit": {},
-    "ffa-lora": {},
+    # Without adapters fedit, flexlora, ffa-lora and fedex-lora run the code of fedavg and of these three.
     "fedsa-lora": {},
-    "flexlora": {"flexlora__widths": "1, 0.5"},
     "flora": {"server_lr": 0.5},
-    "fedex-lora": {"server_lr": 0.5},
     "hetlora": {"hetlora__gamma": 0.5},
     "ist": {"weighting": "examples"},
     "istprox": {"prox_mu": 0.1, "server_lr": 0.5},

@@ -61,7 +61,7 @@ def same(left: Tensors, right: Tensors) -> bool:
 def made(method: str, **changes: Any) -> tuple[SubnetStrategy, Callable[[int, int, Tensors], Client]]:
     """A method's strategy, and its client of a number, round and state."""
     keys = {"model": "feature-mlp", "method": method, "num_clients": 3, "partition": "iid", "train_per_class": 20}
-    keys |= METHOD_KEYS[method] | changes
+    keys |= METHOD_KEYS.get(method, {}) | changes
     place = workplace(resolve({key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}))
     entry = METHODS[method]
     strategy = entry.strategy(place.settings, place.network.module)

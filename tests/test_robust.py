@@ -305,7 +305,7 @@ ON = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_takes_a_defence_or_refuses_it(method: str, defence: str) -> None:
     """Three clients, one round: the model is what the definition says of the contributions, for the plain mean."""
-    uniform = {"weighting": "uniform"} if METHOD_KEYS[method].get("weighting") else {}
+    uniform = {"weighting": "uniform"} if METHOD_KEYS.get(method, {}).get("weighting") else {}
     if method == "fedpart":
         uniform["fedpart__momentum"] = "mean"
     strategy, client = made(method, **uniform, **ON[defence])
