@@ -85,11 +85,11 @@ def far_worse(strategy: Hooks, loss: float, clients: Sequence[int]) -> str:
     if not strategy.good or float(past[-1]) < float(strategy.good[LOSS]):
         _keep_good(strategy, past[-1])
     best = float(strategy.good[ALLOWED])
-    merged, suspected = _rounds(strategy, MERGED), _rounds(strategy, SUSPECTED)
-    merged[list(clients)] = strategy.round
+    rounds = {key: _rounds(strategy, key) for key in (WATCHED, MERGED, SUSPECTED)}
+    rounds[MERGED][list(clients)] = strategy.round
     if loss <= min(limit, WORSE[0] * best + WORSE[1]):
         losses = torch.cat([past, past.new_tensor([loss])])[-WINDOW:]
-        strategy.usual = {**strategy.usual, LOSS: losses, MERGED: merged}
+        strategy.usual = {**strategy.usual, **rounds, LOSS: losses}
         return ""
 
     reason = f"the merged model's loss is {loss:.3g}, the best one's {float(strategy.good[LOSS]):.3g}: it is not kept"
@@ -100,8 +100,8 @@ def far_worse(strategy: Hooks, loss: float, clients: Sequence[int]) -> str:
         _go_back(strategy)
         strategy.phase.report["back-to-round"] = undone
         reason += f", nor are those since round {undone}"
-    suspected[merged > undone] = strategy.round
-    strategy.usual = {**strategy.usual, LOSS: losses, MERGED: merged, SUSPECTED: suspected}
+    rounds[SUSPECTED][rounds[MERGED] > undone] = strategy.round
+    strategy.usual = {**strategy.usual, **rounds, LOSS: losses}
     return reason
 
 
@@ -114,13 +114,12 @@ def _keep_good(strategy: Hooks, loss: torch.Tensor) -> None:
 
 
 def _go_back(strategy: Hooks) -> None:
-    """Make the best model and its state current; what is known of the clients stays."""
+    """Make the best model and its state current."""
     model, good = unprefixed("model/", strategy.good), strategy.good
-    known = {key: x for key, x in strategy.usual.items() if key in (WATCHED, MERGED, SUSPECTED)}
     fresh = type(strategy)(strategy.settings, strategy.model)  # as at a resume: state may have had fewer tensors
     fresh.load_state(unprefixed("state/", good))
     vars(strategy).update({name: getattr(fresh, name) for name in (*KEPT, *strategy.remembers)})
-    strategy.good, strategy.usual = good, {**strategy.usual, **known}
+    strategy.good = good
     strategy.current = {name: model[name] for name in strategy.current}  # a checkpoint keeps no order
 
 

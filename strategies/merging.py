@@ -107,7 +107,7 @@ class Merging:
         # A copy: a received tensor is a view of a whole message.
         kept = {name: tensor.clone() for name, tensor in strategy.remembered(update, contribution).items()}
         self._record(replace(update, tensors=kept), norms, formula_bytes(update.tensors))
-        if (limit := strategy.settings.clip_norm) and strategy.settings.dp_noise_by == "server":
+        if limit := strategy.settings.server_clip:
             distance = strategy.distance(update, contribution)
             self.clipped += distance > limit
             contribution = clipped(contribution, strategy.current, distance, limit)
@@ -137,7 +137,7 @@ class Merging:
     @property
     def report(self) -> Json:
         """Entries for the round's line."""
-        return {"clipped-updates": self.clipped} if self._strategy.settings.clip_norm else {}
+        return {"clipped-updates": self.clipped} if self._strategy.settings.server_clip else {}
 
     def result(self) -> Merged:
         """Return the outcome of the round; to be called once."""
@@ -171,8 +171,8 @@ class Merging:
 
 def _empty_mean(strategy: Hooks) -> Mean:
     settings, old = strategy.settings, strategy.current
-    if settings.dp_noise_multiplier and settings.dp_noise_by == "server":
-        deviation = settings.dp_noise_multiplier * settings.clip_norm
+    if settings.server_noise:
+        deviation = settings.server_noise * settings.clip_norm
         # Every node has the seed: a simulation can be repeated with its noise, real nodes must not know it.
         draws = generator(settings.seed, strategy.round, "noise") if strategy.simulated else None
         return NoisyMean(old, settings.sample_size, deviation, draws)

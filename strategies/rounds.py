@@ -79,10 +79,8 @@ def merge_answers(
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
     """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round."""
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
-    # With privacy the answer of one client must not decide whether another one's counts: clip-norm bounds them all.
-    # What has its noise already can do no harm.
-    private = settings.dp_noise_multiplier and settings.dp_noise_by == "server"
-    limit = math.inf if private else settings.max_update_norm
+    # With privacy the answer of one client must not decide whether another one's counts, unless it has its noise.
+    limit = math.inf if settings.server_noise else settings.max_update_norm
     guard = partial(NormGuard[Valid], limit, norm(strategy.current.values()))
     bounds = None
     if strategy.robust:
@@ -171,8 +169,8 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
     if count < settings.min_replies:
         return None, f"fewer than min-replies = {settings.min_replies} valid replies"
     if count < (least := settings.least_replies):
-        which = f"mean = {settings.mean!r} with byzantine-clients = {settings.byzantine_clients}"
-        which = "dp-noise-by = 'clients'" if settings.dp_noise_by == "clients" else which
+        krum = f"mean = {settings.mean!r} with byzantine-clients = {settings.byzantine_clients}"
+        which = krum if settings.dp_noise_by == "server" else "dp-noise-by = 'clients'"
         return None, f"{count} valid replies: {which} needs {least}"
     if diverged > count:  # the few clients that are left may have caused it
         return None, f"training diverged on {diverged} of {diverged + count} clients"

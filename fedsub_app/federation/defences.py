@@ -49,6 +49,16 @@ class DefenceSettings(FederationSettings):
     """delta of the (epsilon, delta) that every round's line reports."""
 
     @property
+    def server_noise(self) -> float:
+        """The noise multiplier of the server, 0 where the clients add the noise."""
+        return self.dp_noise_multiplier if self.dp_noise_by == "server" else 0.0
+
+    @property
+    def server_clip(self) -> float:
+        """The norm to which the server clips changes, 0 where the clients do it, before their noise."""
+        return self.clip_norm if self.dp_noise_by == "server" else 0.0
+
+    @property
     def least_replies(self) -> int:
         """Least number of valid replies; a round with fewer is abandoned."""
         if self.dp_noise_by == "clients":  # the noise of one that is missing is missing as well
