@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import ends_as_if_never_stopped
+from helpers import ends_as_if_never_stopped, problem_of
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsub_app.analysis.prediction import model_of
 from fedsub_app.analysis.trained import write_adapter
@@ -17,7 +18,10 @@ from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Inputs
 from fedsub_app.common.tensors import Json
-from fedsub_app.problem import _named
+from fedsub_app.data import Samples
+from fedsub_app.problem import Problem, _named
+from fedsub_app.runs.evaluation import GlobalTest
+from fedsub_app.tasks import Classification
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 Run = Callable[..., tuple[Json, Path]]
@@ -145,3 +149,15 @@ def test_stacked_clients_share_the_base(run_local: Run) -> None:
     alone, together = (run_local(name, **more, stack_clients=name == "together")[1] for name in ("alone", "together"))
     for name, tensor in load_file(alone / "model.safetensors").items():
         torch.testing.assert_close(load_file(together / "model.safetensors")[name], tensor)
+
+
+def test_the_servers_quick_loss_is_the_same_each_time() -> None:
+    """Of a network with dropout in training mode; the global generator stays as it is."""
+    data = problem_of((4,)).data
+    x, y = Samples(torch.randn(8, 4)), torch.arange(8) % 2
+    data = replace(data, train_x=x, train_y=y, test_x=x, test_y=y)
+    network = nn.Sequential(nn.Linear(4, 40), nn.Dropout(0.5), nn.Linear(40, 2))
+    test = GlobalTest(Problem(data, lambda _: network, Classification()), torch.device("cpu"))
+    tensors, before = {n: t.detach().clone() for n, t in network.state_dict().items()}, torch.get_rng_state()
+    assert test.quick_loss(tensors) == test.quick_loss(tensors)
+    assert torch.equal(torch.get_rng_state(), before)

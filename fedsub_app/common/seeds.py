@@ -1,6 +1,8 @@
 """Randomness: one generator per purpose, never the global ones."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,3 +19,11 @@ def derive(*purpose: int | str) -> int:
 def generator(*purpose: int | str) -> torch.Generator:
     """Return a CPU generator seeded by :func:`derive`."""
     return torch.Generator().manual_seed(derive(*purpose))
+
+
+@contextmanager
+def drawing(device: torch.device, *purpose: int | str) -> Iterator[None]:
+    """Let torch's own layers, such as dropout, draw by a purpose; the global generators are left as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(derive(*purpose))
+        yield

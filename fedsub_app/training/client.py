@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
-from fedsub_app.common.seeds import derive, generator
+from fedsub_app.common.seeds import drawing, generator
 from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
 from fedsub_app.data import LazySamples
 from fedsub_app.models import Output
@@ -96,13 +96,9 @@ class ClientTools:
         """Return the generator of this client, round and purpose."""
         return generator(self.settings.seed, self.round, self.id, purpose)
 
-    @contextmanager
-    def dropout(self, purpose: str) -> Iterator[None]:
-        """Let the network's dropout, which draws from torch's global generators, draw by this client and round."""
-        device = self.place.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(derive(self.settings.seed, self.round, self.id, f"dropout {purpose}"))
-            yield
+    def dropout(self, purpose: str) -> AbstractContextManager[None]:
+        """Let the network's dropout draw by this client and round."""
+        return drawing(self.place.device, self.settings.seed, self.round, self.id, f"dropout {purpose}")
 
     def augmentation(self) -> torch.Generator | None:
         """Return the generator of the next run's augmentation, ``None`` without any."""
