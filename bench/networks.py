@@ -187,7 +187,8 @@ def outcome(model: str, method: str) -> str:
 
 def network_keys(model: str) -> dict[str, Value]:
     """Return the keys of a network."""
-    return {"model": model} | ({"model-options": OPTIONS[model]} if model in OPTIONS else {})
+    keys: dict[str, Value] = {"model": model}
+    return keys | ({"model-options": OPTIONS[model]} if model in OPTIONS else {})
 
 
 def train_losses(keys: dict[str, Value]) -> list[float]:

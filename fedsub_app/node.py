@@ -26,23 +26,25 @@ from fedsub_app.common.code import code_digest, settings_digest, versions
 from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.inputs import shape_shown
+from fedsub_app.common.own_code import bundled
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import private_name
-from fedsub_app.data.settings import is_source
-from fedsub_app.data.tables import is_own_code as is_own_data
+from fedsub_app.data.names import data_folder
+from fedsub_app.data.settings import SOURCES
+from fedsub_app.data.text import TRAINED
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
 from fedsub_app.methods import METHODS
-from fedsub_app.models import bundled, is_own_code, other_base
-from fedsub_app.problem import Problem
+from fedsub_app.models import other_base
+from fedsub_app.problem import Problem, own_code
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.privacy import noisy
-from fedsub_app.tasks import TASKS
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.local import evaluation_batches, sums_of
 from fedsub_app.training.stacked import together
@@ -224,7 +226,8 @@ def named(text: str, header: Json, context: Context) -> Places:
     if _keys(text).get("private-examples", 0) or private:
         place = _private_place(text, private, header)
     else:
-        place = workplace(settings_from(text, str(context.node_config.get("data-dir", ""))))
+        data_dir = str(context.node_config.get("data-dir", ""))
+        place = workplace(_read_here(settings_from(text, data_dir), data_dir))
     if header.get("base", "") != place.base:
         settings = place.settings
         raise UserError(f"model = {settings.model!r}: {other_base(place.base, header.get('base', ''))} the server's")
@@ -246,14 +249,22 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
     settings = settings_from(text, "")
     if not path:
         setting = f"private-examples = {settings.private_examples}"
-        raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file or image folder>")
+        raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file, image folder or table>")
     if not settings.private_examples:
         raise UserError(f"private-data = {path!r}: not used in a run with private-examples = 0")
-    shape, classes = tuple(header["shape"]), header["classes"]
-    square = len(shape) == 3 and shape[1] == shape[2]
+    texts = isinstance(header["shape"], dict)
+    shape = {n: tuple(s) for n, s in header["shape"].items()} if texts else tuple(header["shape"])
+    if texts and settings.tokenizer in TRAINED:
+        tokenizer = f"tokenizer = {settings.tokenizer!r}: differs between nodes"
+        raise UserError(f"{tokenizer}; must be 'transformers:NAME' with private-data = {path!r}")
+    square = len(shape) == 3 and not texts and shape[1] == shape[2]
     place = workplace(_private_settings(text, path, shape[1] if square else 0))
     data = place.problem.data
-    for what, have, wanted in (("classes", data.num_classes, classes), ("samples", data.in_shape, shape)):
+    for what, have, wanted in (
+        ("classes", data.num_classes, header["classes"]),
+        ("samples", shape_shown(data.in_shape), shape),
+        ("labels", data.labels, tuple(header.get("labels", ()))),
+    ):
         if have != wanted:
             raise UserError(f"private-data = {path!r}: {what} {have}, the server's data set has {wanted}")
     return place
@@ -271,19 +282,21 @@ def _private_settings(text: str, path: str, image_size: int) -> Settings:
 def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
     settings = resolve(_keys(text) | ({"data-dir": data_dir} if data_dir else {}))
-    if is_own_code(settings.model) and not simulated() and not bundled(settings.model).exists():
+    for key, code in own_code(settings).items():
         # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
-        raise UserError(f"model = {settings.model!r}: a node runs code of the run's bundle or of known packages only")
-    key = own_key(settings) or (f"dataset = {settings.dataset!r}" if is_source(settings.dataset) else "")
-    if key and not simulated():
-        raise UserError(f"{key}: a node runs code and reads data of this package or of known ones only")
+        if not simulated() and not bundled(code).exists():
+            raise UserError(f"{key} = {code!r}: a node runs code of the run's bundle or of known packages only")
     return settings
 
 
-def own_key(settings: Settings) -> str:
-    """Return the setting that names code of the user for data or task as "key = value", "" where none does."""
-    own = {"dataset": is_own_data(settings.dataset), "task": settings.task not in TASKS}
-    return next((f"{key} = {getattr(settings, key)!r}" for key, is_own in own.items() if is_own), "")
+def _read_here(settings: Settings, data_dir: str) -> Settings:
+    """Return the settings with a table as a file of a real node's own data folder: the server must not name others."""
+    kind, _, name = settings.dataset.partition(":")
+    if simulated() or kind not in SOURCES:
+        return settings
+    if kind == "hf" or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"dataset = {settings.dataset!r}: a node reads tables of its own data folder only")
+    return settings.model_copy(update={"dataset": f"{kind}:{data_folder(data_dir) / name}"})
 
 
 def _keys(text: str) -> dict[str, Value]:

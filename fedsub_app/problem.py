@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
+from fedsub_app.common.own_code import OWN
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.samples import pooled
+from fedsub_app.data.settings import SOURCES
 from fedsub_app.models import (
     Trained,
     adopted,
@@ -29,6 +31,7 @@ from fedsub_app.models import (
     with_head,
     with_logits,
 )
+from fedsub_app.models.sources import PACKAGES
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
 
@@ -160,6 +163,13 @@ def trained_part(settings: Settings) -> Trained:
     """Return the part of the network that the settings have trained."""
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     return Trained(settings.trainable, settings.base_dtype, *lora, settings.options.moves_base)
+
+
+def own_code(settings: Settings) -> dict[str, str]:
+    """Return the settings that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, by key."""
+    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,)}
+    texts = {key: str(getattr(settings, key)) for key in known}
+    return {key: text for key, text in texts.items() if ":" in text and text.partition(":")[0] not in known[key]}
 
 
 def with_named_head(model: nn.Module, head: str) -> nn.Module:

@@ -9,11 +9,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.machine import keep_freed_memory
+from fedsub_app.common.own_code import bundled
 from fedsub_app.engines import log_to_stdout, run_and_report
 from fedsub_app.federation.roll import wake
-from fedsub_app.models import bundled, is_own_code
-from fedsub_app.node import own_key
+from fedsub_app.problem import own_code
 from fedsub_app.runs.recorded import RunFailed, settings_of
+from fedsub_app.settings import Settings
 
 log = logging.getLogger("fedsub")
 app = ServerApp()
@@ -26,10 +27,7 @@ def main(grid: Grid, context: Context) -> None:
     log_to_stdout()
     try:
         settings = settings_of(grid.run.override_config)
-        refuse_own_code(settings.model)
-        if key := own_key(settings):
-            other = "fedsub.client_app takes data and tasks"
-            raise UserError(f"{key}: code of your own runs on the local engine only; {other}")
+        refuse_own_code(settings)
         if Path(sys.argv[0]).name != "flwr-serverapp":  # a real node starts a process for every message
             wake(grid)
         run_and_report(grid, settings)
@@ -38,8 +36,9 @@ def main(grid: Grid, context: Context) -> None:
         raise  # Flower marks the run as failed
 
 
-def refuse_own_code(model: str) -> None:
-    """Raise :class:`UserError` for a network in a file or module of the user that the run's bundle does not hold."""
-    if is_own_code(model) and not bundled(model).exists():
-        other = "`fedsub run --engine` puts FILE.py:NAME into it, and fedsub.client_app takes any network"
-        raise UserError(f"model = {model!r}: not in the run's bundle; {other}")
+def refuse_own_code(settings: Settings) -> None:
+    """Raise :class:`UserError` for a network, data or a task of the user that the run's bundle does not hold."""
+    for key, text in own_code(settings).items():
+        if not bundled(text).exists():
+            other = "`fedsub run --engine` puts FILE.py:NAME into it, and fedsub.client_app takes any code"
+            raise UserError(f"{key} = {text!r}: not in the run's bundle; {other}")

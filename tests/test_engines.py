@@ -277,21 +277,6 @@ def test_each_run_has_the_code_of_its_checkout(
 
 
 @pytest.mark.slow
-def test_a_users_file_runs_on_ray(flower: dict[str, str], tmp_path: Path) -> None:
-    """It travels in the run's bundle: the model of the local engine."""
-    (tmp_path / "my_net.py").write_text(
-        "from torch import nn\n\n\ndef net(num_classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))\n"
-    )
-    for engine in ("local", "local-simulation"):
-        keys = pairs(run_dir=tmp_path / engine, num_rounds=1, model=f"{tmp_path}/my_net.py:net")
-        done = run_flower(flower, "--engine", engine, *keys)
-        assert done.returncode == 0, done.stdout + done.stderr
-    models = [(tmp_path / engine / "model.safetensors").read_bytes() for engine in ("local", "local-simulation")]
-    assert models[0] == models[1]
-
-
-@pytest.mark.slow
 def test_a_killed_worker_is_named_and_does_not_hang(
     flower: dict[str, str], other_checkout: Callable[[str], Path], tmp_path: Path
 ) -> None:

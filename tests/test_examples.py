@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,9 +122,9 @@ def flwr_run(folder: Path, python: Path, variables: dict[str, str], connection: 
     return said.stdout + said.stderr
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has the wheel, and of this one its dependencies."""
+@pytest.fixture(scope="module", params=["this environment", "the registry"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The Python of an empty environment that has the wheel, and its dependencies of this one or of the registry."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(folder), str(PROJECT)]
     subprocess.run(build, check=True, timeout=PATIENCE)
@@ -133,18 +134,30 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {name.partition("/")[0] for name in files}
     assert names == {"fedsub", "fedsub_app", wheel.name.rpartition("-py3")[0] + ".dist-info"}
     venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv/bin/python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", str(wheel)]
+    if request.param == "the registry":
+        subprocess.run([*install, *torch_for_cpus()], check=True, timeout=3600)
+        yield python
+        shutil.rmtree(folder)  # gigabytes
+        return
     (site,) = (folder / "venv/lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    python = folder / "venv/bin/python"
     for entry in (e for name in ("flwr", "ray") for e in distribution(name).entry_points):
         script = python.parent / entry.name
         script.write_text(
             f"#!{python}\nimport sys\nfrom {entry.module} import {entry.attr}\nsys.exit({entry.attr}())\n"
         )
         script.chmod(0o755)
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet", str(wheel)]
-    subprocess.run(install, check=True, timeout=PATIENCE)
-    return python
+    subprocess.run([*install, "--no-deps"], check=True, timeout=PATIENCE)
+    yield python
+
+
+def torch_for_cpus() -> list[str]:
+    """The build without CUDA, where the configured index has one: a third of the size."""
+    look = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    offered = subprocess.run(look, capture_output=True, text=True, timeout=PATIENCE).stdout
+    return [f"torch=={found[0]}" for found in [re.search(r"[\d.]+\+cpu", offered)] if found]
 
 
 @pytest.mark.slow
@@ -158,15 +171,15 @@ print(fedsub.FedSelect(alpha=0.3).keys["fedselect.alpha"], fedsub.SubnetStrategy
 """
     clean = {"PATH": str(installed.parent), "HOME": str(tmp_path), "FEDSUB_RUNS": str(tmp_path / "runs")}
 
-    def called(*arguments: str) -> str:
-        command = [str(installed), *arguments]
+    def called(program: str, *arguments: str) -> str:
+        command = [str(installed.parent / program), *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert called("-c", code) == "0.3 fedsub_app.strategies.base\n"
-    called("-m", "fedsub_app.cli", "run", "quickstart/digits", "-s", "num-rounds=1", "--workers", "1")
-    command = [str(installed), "-m", "fedsub_app.cli", "run", "--engine", "local-simulation"]
+    assert called("python", "-c", code) == "0.3 fedsub_app.strategies.base\n"
+    called("fedsub", "run", "quickstart/digits", "-s", "num-rounds=1", "--workers", "1")
+    command = [str(installed.parent / "fedsub"), "run", "--engine", "local-simulation"]
     refused = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=PATIENCE)
     assert refused.stderr.startswith("error: --engine local-simulation: needs a checkout of fedsub")
     example = f"""
@@ -176,7 +189,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from quickstart import client_app, server_app
 server_app.app(LocalGrid(client_app.app, {{}}, 2), Context(1, 1, {{}}, RecordDict(), {CONFIG | {"method": "FedPart"}}))
 """
-    called("-c", example)
+    called("python", "-c", example)
 
 
 @pytest.mark.slow

@@ -1,24 +1,30 @@
 """Data of one's own: tensors by name, data sets that are read lazily, tables, texts, code, and what is refused."""
 
 import json
+import shutil
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
 import fedsub_app
+from fedsub_app import node
+from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Inputs, blank, drawn, form_of, joined
 from fedsub_app.config import resolve
 from fedsub_app.data import LazySamples, load_dataset, make_partition, own
 from fedsub_app.data.own import own_dataset
 from fedsub_app.data.text import next_tokens, padded, python_packages, tokenizer_of
+from fedsub_app.deployment.flower import local_paths
 from fedsub_app.models import adopted, layer_groups, unit_groups
-from fedsub_app.node import settings_from
 from fedsub_app.tasks import TASKS
 
 CLASSES, TOKENS = TASKS["classification"], TASKS["next-token"]
@@ -289,6 +295,52 @@ def test_tokenizers_of_the_training_texts(name: str) -> None:
     assert 1 in tokens[-1]  # unknown
 
 
+def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    """In the form in which transformers saves one, without a network."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    words = {"[PAD]": 0, "[UNK]": 1, "good": 2, "film": 3}
+    saved = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    saved.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    saved.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    encode, size = tokenizer_of(f"transformers:{tmp_path}", TEXTS, 9)
+    assert size == 4
+    assert encode(["good film", "a good one", ""]) == [[2, 3], [1, 2, 1], []]
+    assert encode([]) == []
+
+
+def test_a_tokenizer_without_its_package_or_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("transformers"):
+        with pytest.raises(UserError, match=r"^tokenizer = 'transformers:/.*gone': ") as error:
+            tokenizer_of(f"transformers:{tmp_path}/gone", TEXTS, 9)
+        assert "\n" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"needs the package transformers; `pip install transformers`$"):
+        tokenizer_of("transformers:x", TEXTS, 9)
+
+
+def test_a_data_set_of_the_cache(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, one that the package datasets has downloaded before."""
+    import datasets
+
+    cache = table / "cache"
+    files = {name: str(table / "folder" / f"{name}.csv") for name in ("train", "test")}
+    datasets.load_dataset("csv", data_files=files, cache_dir=str(cache))
+    (prepared,) = {path.parent for path in cache.glob("csv/*/*/*/*.arrow")}
+    kept = cache / "ward___patients/default/0.0.0" / prepared.name
+    shutil.copytree(prepared, kept)
+    for file in kept.glob("csv-*.arrow"):
+        file.rename(kept / file.name.replace("csv-", "patients-"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    keys = keys_of(table, "hf:ward/patients", input="size, width", label="kind", group="site")
+    data = load_dataset(resolve(keys).data)
+    assert (len(data.train_y), len(data.test_y), data.sources) == (24, 6, ("north", "south", "west"))
+    with pytest.raises(UserError, match=r"^dataset = 'hf:ward/others': "):
+        load_dataset(resolve(keys | {"dataset": "hf:ward/others"}).data)
+
+
 def test_the_sources_of_the_standard_library() -> None:
     assert {"asyncio", "email", "json"} <= python_packages().keys()
     keys = {"dataset": "python-sources", "domains": "json, email", "task": "next-token", "partition": "source"}
@@ -337,11 +389,43 @@ def test_a_partitioner_of_flwr_datasets(table: Path) -> None:
     assert sizes == [4, 8, 12]
 
 
-def test_a_node_reads_no_file_and_runs_no_code_that_a_server_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_reads_tables_of_its_own_folder_alone(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the folder that the server names."""
     monkeypatch.setattr("sys.argv", ["flwr-clientapp"])
-    for key, value in (("dataset", "csv:/etc/passwd"), ("dataset", "my.py:load"), ("task", "my.py:Task")):
-        with pytest.raises(UserError, match=f"{key} = '{value}': a node runs"):
-            settings_from(json.dumps({key: value}), "")
+    keys = keys_of(table, "csv:t.csv", input="size", label="kind", model="feature-mlp", partition="iid")
+
+    def read(folder: str, **more: str) -> Any:
+        text = json.dumps(keys | more)
+        header = {"code": code_digest(), "settings": text, "digest": text_digest(text), "run": "a"}
+        return node.named(text, header, Context(1, 2, {"data-dir": folder}, RecordDict(), {}))(0).problem.data
+
+    assert len(read(str(table)).train_y) == 24
+    monkeypatch.setenv("FEDSUB_DATA", str(table / "folder"))
+    with pytest.raises(UserError, match=r"folder/t.csv': no such file"):
+        read("")
+    for name in ("csv:/etc/passwd", "csv:../t.csv", "hf:some/name"):
+        with pytest.raises(UserError, match=f"^dataset = '{name}': a node reads tables of its own data folder only$"):
+            read(str(table), dataset=name)
+
+
+def test_a_simulation_is_given_whole_paths(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes have another working directory."""
+    monkeypatch.chdir(table)
+    given = resolve({"dataset": "csv:*.csv", "tokenizer": "transformers:folder", "model": "torchvision:resnet18"})
+    assert local_paths(given) == {"dataset": f"csv:{table}/*.csv", "tokenizer": f"transformers:{table}/folder"}
+    assert local_paths(resolve({"dataset": "csv:gone.csv", "model": "transformers:on/the-hub"})) == {}
+
+
+def test_a_column_is_dealt_over_a_multiple_of_clients(table: Path) -> None:
+    """Each of six clients has half of a site, and no sample is lost."""
+    keys = keys_of(table, "csv:t.csv", input="size", label="kind", group="site", partition="column", num_clients=6)
+    data = load_dataset(resolve(keys).data)
+    clients = make_partition(data, resolve(keys).partitioning).train
+    assert [data.train_source[own].unique().tolist() for own in clients] == [[0], [0], [1], [1], [2], [2]]
+    assert [len(own) for own in clients] == [4] * 6
+    assert torch.cat(clients).sort().values.tolist() == list(range(24))
+    with pytest.raises(UserError, match="partition = 'column' has 3 groups; expected at most that or a multiple"):
+        make_partition(data, resolve(keys | {"num-clients": 4}).partitioning)
 
 
 @pytest.mark.run

@@ -2,10 +2,15 @@
 
 import os
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from federations import Deployed, deployed, ended, pairs
+from helpers import fedsub, run_flower
+from test_engines import flower  # noqa: F401  (a fixture)
 
 import fedsub_app
 from fedsub_app.deployment.flower import PROJECT
@@ -31,12 +36,13 @@ def falls(record: Record, key: str) -> bool:
     return bool(values[-1] < values[0])
 
 
-def test_the_page_names_each_example() -> None:
-    page = (PROJECT / "docs/own-data.md").read_text() + (PROJECT / "docs/own-network.md").read_text()
-    named = set(re.findall(r"fedsub run examples/([\w/-]+)\.toml", page))
-    quickstarts = ("quickstart", "quickstart-fedsub")
+def test_each_example_has_a_page() -> None:
+    pages = {page.stem: page.read_text() for page in (PROJECT / "docs/examples").glob("*.md")}
+    named = {re.findall(r"fedsub run (examples/[\w/-]+\.toml)", text)[0] for text in pages.values()}
+    quickstarts = ("quickstart", "quickstart-fedsub")  # whose page is own-app.md
     files = {file for file in (PROJECT / "examples").glob("*/*.toml") if file.parent.name not in quickstarts}
-    assert named == {file.relative_to(PROJECT / "examples").with_suffix("").as_posix() for file in files}
+    assert named == {file.relative_to(PROJECT).as_posix() for file in files}
+    assert all(f"examples/{name}.md" in (PROJECT / "docs/own-data.md").read_text() for name in pages)
 
 
 def test_diabetes(example: Any) -> None:
@@ -53,10 +59,10 @@ def test_next_characters(example: Any) -> None:
 
 def sentiment(folder: Path) -> str:
     """A small stand-in for the four files."""
-    (folder / "sentiment").mkdir()
-    for number, name in enumerate(("amazon", "movies", "nyt", "tweets")):
+    (folder / "sentiment").mkdir(parents=True)
+    for name in ("amazon", "movies", "nyt", "tweets"):
         words = [("good", 2.0), ("fine", 1.0), ("bad", -2.0)]
-        lines = [f"{k}\t{words[k % 3][1]}\t{name} is a {words[k % 3][0]} 'one" for k in range(12 + number)]
+        lines = [f"{k}\t{words[k % 3][1]}\t{name} is a {words[k % 3][0]} 'one" for k in range(12)]
         (folder / f"sentiment/{name}.tsv").write_text("id\trating\ttext\n" + "\n".join(lines) + "\n")
     return str(folder)
 
@@ -65,7 +71,7 @@ def sentiment(folder: Path) -> str:
 def test_sentiment_of_a_few_sentences(example: Any, tmp_path: Path, method: str) -> None:
     keys = {"method": method, "tokenizer": "characters", "tokens": 24, "num_rounds": 2, "lr": 0.005}
     record = example("text/sentiment", data_dir=sentiment(tmp_path), **keys)
-    assert len(record.partition["train"]) == 4
+    assert [len(own) for own in record.partition["train"]] == [2] * 20
     assert falls(record, "train-loss") or falls(record, "personal-rmse")
 
 
@@ -74,15 +80,103 @@ def test_sentiment_of_four_sources(example: Any) -> None:
     if not (Path(os.environ.get("FEDSUB_DATA", "")) / "sentiment/movies.tsv").is_file():
         pytest.skip("needs sentiment/*.tsv in $FEDSUB_DATA")
     record = example("text/sentiment", num_rounds=1, local_steps=20)
-    assert min(record.partition["train"]) > 3000
+    assert len(record.partition["train"]) == 20
+    assert min(record.partition["train"]) > 600
     assert record.lines[-1]["personal-rmse"] < 3
 
 
-@pytest.mark.parametrize("method", ["subfedavg", "ist", "fedpews"])
-def test_a_network_of_ones_own(example: Any, method: str) -> None:
-    keys = {
-        "subfedavg": {"subfedavg__score": 5.0, "subfedavg__distance": 0.0},
-        "fedpews": {"fedpews__warmup_rounds": 1},
-    }
-    record = example("own-network/digits", method=method, num_rounds=3, **keys.get(method, {}))
-    assert falls(record, "train-loss")
+PRUNED = {"method": "subfedavg", "subfedavg.score": 5.0, "subfedavg.distance": 0.0}
+OWN_NETWORK = [PRUNED, {"method": "ist"}, {"method": "fedpews", "fedpews.warmup-rounds": 1}]
+
+
+@pytest.mark.parametrize("keys", OWN_NETWORK, ids=lambda keys: keys["method"])
+def test_a_network_of_ones_own(example: Any, keys: dict[str, Any]) -> None:
+    assert falls(example("own-network/digits", num_rounds=3, **keys), "train-loss")
+
+
+# --- on Flower's engines: the model of the local engine, bit for bit ------------------------------------------------
+
+FEW = {"num-rounds": 1, "robust": "on"}  # on real nodes ``robust`` is on by default
+SENTIMENT = {"tokenizer": "characters", "tokens": 24, "clients-per-round": 4}
+EXAMPLES: list[tuple[str, dict[str, Any]]] = [
+    ("diabetes/diabetes", {}),
+    ("text/next-characters", {"domains": "json, logging", "num-clients": 2, "local-steps": 4}),
+    ("text/sentiment", SENTIMENT),
+    *(("own-network/digits", {"train-per-class": 40} | keys) for keys in OWN_NETWORK),
+]
+MY_CODE = """
+import torch
+from fedsub import Task
+from fedsub_app.tasks import Regression
+
+class Largest(Regression):
+    score = "worst"
+
+    def metrics(self, sums):
+        return {"worst": super().metrics(sums)["rmse"], "mae": 0.0, "loss": super().metrics(sums)["loss"]}
+
+def load(seed):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(seed))
+    return (x, x.sum(1)), (x[:20], x[:20].sum(1))
+
+def net(num_classes):
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, num_classes))
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return sentiment(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Iterator[Deployed]:
+    """Two SuperNodes with TLS and keys, whose data folder is the corpus."""
+    with deployed(tmp_path_factory.mktemp("nodes"), "--nodes", "2", "--data-dir", corpus) as here:
+        yield here
+
+
+@pytest.fixture(scope="module")
+def my_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run whose network, data and task are of files."""
+    folder = tmp_path_factory.mktemp("code")
+    names = {"model": "net", "dataset": "load", "task": "Largest"}
+    for key in names:
+        (folder / f"my_{key}.py").write_text(MY_CODE)
+    own = {key: f"{folder}/my_{key}.py:{name}" for key, name in names.items()}
+    return own | {"method": "fedavg", "partition": "iid", "num-clients": 3}
+
+
+def same_model(run: Callable[..., Any], keys: dict[str, Any], folder: Path) -> None:
+    """A run on another engine completes with the model of the local engine."""
+    local = fedsub(folder, "run", *pairs(keys | {"run-dir": folder / "local"}))
+    assert local.code == 0, local.err
+    done = run(*pairs(keys | {"run-dir": folder / "other"}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    models = [(folder / name / "model.safetensors").read_bytes() for name in ("local", "other")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "keys"), EXAMPLES)
+def test_on_flowers_simulation(name: str, keys: Any, flower: Any, corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    keys = {"experiment": f"{PROJECT}/examples/{name}.toml", "data-dir": corpus} | FEW | keys
+    same_model(partial(run_flower, flower, "--engine", "local-simulation"), keys, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "keys"), EXAMPLES)
+def test_on_supernodes(name: str, keys: Any, nodes: Deployed, corpus: str, tmp_path: Path) -> None:
+    keys = {"experiment": f"{PROJECT}/examples/{name}.toml", "data-dir": corpus} | FEW | keys
+    same_model(lambda *words: ended(nodes.run(*words), 600), keys, tmp_path)
+
+
+@pytest.mark.slow
+def test_ones_own_files_on_flowers_simulation(my_code: Any, flower: Any, tmp_path: Path) -> None:  # noqa: F811
+    same_model(partial(run_flower, flower, "--engine", "local-simulation"), my_code | FEW, tmp_path)
+
+
+@pytest.mark.slow
+def test_ones_own_files_on_supernodes(my_code: Any, nodes: Deployed, tmp_path: Path) -> None:
+    """Their digest is part of that of all code, which server and nodes compare."""
+    same_model(lambda *words: ended(nodes.run(*words), 600), my_code | FEW, tmp_path)

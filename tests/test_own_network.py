@@ -19,7 +19,10 @@ from torchvision.models.vgg import make_layers
 
 import fedsub_app
 from fedsub_app import node
+from fedsub_app.common import own_code
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import read_json, write_json
+from fedsub_app.common.own_code import bundled
 from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.methods import METHODS
@@ -27,7 +30,6 @@ from fedsub_app.models import (
     Network,
     adopted,
     build_model,
-    bundled,
     check_network,
     head_names,
     layer_groups,
@@ -35,7 +37,6 @@ from fedsub_app.models import (
     mlp,
     narrowed,
     part_names,
-    sources,
     tensors_of,
     unit_groups,
     widths_of,
@@ -375,43 +376,59 @@ def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None
 
 
 @pytest.mark.skipif(not (PROJECT / "pyproject.toml").exists(), reason="bundles the checkout")
-def test_the_bundle_holds_the_users_file(file: Path) -> None:
-    model = f"{file}:Net"
-    with bundle("torchvision:resnet18") as project:
+def test_the_bundle_holds_the_users_files(file: Path) -> None:
+    """Those of network, data and task, and of a module none."""
+    keys = {key: f"{file.with_name(f'my_{key}.py')}:It" for key in ("dataset", "task")} | {"model": f"{file}:Net"}
+    for text in (keys["dataset"], keys["task"]):
+        Path(text.partition(":")[0]).write_text(f"# {text}\n")
+    with bundle(resolve({"model": "torchvision:resnet18", "dataset": "csv:a.csv", "task": "pack:Task"})) as project:
         assert project == PROJECT
-    with bundle(model) as project, zipfile.ZipFile(BytesIO(build_fab_from_disk(project))) as fab:
-        held = fab.read(bundled(model).relative_to(PROJECT).as_posix())
+    with bundle(resolve(keys)) as project, zipfile.ZipFile(BytesIO(build_fab_from_disk(project))) as fab:
+        for text in keys.values():
+            held = fab.read(bundled(text).relative_to(PROJECT).as_posix())
+            assert held == Path(text.partition(":")[0]).read_bytes()
         assert {"fedsub_app/server_app.py", "strategies/base.py", "conf/fedpews/digits.toml"} <= {*fab.namelist()}
-    assert held == file.read_bytes()
-    with pytest.raises(UserError, match=r"^model = '.*gone.py:Net': No such file"), bundle(f"{file}.gone.py:Net"):
+    gone = resolve({"task": f"{file}.gone.py:Task"})
+    with pytest.raises(UserError, match=r"^task = '.*gone.py:Task': No such file"), bundle(gone):
         pass
 
 
-def test_flowers_engines_run_code_of_the_bundle_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["model", "dataset", "task"])
+def test_flowers_engines_run_code_of_the_bundle_alone(file: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest is part of that of all code; networks of packages are there on every node."""
     monkeypatch.setattr(node, "simulated", lambda: False)
-    monkeypatch.setattr(sources, "BUNDLE", file.parent / "bundle")
-    model = f"{file}:Net"
-    refuse_own_code("torchvision:resnet18")
-    with pytest.raises(UserError, match=r"not in the run's bundle; `fedsub run --engine` puts FILE.py:NAME into it"):
-        refuse_own_code(model)
-    with pytest.raises(UserError, match="a node runs code of the run's bundle or of known packages only"):
-        settings_from(json.dumps({"model": model}), "")
-    bundled(model).parent.mkdir()
-    file.rename(bundled(model))
-    refuse_own_code(model)
-    assert settings_from(json.dumps({"model": model}), "").model == model
-    assert build_model(model, (1, 8, 8), 10, 0)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    monkeypatch.setattr(own_code, "BUNDLE", file.parent / "bundle")
+    text = f"{file}:Net"
+    refuse_own_code(resolve({"model": "torchvision:resnet18"}))
+    for named in (text, "my_package.nets:Net"):
+        with pytest.raises(UserError, match=f"^{key} = .* not in the run's bundle; `fedsub run --engine` puts FILE"):
+            refuse_own_code(resolve({key: named}))
+        with pytest.raises(UserError, match=f"^{key} = .* a node runs code of the run's bundle or of known packages"):
+            settings_from(json.dumps({key: named}), "")
+    bundled(text).parent.mkdir()
+    file.rename(bundled(text))
+    refuse_own_code(resolve({key: text}))
+    assert getattr(settings_from(json.dumps({key: text}), ""), key) == text
+    assert own_code.named_code(key, text)((1, 8, 8), 10).head.out_features == 10
 
 
-def test_a_run_of_a_changed_file_is_not_resumed(file: Path, tmp_path: Path) -> None:
-    settings = resolve({"model": f"{file}:Net", "run-dir": str(tmp_path / "run")})
+@pytest.mark.parametrize("key", ["model", "dataset"])
+def test_a_run_of_a_changed_file_is_not_resumed(file: Path, key: str, tmp_path: Path) -> None:
+    settings = resolve({key: f"{file}:Net", "run-dir": str(tmp_path / "run")})
     open_run(settings).close()
     again = settings.model_copy(update={"resume": True})
     open_run(again).close()
-    file.write_text(NETWORK.replace("width=4", "width=5"))
-    with pytest.raises(UserError, match=r"^model = '.*my_net.py:Net': the file has changed since the run in .* began$"):
+    before = file.read_text()
+    file.write_text(before.replace("width=4", "width=5"))
+    with pytest.raises(
+        UserError, match=rf"^{key} = '.*my_net.py:Net': the file has changed since the run in .* began$"
+    ):
         open_run(again)
+    recorded = tmp_path / "run/settings.json"
+    content = read_json(recorded)
+    write_json(recorded, content | {"own-code": content["own-code"][key]})  # as earlier versions recorded a network's
+    file.write_text(before)
+    open_run(again).close()
 
 
 # --- head -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from flwr.app import Message
 from helpers import rounds
 
+from fedsub_app import node
 from fedsub_app.analysis.activations import analyse
 from fedsub_app.analysis.approximation import approximation
 from fedsub_app.client_app import app
@@ -97,8 +98,8 @@ def test_data_that_do_not_fit_are_one_line(count: int, classes: int, said: str, 
 def test_both_sides_must_want_it(run_local: RunLocal, tmp_path: Path) -> None:
     good = images(tmp_path / "a.npz", 40)
     _, folder = run_local("without", grid=lambda _, keys: Private(keys, [good, ""]), **KEYS | {"evaluate": "global"})
-    said = "node failed: --node-config: private-examples = 60 needs private-data=<path of an .npz file or image folder>"
-    assert dropped(folder) == {1: said}
+    said = "private-examples = 60 needs private-data=<path of an .npz file, image folder or table>"
+    assert dropped(folder) == {1: f"node failed: --node-config: {said}"}
     keys = {"num_clients": 2, "placement": "pinned", "evaluate": "global", "num_rounds": 1}
     _, folder = run_local("not wanted", grid=lambda _, keys: Private(keys, [good, ""]), **keys)
     assert dropped(folder) == {0: f"node failed: private-data = '{good}': not used in a run with private-examples = 0"}
@@ -139,3 +140,24 @@ def test_no_path_of_a_node_travels(run_local: RunLocal, tmp_path: Path) -> None:
     assert texts
     assert not any("secret-" in text for text in texts)
     assert json.loads((folder / "settings.json").read_text())["settings"]["private-examples"] == 60
+
+
+def test_a_table_of_a_nodes_own(run_local: RunLocal, tmp_path: Path) -> None:
+    """Its columns are those that the run names, its classes those of the server's table."""
+    for name, kinds in (("server", "ab"), ("clinic", "ab"), ("other", "ac")):
+        rows = [f"{k % 7},{k / 3},{kinds[k % 2]}" for k in range(40)]
+        (tmp_path / f"{name}.csv").write_text("age,weight,outcome\n" + "\n".join(rows) + "\n")
+    keys = {"dataset": f"csv:{tmp_path}/server.csv", "input": "age, weight", "label": "outcome", "model": "feature-mlp"}
+    paths = [tmp_path / "clinic.csv", tmp_path / "other.csv"]
+    _, folder = run_local("run", grid=lambda _, given: Private(given, paths), **KEYS | keys | {"evaluate": "global"})
+    labels = "labels ('a', 'c'), the server's data set has ('a', 'b')"
+    assert dropped(folder) == {1: f"node failed: private-data = '{paths[1]}': {labels}"}
+
+
+def test_texts_of_a_nodes_own_need_the_servers_tokens() -> None:
+    text = json.dumps({"private-examples": 9, "tokenizer": "words"})
+    header = {"run": "a", "shape": {"input_ids": [5], "attention_mask": [5]}, "classes": 2}
+    with pytest.raises(
+        UserError, match=r"^tokenizer = 'words': differs between nodes; must be 'transformers:NAME' with"
+    ):
+        node._private_place(text, "notes.csv", header)

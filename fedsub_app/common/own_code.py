@@ -1,6 +1,6 @@
 """Code of the user, by a setting's text: ``"FILE.py:NAME"`` or ``"package.module:NAME"``.
 
-It may do what the user may.
+It may do what the user may. A file travels to Flower's nodes in the run's bundle, a copy of this package.
 """
 
 import ast
@@ -13,13 +13,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedsub_app.common.code import text_digest
 from fedsub_app.common.errors import UserError, one_line, shown
 
+BUNDLE = Path(__file__).parents[1] / "bundle"
 OWN = "own"  # stands in the settings ``dataset`` and ``model`` for objects of the user's program
 
 
-def named_code(key: str, text: str, file: Path | None = None) -> Callable[..., Any]:
-    """Return the class or function that a setting names; ``file``: instead of the file in it.
+def code_file(text: str) -> Path | None:
+    """Return the file that a setting names, the copy in the run's bundle where there is one; ``None`` for a module."""
+    source = text.rpartition(":")[0]
+    if not source.endswith(".py"):
+        return None
+    return bundled(text) if bundled(text).exists() else Path(source)
+
+
+def bundled(text: str) -> Path:
+    """Return where a run's bundle holds the file that a setting names."""
+    return BUNDLE / f"{text_digest(text.rpartition(':')[0])}.py"
+
+
+def named_code(key: str, text: str) -> Callable[..., Any]:
+    """Return the class or function that a setting names.
 
     Raises
     ------
@@ -27,8 +42,9 @@ def named_code(key: str, text: str, file: Path | None = None) -> Callable[..., A
         The file, the module or the name is not there, or running it fails.
     """
     source, _, name = text.rpartition(":")
+    file = code_file(text)
     try:
-        module = _file(file or Path(source)) if file or source.endswith(".py") else import_module(source)
+        module = _file(file) if file else import_module(source)
     except OSError as error:
         raise UserError(f"{key} = {shown(source)}: {error.strerror or error}") from error
     except ImportError as error:

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.data.settings import READERS
 
 ALIASES = {"cifar-mnist": "cifar10+mnist", "path-oct-tissue": "pathmnist+octmnist+tissuemnist"}
 MEDMNIST = (  # the 2-D names of medmnist.INFO, spelled out: importing it takes a second
@@ -63,16 +64,19 @@ def own_files(data: Path) -> dict[str, Path]:
 
 
 def private_name(path: Path) -> str:
-    """Return the name under which ``sources.load_sources`` reads one of our own forms from the folder that it lies in.
+    """Return the ``dataset`` of a table, or of one of our own forms in the folder that it lies in.
 
     Raises
     ------
     UserError
         It is not there, of another form, or a known data set has its name.
     """
+    if path.suffix[1:] in READERS and path.is_file():
+        return f"{path.suffix[1:]}:{path.absolute()}"
     name = next((name for name, file in own_files(path.parent).items() if file == path), "")
     if not name:
-        forms = f"an .npz file, an image folder with classes or an archive of one ({', '.join(ARCHIVES)})"
+        tables = ", ".join(f".{kind}" for kind in READERS)
+        forms = f"an .npz file, an image folder with classes or an archive of one ({', '.join(ARCHIVES)}), {tables}"
         raise UserError(f"private-data = {str(path)!r}: not there, or not {forms} under a name of its own")
     return name
 

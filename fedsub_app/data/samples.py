@@ -138,7 +138,8 @@ class Dataset:
 
     ``source`` is the position in ``sources`` (the names joined by ``+``, the domains, or the values of the column
     ``group``). ``notes`` says, one line each, what is partial, lossy or substituted. ``num_classes`` is the number of a
-    network's outputs. y of other tasks than a classification is what the task takes.
+    network's outputs. y of other tasks than a classification is what the task takes. ``labels`` are the classes of a
+    table as they stand in it.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Dataset:
     sources: tuple[str, ...]
     notes: tuple[str, ...]
     form: Shape | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def has_classes(self) -> bool:

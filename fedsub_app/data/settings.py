@@ -1,7 +1,7 @@
 """The settings of the data set and of its partition; torch is not imported here."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -36,6 +36,13 @@ ClassLists = Annotated[
 KINDS = ("iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists", "column")
 WITHOUT_CLASSES = ("iid", "source", "column")  # partitions of samples that have no classes
 FLWR = "flwr:"
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of a table -> function of pandas, its options
+    "csv": ("read_csv", {}),
+    "tsv": ("read_csv", {"sep": "\t", "quoting": 3}),
+    "parquet": ("read_parquet", {}),
+    "jsonl": ("read_json", {"lines": True}),
+}
+SOURCES = (*READERS, "hf")
 
 
 def is_source(dataset: str) -> bool:
@@ -128,7 +135,8 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``: equal
     shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
     combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
-    in ``class-lists``; ``column``: whole groups of the column ``group``, or sources, one or more a client;
+    in ``class-lists``; ``column``: whole groups of the column ``group``, or sources, one or more a client, or with a
+    multiple of clients each group dealt over equally many;
     ``flwr:NAME``: a partitioner of flwr-datasets, such as flwr:LinearPartitioner, with ``partition-options``.
     """
     partition_options: Annotated[str, AfterValidator(readable)] = ""

@@ -5,6 +5,7 @@ The columns of a table are numbers, texts or images: the keys ``input``, ``label
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from fedsub_app.data.files import HOLD_OUT, hold_out
 from fedsub_app.data.names import data_folder
 from fedsub_app.data.own import Split, dataset_of, own_dataset
 from fedsub_app.data.samples import AnySamples, Dataset, Samples, normalised
-from fedsub_app.data.settings import DataSettings, is_source
+from fedsub_app.data.settings import READERS, SOURCES, DataSettings
 from fedsub_app.data.text import next_tokens, padded, tokenizer_of
 from fedsub_app.tasks import NextToken, Task
 
@@ -28,18 +29,7 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "attention_mask")  # as transformers names them
 SPLIT, FILE = "split", "file"  # column that says "train" or "test"; column that is made: name of a row's file
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # function of pandas, its options
-    "csv": ("read_csv", {}),
-    "tsv": ("read_csv", {"sep": "\t", "quoting": 3}),
-    "parquet": ("read_parquet", {}),
-    "jsonl": ("read_json", {"lines": True}),
-}
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
-
-
-def is_own_code(dataset: str) -> bool:
-    """Say whether the setting names code of the user."""
-    return is_source(dataset) and dataset.partition(":")[0] not in (*READERS, "hf")
 
 
 def load_source(wanted: DataSettings, task: Task) -> Dataset:
@@ -50,9 +40,11 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
     UserError
         A file, a column or a value of it is not as it must be; one line names it.
     """
-    if is_own_code(wanted.dataset):
+    if wanted.dataset.partition(":")[0] not in SOURCES:
         return _of_code(wanted, task)
-    return _dataset(wanted, task, *_rows(wanted, task))
+    train, test, notes = _rows(wanted, task)
+    data = _dataset(wanted, task, train, test, notes)
+    return replace(data, labels=tuple(map(str, _classes(wanted, (train, test))))) if task.classes else data
 
 
 def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[Any]]:

@@ -28,6 +28,7 @@ from fedsub_app.deployment import processes
 
 if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
+    from fedsub_app.settings import Settings
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
 LOCAL = ":local:"  # address of the SuperLink that Flower starts and keeps on this machine
@@ -245,9 +246,11 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
         overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
+    if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder
+        overrides |= local_paths(settings)
     # Strings, numbers and booleans are written alike in TOML and JSON.
     keys = " ".join(f"{key}={json.dumps(value)}" for key, value in overrides.items())
-    with bundle(settings.model) as project:
+    with bundle(settings) as project:
         try:
             answer = ask("run", str(project), connection, *(["-c", keys] if keys else []))
         except KeyboardInterrupt:
@@ -268,29 +271,47 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     return 0
 
 
+def local_paths(settings: "Settings") -> "dict[str, Value]":
+    """Return the settings that name files of the working directory, with absolute paths."""
+    from fedsub_app.data.settings import SOURCES
+
+    paths: dict[str, Value] = {}
+    for key in ("dataset", "model", "tokenizer"):
+        kind, _, name = str(getattr(settings, key)).partition(":")
+        if kind in (*SOURCES, "transformers") and name and not Path(name).is_absolute() and any(Path().glob(name)):
+            paths[key] = f"{kind}:{Path(name).absolute()}"
+    return paths
+
+
 @contextmanager
-def bundle(model: str) -> Iterator[Path]:
-    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's file.
+def bundle(settings: "Settings") -> Iterator[Path]:
+    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's files.
 
     Raises
     ------
     UserError
-        The file that ``model`` names cannot be read.
+        A file that ``model``, ``dataset`` or ``task`` names cannot be read.
     """
-    from fedsub_app.models import bundled, own_file
+    from fedsub_app.common.own_code import bundled
+    from fedsub_app.problem import own_code
 
-    if not (own := own_file(model)):
+    own = {key: text for key, text in own_code(settings).items() if text.rpartition(":")[0].endswith(".py")}
+    if not own:
         yield PROJECT
         return
     included = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
     with TemporaryDirectory(prefix="fedsub-") as folder:
         files = {path: path.relative_to(PROJECT) for pattern in included for path in PROJECT.glob(pattern)}
-        for path, name in (files | {own: bundled(model).relative_to(PROJECT)}).items():
+        for path, name in files.items():
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, Path(folder) / name)
+        for key, text in own.items():
+            copy = Path(folder) / bundled(text).relative_to(PROJECT)
+            copy.parent.mkdir(exist_ok=True)
             try:
-                shutil.copyfile(path, Path(folder) / name)
+                shutil.copyfile(text.rpartition(":")[0], copy)
             except OSError as error:
-                raise UserError(f"model = {model!r}: {error.strerror or error}") from error
+                raise UserError(f"{key} = {text!r}: {error.strerror or error}") from error
         yield Path(folder)
 
 

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from fedsub_app.models.networks import tensors_of as tensors_of
     from fedsub_app.models.networks import trainable as trainable
     from fedsub_app.models.sources import adopted as adopted
-    from fedsub_app.models.sources import bundled as bundled
     from fedsub_app.models.sources import check_network as check_network
-    from fedsub_app.models.sources import is_own_code as is_own_code
-    from fedsub_app.models.sources import own_digest as own_digest
-    from fedsub_app.models.sources import own_file as own_file
     from fedsub_app.models.sources import with_logits as with_logits
     from fedsub_app.models.units import head_names as head_names
     from fedsub_app.models.units import layer_groups as layer_groups

@@ -5,29 +5,24 @@ A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Ne
 """
 
 import copy
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedsub_app.common.code import text_digest
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Shape, blank, shape_shown, unpacking
 from fedsub_app.common.own_code import named_code
 from fedsub_app.common.packaged import packaged
 from fedsub_app.models.base import base_names
-from fedsub_app.models.names import is_sourced
 
 Options = Mapping[str, Any]
 _ABOUT, _FRESH = "_fedsub_about", "_fedsub_fresh"
 MOST_FRESH = 4  # tensors that published weights may lack: those of an output layer or two
-BUNDLE = Path(__file__).parents[1] / "bundle"
 
 
 class About(NamedTuple):
@@ -49,30 +44,6 @@ def about(model: nn.Module) -> About | None:
 def fresh_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the tensors of a pretrained network that its weights lack."""
     return getattr(model, _FRESH, frozenset())
-
-
-def is_own_code(model: str) -> bool:
-    """Say whether ``model`` names code of the user, a file or a module, not a network of a package that is known."""
-    return is_sourced(model) and model.partition(":")[0] not in PACKAGES
-
-
-def own_file(model: str) -> Path | None:
-    """Return the user's file that ``model`` names, the copy in the run's bundle where there is one; else ``None``."""
-    source = model.rpartition(":")[0]
-    if not is_own_code(model) or not source.endswith(".py"):
-        return None
-    return bundled(model) if bundled(model).exists() else Path(source)
-
-
-def bundled(model: str) -> Path:
-    """Return where a run's bundle, a copy of this package, holds the user's file that ``model`` names."""
-    return BUNDLE / f"{text_digest(model.rpartition(':')[0])}.py"
-
-
-def own_digest(model: str) -> str:
-    """Return the digest of the user's file that ``model`` names; "" for any other network."""
-    path = own_file(model)
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path else ""
 
 
 def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
@@ -254,7 +225,7 @@ def _packaged(model: str, name: str, in_shape: Shape, num_classes: int, options:
 
 def _own(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> Any:
     """Call a class or function of the user with the options and with what its parameters name."""
-    factory = named_code("model", model, own_file(model))
+    factory = named_code("model", model)
     tokens = in_shape.tokens if isinstance(in_shape, Form) else 0
     known = {"num_classes": num_classes, "in_shape": shape_shown(in_shape), "num_tokens": tokens}
     named = inspect.signature(factory).parameters

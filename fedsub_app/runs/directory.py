@@ -14,6 +14,7 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 (seed, round, client, purpose), the last checkpoint holds all that the next round needs, and later lines are cut off.
 """
 
+import hashlib
 import os
 import subprocess
 import time
@@ -31,11 +32,13 @@ from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private, sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts
+from fedsub_app.common.own_code import code_file
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.models import other_base, own_digest
+from fedsub_app.models import other_base
+from fedsub_app.problem import own_code
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
@@ -48,7 +51,7 @@ except ImportError:  # Windows
 
 
 CPU = torch.device("cpu")
-OWN_CODE = "own-code"  # key of settings.json: digest of the user's file that ``model`` names
+OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 BASE = "base"  # key of settings.json: digest of the network's frozen base
 EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
 
@@ -229,8 +232,12 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
                 f"device = 'auto': the run in {folder} was computed on {before}, here it would be {now}, with other "
                 f"rounding; device = {now} goes on with it"
             )
-        if recorded.get(OWN_CODE, code := own_digest(settings.model)) != code:
-            raise UserError(f"model = {settings.model!r}: the file has changed since the run in {folder} began")
+        then = recorded.get(OWN_CODE, {})
+        then = {"model": then} if isinstance(then, str) else then  # as earlier versions recorded it
+        for key, digest in _own_digests(settings).items():
+            if then.get(key, digest) != digest:
+                was = f"{key} = {getattr(settings, key)!r}"
+                raise UserError(f"{was}: the file has changed since the run in {folder} began")
         if recorded.get(BASE, "") != base:
             raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
         run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
@@ -251,7 +258,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         "device": device_facts(device),
         "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
     }
-    if code := own_digest(settings.model):
+    if code := _own_digests(settings):
         content[OWN_CODE] = code
     if base:
         content[BASE] = base
@@ -268,6 +275,12 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         run.close()
         raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
     return run
+
+
+def _own_digests(settings: Settings) -> dict[str, str]:
+    """Return the digests of the user's files that settings name, by key."""
+    files = {key: code_file(text) for key, text in own_code(settings).items()}
+    return {key: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for key, file in files.items() if file}
 
 
 def runs_folder() -> Path:

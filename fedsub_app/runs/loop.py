@@ -90,6 +90,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)} | ({"base": base} if base else {})
         if not partition:  # each node compares its own data with these
             header |= {"shape": shape_shown(dataset.in_shape), "classes": dataset.num_classes}
+            header |= {"labels": dataset.labels} if dataset.labels else {}
         global_test = GlobalTest(problem, device)
         sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients
