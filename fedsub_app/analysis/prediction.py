@@ -16,9 +16,9 @@ from fedsub_app.data.files import read_pixels
 from fedsub_app.data.names import IMAGES, data_folder, folder_form, own_files
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.settings import is_source
-from fedsub_app.data.tables import is_own_code, unseen_rows
+from fedsub_app.data.tables import unseen_rows
 from fedsub_app.models import base_digest, other_base
-from fedsub_app.problem import Problem
+from fedsub_app.problem import Problem, own_code
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import read_recorded, settings_of
 from fedsub_app.settings import Settings
@@ -49,7 +49,7 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
     """
     network, problem, settings = model_of(folder, client)
     task = problem.task
-    if isinstance(task, NextToken) or is_own_code(settings.dataset) or settings.features != "none":
+    if isinstance(task, NextToken) or "dataset" in own_code(settings) or settings.features != "none":
         raise UserError(f"{folder}: predict reads images and tables; `client_of` and `Record.model()` give the network")
     if is_source(settings.dataset):
         parts = [unseen_rows(settings.data, task, file) for file in files]

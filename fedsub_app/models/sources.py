@@ -8,6 +8,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
