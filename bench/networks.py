@@ -59,6 +59,10 @@ OF_METHOD: dict[str, dict[str, Value]] = {
     "fedrolex": {"fedrolex.widths": "1, 0.5"},
     "subfedavg": {"validation-fraction": 0.2, "subfedavg.score": 0.0},
     "fedpm": {"lr": 1.0},
+    **{
+        name: {"trainable": "lora"}
+        for name in ("fedit", "ffa-lora", "fedsa-lora", "flexlora", "flora", "fedex-lora", "hetlora")
+    },
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
-from fedsub_app.common.score import OWN
+from fedsub_app.common.own_code import OWN
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
@@ -167,7 +167,7 @@ def trained_part(settings: Settings) -> Trained:
 
 def own_code(settings: Settings) -> dict[str, str]:
     """Return the settings that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, by key."""
-    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN.removesuffix(":"),)}
+    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,)}
     texts = {key: str(getattr(settings, key)) for key in known}
     return {key: text for key, text in texts.items() if ":" in text and text.partition(":")[0] not in known[key]}
 

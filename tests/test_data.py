@@ -29,6 +29,7 @@ from fedsub_app.data import (
     DataSettings,
     PartitionSettings,
     dataset_names,
+    known,
     load_dataset,
     make_partition,
 )
@@ -857,3 +858,11 @@ def test_real_medmnist(name: str, train: list[int], test: list[int]) -> None:
     assert torch.bincount(data.train_y).tolist() == train
     assert torch.bincount(data.test_y).tolist() == test
     assert data.notes == ()
+
+
+def test_a_set_of_a_package_that_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an import does, which the command turns into one line."""
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        known._of_sklearn("digits.csv.gz", ",")
+    assert error.value.name == "sklearn"

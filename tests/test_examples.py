@@ -137,6 +137,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     python = folder / "venv/bin/python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", str(wheel)]
     if request.param == "the registry":
+        install[-1] += "[run]"
         subprocess.run([*install, *torch_for_cpus()], check=True, timeout=3600)
         yield python
         shutil.rmtree(folder)  # gigabytes

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 import fedsub
 from fedsub_app.config import resolve
-from fedsub_app.data import load_dataset, make_partition, own_dataset
+from fedsub_app.data import PartitionSettings, load_dataset, make_partition, own_dataset
+from fedsub_app.data.partition import whole_set
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.wire import to_tensors
 from fedsub_app.library.keywords import keywords, title
@@ -168,6 +170,24 @@ def test_every_method_runs_in_flowers_loop(method: str) -> None:
     assert list(found.arrays) == list(first)
 
 
+def load_as(settings: PartitionSettings) -> Callable[[Context], Any]:
+    """A loader that orders a client's samples so that the app sets aside the run's validation samples.
+
+    A run draws them before it sorts the client's samples, an app by their places in what it is given.
+    """
+    partition = make_partition(DATA, settings)
+
+    def loaded(context: Context) -> Any:
+        client = int(context.node_config["partition-id"])
+        samples = torch.cat((partition.train[client], partition.validation[client]))
+        split = whole_set(SimpleNamespace(train_y=samples, test_y=samples), settings, client)  # type: ignore[arg-type]
+        order = samples.clone()
+        order[torch.cat((split.train[0], split.validation[0]))] = samples
+        return (DATA.train_x[order], DATA.train_y[order]), load(context)[1]
+
+    return loaded
+
+
 # One method for each way in which an app of one's own differs from a run: FedAvg's initial arrays, data and seeds;
 # FedSelect's state and own models on the nodes; FedPart's layers of model= and parts of it in messages. The other
 # methods add mathematics, which is the same code in both.
@@ -186,7 +206,8 @@ def test_the_same_bits_as_a_run(method: str, tmp_path: Path) -> None:
     record = fedsub.run({**RUN, **data, **keys, **own, "method": method, "run-dir": str(tmp_path / "run")})
     strategy = getattr(fedsub, title(method))(model=wide, clients_per_node=4, batch_size=64, **pythonic(keys | own))
     start = Problem.of(resolve({**RUN, **data})).network()
-    found = strategy.start(grid(model=wide), arrays(start), 2)
+    same_data = load_as(resolve({**RUN, **data, **keys, **own, "method": method}).partitioning)
+    found = strategy.start(grid(model=wide, data=same_data), arrays(start), 2)
     expected = load_file(record.folder / "model.safetensors")
     ours = to_tensors(found.arrays)
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())

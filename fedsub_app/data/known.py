@@ -65,7 +65,8 @@ def _synthetic(request: Request) -> Source:
 def _of_sklearn(file: str, delimiter: str | None = None) -> Array:
     """Read a file of scikit-learn as its loaders do: importing scikit-learn costs every start a second."""
     package = importlib.util.find_spec("sklearn")
-    assert package is not None
+    if package is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
     return np.loadtxt(Path(str(package.origin)).parent / "datasets/data" / file, delimiter=delimiter)
 
 
