@@ -18,7 +18,6 @@ from fedsub_app.common.errors import UserError, one_line, shown
 
 BUNDLE = Path(__file__).parents[1] / "bundle"
 OWN = "own"  # stands in the settings ``dataset`` and ``model`` for objects of the user's program
-BUNDLE = Path(__file__).parents[1] / "bundle"
 
 
 def code_file(text: str) -> Path | None:
