@@ -292,7 +292,9 @@ def test_the_servers_state_goes_back_with_the_model(scene: Callable[[str], Scene
             assert far_worse(made, 1.5, [0, 1]) == ""
             made.current = fresh.current
             vars(made).update({name: getattr(fresh, name) for name in ("state_rounds", *made.remembers)})
-        made.round = 9
+        server, made = made, METHODS[method].strategy(made.settings, made.model)  # as after a resume
+        made.load_state(server.state())
+        made.facts, made.round, made.current = server.facts, 9, server.current
         assert far_worse(made, 2.0, [2]) == (
             "the merged model's loss is 2, the best one's 0.4: it is not kept, nor are those since round 2"
         )

@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from fedsub_app.common.text import markdown
+from fedsub_app.studies.evidence import difference, read_evidence, row_of, sample_of
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -106,3 +109,27 @@ def test_pages_are_not_older_than_their_data(pages: ModuleType) -> None:
                 match[1] if (match := re.search(r'aria-label="([^"]*)"', each)) else "" for each in (text, kept)
             )
         assert kept == text, f"{path.relative_to(ROOT)} is older than its claims or data: make results"
+
+
+# --- results/attacks.md -----------------------------------------------------------------------------------------------
+
+
+def unseen_table() -> str:
+    """The table of data/attacks-unseen.json: a row a method, means over the seeds without and with ``robust``."""
+    content = read_evidence(ROOT / "docs/results/data/attacks-unseen.json")
+    settings = list(dict.fromkeys(row["setting"] for row in content["rows"]))
+    methods = list(dict.fromkeys(row["method"].split(",")[0] for row in content["rows"]))
+    rows = []
+    for method in methods:
+        samples = [
+            [sample_of(row_of(content, setting, f"{method}, robust {switch}")) for switch in ("off", "on")]
+            for setting in settings
+        ]
+        cost = difference(samples[0][1], samples[0][0])
+        cells = [f"{off.mean:.1f} ± {off.sd:.1f} → {on.mean:.1f} ± {on.sd:.1f}" for off, on in samples]
+        rows.append([method, *cells, str(cost)])
+    return markdown(["method", *settings, "cost with nobody, points [95 %]"], rows)
+
+
+def test_the_table_of_unseen_attacks_is_that_of_its_data() -> None:
+    assert unseen_table() in (ROOT / "docs/results/attacks.md").read_text()
