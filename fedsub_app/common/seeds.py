@@ -24,6 +24,7 @@ def generator(*purpose: int | str) -> torch.Generator:
 @contextmanager
 def drawing(device: torch.device, *purpose: int | str) -> Iterator[None]:
     """Let torch's own layers, such as dropout, draw by a purpose; the global generators are left as they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # the tests' pretended GPU has no generator
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.manual_seed(derive(*purpose))
         yield
