@@ -68,7 +68,9 @@ def test_blocks_are_of_clients_by_id_in_rounds_of_many() -> None:
     assert [blocks[3 * k] for k in (0, BLOCK - 1, BLOCK, MANY)] == [0, 0, 1, MANY // BLOCK]
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedrep", "fedadam"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", *(pytest.param(method, marks=pytest.mark.slow) for method in ("fedrep", "fedadam"))]
+)
 def test_no_bit_depends_on_nodes_or_messages(method: str, run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 

@@ -172,17 +172,14 @@ def test_on_a_real_node_it_is_that_clients_loss(
 
 def test_a_real_node_cannot_end_the_run(run_local: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDSUB_STATE", str(tmp_path / "state"))
-    pack = fedsub_app.node.pack
+    content = fedsub_app.node._content
     monkeypatch.setattr(fedsub_app.node, "simulated", lambda: False)
-    monkeypatch.setattr(
-        fedsub_app.node,
-        "pack",
-        lambda header, parts: (
-            pack(header | {"error": "out of memory, says it", "fatal": True}, [])
-            if header.get("round") == 2
-            else pack(header, parts)
-        ),
-    )
+
+    def failing(header: Json, parts: Any, stamp: Json, *rest: Any) -> Any:
+        failure = stamp | {"error": "out of memory, says it", "fatal": True}
+        return fedsub_app.node.pack(failure, []) if header["round"] == 2 else content(header, parts, stamp, *rest)
+
+    monkeypatch.setattr(fedsub_app.node, "_content", failing)
     _, folder = run_local(method="fedavg", num_clients=2)
     assert [line["status"] for line in rounds(folder)[1:]] == ["ok", "abandoned", "ok"]
     assert rounds(folder)[2]["dropped"][0]["reason"] == "node failed: out of memory, says it"

@@ -75,6 +75,7 @@ def test_sentiment_of_a_few_sentences(example: Any, tmp_path: Path, method: str)
     assert falls(record, "train-loss") or falls(record, "personal-rmse")
 
 
+@pytest.mark.slow  # next characters and diabetes go the same way in make test
 def test_sentiment_of_four_sources(example: Any) -> None:
     pytest.importorskip("tokenizers")
     if not (Path(os.environ.get("FEDSUB_DATA", "")) / "sentiment/movies.tsv").is_file():

@@ -17,5 +17,7 @@ class Base(nn.Parameter):
 
 def base_names(model: nn.Module) -> set[str]:
     """Return the names of the tensors of a network's frozen base; most networks have none."""
+    if not any(BASE in vars(module) for module in model.modules()):  # where tensors alone are known, paths are not
+        return set()
     marked = [(path, vars(module).get(BASE, ())) for path, module in model.named_modules()]
     return {f"{path}.{leaf}" if path else leaf for path, leaves in marked for leaf in leaves}
