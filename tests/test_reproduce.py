@@ -106,7 +106,7 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
         (
             "seeds = 2",
             "seed = 2",
-            "'seed': unknown key; allowed are title, about, seeds, first-seed, spread, cost-to-accuracy, reference, setting, ",
+            "'seed': unknown key; allowed are title, about, seeds, first-seed, spread, cost-to-accuracy, reference, ",
         ),
         ("seeds = 2", 'seeds = 2\nreference = "all"', "reference = 'all': no such method; allowed are FedAvg, local"),
         (
