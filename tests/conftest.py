@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,9 @@ from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import settings_of
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: runs would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Property tests draw the same cases in every run; `pytest --hypothesis-profile=search` draws new ones.
 settings.register_profile("search", deadline=None)

@@ -170,7 +170,6 @@ def _main(
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, stream)
         os.close(descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a script ignores it
     from fedsub_app.cli.main import main
 
     os.fsync = lambda _: None  # as in this process: conftest.py
