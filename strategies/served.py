@@ -1,4 +1,4 @@
-"""Who is served: the score by width and by device class, of the worst tenth of the clients, of the held-out ones."""
+"""Scores by whom they serve: widths, device classes, the worst tenth of the clients, the held-out clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What every method's server has at hand: the run's settings, the model, the bounds of a client's work, the state.
+"""The attributes of every method's server: the run's settings, the model, the bounds of a client's work, the state.
 
 Methods read it and override nothing of it; their hooks are :class:`~strategies.hooks.Hooks`'.
 """

@@ -1,4 +1,4 @@
-"""What a client costs that fine-tunes the real MiniLM: its memory above the base, and the bytes that it sends."""
+"""The cost of a client that fine-tunes the real MiniLM: its memory above the base, and the bytes that it sends."""
 
 import json
 import subprocess

@@ -152,7 +152,7 @@ def test_stacked_clients_share_the_base(run_local: Run) -> None:
 
 
 def test_the_servers_quick_loss_is_the_same_each_time() -> None:
-    """Of a network with dropout in training mode; the global generator stays as it is."""
+    """The loss of a network with dropout in training mode repeats; the global generator stays as it is."""
     data = problem_of((4,)).data
     x, y = Samples(torch.randn(8, 4)), torch.arange(8) % 2
     data = replace(data, train_x=x, train_y=y, test_x=x, test_y=y)

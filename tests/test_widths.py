@@ -113,7 +113,7 @@ def test_a_clients_fjord_network_is_evaluated_with_the_statistics_of_its_width()
 
 
 def test_fjord_counts_the_narrow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of widths 1 and 0.5 with and without distillation: whole, half, or both."""
+    """Clients of widths 1 and 0.5, with and without distillation: whole, half, or both."""
     costs = {}
     for distill in (False, True):
         strategy, client = made("fjord", fjord__widths="1, 0.5", fjord__distill=distill)
@@ -165,7 +165,7 @@ def fiarse(r: Slow, rounds: int) -> Tensors:
 
 @pytest.mark.parametrize("threshold", ["model", "layer"])
 def test_fiarse_follows_the_paper(threshold: str) -> None:
-    """Of two weights that are nearly equal, rounding may choose the other one: one round."""
+    """Rounding may choose the other one of two nearly equal weights: one round."""
     strategy, start, settings = played(
         "fiarse", 1, fiarse__widths="1, 0.5, 0.25", fiarse__threshold=threshold, momentum=0.0, lr=0.1, batch_size=8
     )

@@ -29,7 +29,7 @@ _LAST = re.compile(r"last-([1-9][0-9]*)-blocks?")
 
 
 class Trained(NamedTuple):
-    """What is trained of a network, the settings of these names; ``what = ""``: everything.
+    """The trained part of a network, by the settings of these names; ``what = ""``: everything.
 
     ``moves_base``: the method changes the weights that have adapters, so that they travel as well.
     """

@@ -1,4 +1,4 @@
-"""What a table's runs measured, as one file, ``<table>.json``, and statistics over its seeds.
+"""The measurements of a table's runs, as one file, ``<table>.json``, and statistics over its seeds.
 
 It holds of every run the seed, commit, versions, machine, the metric in every evaluated round and the costs. A later
 run of the same table is checked against it.
