@@ -377,7 +377,7 @@ def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None
 
 @pytest.mark.skipif(not (PROJECT / "pyproject.toml").exists(), reason="bundles the checkout")
 def test_the_bundle_holds_the_users_files(file: Path) -> None:
-    """The digests cover the files of network, data and task; a module has none."""
+    """The bundle holds the files of network, data and task; a module is not copied."""
     keys = {key: f"{file.with_name(f'my_{key}.py')}:It" for key in ("dataset", "task")} | {"model": f"{file}:Net"}
     for text in (keys["dataset"], keys["task"]):
         Path(text.partition(":")[0]).write_text(f"# {text}\n")
