@@ -54,10 +54,12 @@ _processes.set_forkserver_preload(
         "fedsub_app.client_app",
         "fedsub_app.federation.local_grid",
         "fedsub_app.engines",
+        "fedsub_app.runs.loop",
         "flwr_datasets.partitioner",
         "matplotlib.pyplot",
         "sklearn.datasets",
         "torch._dynamo",  # which the first optimizer imports
+        "helpers",
     ]
 )
 
@@ -147,7 +149,9 @@ def fedsub(
     files = scratch / "stdout.txt", scratch / "stderr.txt"
     target_arguments = (arguments, die, files, dict(os.environ), largest_file)
     process = _processes.Process(target=_main, args=target_arguments)  # no daemon: it starts workers
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:  # the server of processes finds this module there
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        process.start()
     process.join(PATIENCE)
     if process.exitcode is None:
         process.kill()

@@ -27,6 +27,7 @@ from fedsub_app.federation.nodes import Answer, Federation
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import to_arrays, to_tensors
+from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model
 from fedsub_app.reports.records import read_run
@@ -47,7 +48,7 @@ CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 20, "test_per_
 TASK = Classification()
 # A whole run of every method, which several tests share.
 WHOLE: dict[str, Any] = {"num_clients": 4, "clients_per_round": 3, "partition": "dirichlet"}
-WHOLE |= {"train_per_class": 40, "evaluate": "global,global-local,personal"}
+WHOLE |= {"train_per_class": 20, "evaluate": "global,global-local,personal"}
 
 
 def model_of(folder: Path) -> Tensors:
@@ -179,14 +180,21 @@ def test_a_lost_reply_is_as_if_the_client_had_not_been_asked(
 
 @pytest.mark.parametrize("method", METHOD_KEYS)
 def test_the_number_of_nodes_does_not_matter(method: str, run_local: Run, shared_run: Shared) -> None:
-    """One node, and with them the same clients on two or three."""
+    """Two simulated nodes in processes of their own, three that keep their clients, and one: the same bits."""
     keys = WHOLE | METHOD_KEYS[method] | {"method": method}
     alone = shared_run(**keys)
-    for count, placement in ((2, "auto"), (3, "pinned")):
-        grid = partial(LocalGrid, num_nodes=count)
-        _, folder = run_local(placement, grid=grid, **keys, placement=placement)
-        assert rounds(folder) == rounds(alone)
-        assert same(model_of(folder), model_of(alone))
+    made: list[WorkerGrid] = []
+
+    def workers(_: Any, overrides: Any) -> WorkerGrid:
+        made.append(WorkerGrid("fedsub_app.client_app", overrides, 2, "fork"))
+        return made[-1]
+
+    try:
+        for grid, placement, clients in ((workers, "auto", 2), (partial(LocalGrid, num_nodes=3), "pinned", 128)):
+            _, folder = run_local(placement, grid=grid, **keys, placement=placement, message_clients=clients)
+            assert result(folder) == result(alone)
+    finally:
+        made[0].close()
 
 
 @pytest.mark.parametrize("method", METHOD_KEYS)

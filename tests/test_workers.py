@@ -24,6 +24,7 @@ from fedsub_app.training.client_state import ClientState
 from fedsub_app.training.local import sums_of
 
 APP = "fedsub_app.client_app"
+FEW = ("fedavg", "fedpart", "fedpews", "ist", "subfedavg")  # the others are slow tests
 
 
 @pytest.fixture
@@ -62,9 +63,11 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", METHOD_KEYS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in METHOD_KEYS]
+)
 def test_any_number_of_workers_gives_the_same_bits(method, run_local, grids):
-    """And messages of any number of clients: one, seven, all."""
+    """And messages of any number of clients: one, seven, all. tests/test_methods.py has each method on two workers."""
     keys = {"num_clients": 9, "clients_per_round": 8, "evaluate": "global,personal", "method": method}
     keys |= METHOD_KEYS[method]
     _, alone = run_local("alone", **keys)
