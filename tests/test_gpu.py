@@ -100,7 +100,12 @@ def test_copies_that_are_waited_for_do_not_grow_with_the_steps(run_local: Run, k
     assert per_step[0] <= 0.25 + ("augment" in keys)  # one an epoch of four; crops are drawn batch by batch
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "ditto", "fedper", "fedselect", "scaffold", "subfedavg"])
+COPIED = ("fedavg", "fedprox", "ditto", "fedper", "fedselect", "scaffold", "subfedavg")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in COPIED]
+)
 def test_a_model_is_copied_as_one_whatever_its_tensors(run_local: Run, method: str) -> None:
     keys = CONVOLUTIONS | {"image_size": 16, "method": method} | METHOD_KEYS[method]
     few, many = (copies(run_local, model, **keys | {"model": model}) for model in ("fedpews-cnn", "lenet5-bn"))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import forked
 
 from fedsub_app import config
 from fedsub_app.cli import main as cli
@@ -47,6 +48,11 @@ set = { method = "fedavg" }
 label = "local"
 set = { method = "local", target-accuracy = 0.0 }
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "get_context", forked)
 
 
 @pytest.fixture

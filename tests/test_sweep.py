@@ -10,7 +10,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from helpers import _main, _processes
+from helpers import _main, forked
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -224,13 +224,14 @@ def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="a process is killed as on Linux")
-def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path) -> None:
+def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two keys of FedSelect on digits; kill -9 in the second trial."""
     out = tmp_path / "out"
     arguments = ("sweep", "quickstart/digits", *VALIDATED, "-s", "lr=0.02..0.2:log", "-s", "fedselect.alpha=0.1,0.5")
     arguments += ("-s", "local-epochs=2", "--trials", "3", "--workers", "1", "--out", str(out))
     files = tmp_path / "stdout.txt", tmp_path / "stderr.txt"
-    process = _processes.Process(target=_main, args=(arguments, None, files, dict(batch.os.environ), None))
+    monkeypatch.setattr(batch, "get_context", forked)
+    process = forked().Process(target=_main, args=(arguments, None, files, dict(batch.os.environ), None))
     process.start()
     rounds = out / "trial-001-seed0/rounds.jsonl"
     deadline = time.monotonic() + 120
