@@ -165,6 +165,7 @@ def test_flowers_simulation_is_the_local_engine(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (PROJECT / ".git").exists(), reason="not a git checkout")
 def test_a_run_that_fails_says_so_and_changes_no_tracked_file(flower: dict[str, str], tmp_path: Path) -> None:
     """``flwr run`` itself exits 0."""

@@ -44,7 +44,7 @@ from strategies.ist import IST
 Run = Callable[..., tuple[Json, Path]]
 Shared = Callable[..., Path]
 # Large enough that FedPeWS leaves units out of the computation, small enough for a second a run.
-CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 20, "test_per_class": 10, "batch_size": 64}
+CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 10, "test_per_class": 5, "batch_size": 32}
 TASK = Classification()
 # A whole run of every method, which several tests share.
 WHOLE: dict[str, Any] = {"num_clients": 4, "clients_per_round": 3, "partition": "dirichlet"}

@@ -54,7 +54,9 @@ def from_mlflow(folder: Path) -> tuple[str, Mapping[str, str], Mapping[str, list
     return str(run.info.run_name), run.data.params, points
 
 
-@pytest.mark.parametrize(("name", "read"), [("tensorboard", from_tensorboard), ("mlflow", from_mlflow)])
+@pytest.mark.parametrize(
+    ("name", "read"), [("tensorboard", from_tensorboard), pytest.param("mlflow", from_mlflow, marks=pytest.mark.slow)]
+)
 def test_a_tracker_has_every_round_once_also_after_a_stop(
     name: str, read: Read, run_local: RunLocal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
