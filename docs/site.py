@@ -307,6 +307,11 @@ def commands() -> str:
     from fedsub_app.cli.main import app
 
     root = get_command(app)
+    groups: list[Any] = [root]
+    for group in groups:
+        for command in group.commands.values():
+            command.short_help = (command.help or "").split("\n\n")[0]  # Typer's own is cut after 45 characters
+            groups += [command] if hasattr(command, "commands") else []
     text = get_docs_for_click(obj=root, ctx=click.Context(root, info_name="fedsub"), name="fedsub")
     return text.replace("# `fedsub`", "# Commands", 1)
 

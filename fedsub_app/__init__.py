@@ -1,4 +1,4 @@
-"""fedsub: run, compare and deploy subnetwork federated learning with Flower."""
+"""fedsub: run, compare and deploy sub-network federated learning with Flower."""
 
 from collections.abc import Mapping
 from pathlib import Path

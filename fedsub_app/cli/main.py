@@ -44,7 +44,7 @@ GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     "Extend": {"new-method": new_method.write_method},
 }
 app = typer.Typer(
-    help="Run, compare and deploy subnetwork federated learning.",
+    help="Run, compare and deploy sub-network federated learning.",
     epilog="`fedsub run` without a name is the quickstart. `fedsub COMMAND --help` shows a command's options.",
     add_completion=False,
     suggest_commands=False,  # click suggests them
