@@ -29,7 +29,7 @@ def report(
     ] = None,
 ) -> None:
     """Draw and compare runs: score against rounds, bytes, FLOPs and seconds."""
-    from fedsub_app.reports.compare import comparisons
+    from fedsub_app.reports.compare import cost_text, summary_text
     from fedsub_app.reports.html import write_html
     from fedsub_app.reports.pictures import draw_curves
     from fedsub_app.reports.records import grouped
@@ -50,5 +50,6 @@ def report(
         title += ", ".join(dict.fromkeys(str(group.records[0].settings["method"]) for group in groups))
         for path in write_html(groups, target, title, " ".join(words)):
             print(link(path))
-    if compared := comparisons(folders):
-        show(compared)
+    if len(groups) > 1:
+        print("", summary_text(groups), "", sep="\n")
+        show(cost_text(groups))

@@ -11,7 +11,7 @@ from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.score import KINDS, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.methods import reported
-from fedsub_app.reports.compare import cost_table
+from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.export import csv_text, table_of_rounds
 from fedsub_app.reports.pictures import (
@@ -33,8 +33,6 @@ from fedsub_app.reports.records import (
     differing_keys,
     kinds_of,
     losses_of,
-    served_table,
-    summary_table,
 )
 from fedsub_app.runs.masks import Masks, last_masks
 

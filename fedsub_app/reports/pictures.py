@@ -1,7 +1,6 @@
 """Pictures of runs, drawn with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
-from fedsub_app.common.score import Score
 from fedsub_app.reports.records import COSTS, LOSS, Curve, Group, costs_of, curves, grouped, losses_of
 
 if TYPE_CHECKING:
@@ -48,11 +46,6 @@ def figure(width: float, height: float) -> "Figure":
 def legend_beside(drawing: "Figure") -> None:
     """Add the legend of all axes of a figure, where it covers none of them."""
     drawing.legend(loc="outside right upper", fontsize="small")
-
-
-def spaced(numbers: Sequence[int], limit: int) -> list[int]:
-    """Return at most ``limit`` of the numbers, evenly from the first one, so that their labels do not touch."""
-    return list(numbers[:: -(-len(numbers) // limit)])
 
 
 @contextmanager
@@ -292,58 +285,6 @@ def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
     }
     spans = "".join(f' data-{name}="{" ".join(f"{v:.6g}" for v in values)}"' for name, values in numbers.items())
     return f'{spans} data-labels="{escape(json.dumps({line.number: line.label for line in lines}), quote=True)}"'
-
-
-def draw_sweep(
-    points: Sequence[tuple[Mapping[str, Any], float]],
-    keys: Sequence[str],
-    score: Score,
-    metric: str,
-    logs: set[str],
-    grid: bool,
-) -> "Figure":
-    """Draw the results of a sweep's trials: a grid of two keys as a heat map, else a panel a key.
-
-    Parameters
-    ----------
-    points : values of the searched keys, and the metric in percent.
-    logs : keys on a logarithmic axis.
-    """
-    best, ylabel = score.best(value for _, value in points), score.titled(metric)
-    if grid and len(keys) == 2:
-        (rows, columns), (down, right) = [list(dict.fromkeys(at.get(key) for at, _ in points)) for key in keys], keys
-        drawing = figure(3 + 0.8 * len(columns), 1.6 + 0.5 * len(rows))
-        axes = drawing.subplots()
-        place = [(columns.index(at.get(right)), rows.index(at.get(down)), value) for at, value in points]
-        values = [
-            [next((v for x, y, v in place if (x, y) == (i, k)), math.nan) for i in range(len(columns))]
-            for k in range(len(rows))
-        ]
-        low = min(value for _, value in points)
-        top = max(max(value for _, value in points), low + (1 if score.unit else 1e-9))
-        shown = axes.imshow(values, cmap="cividis", aspect="auto", vmin=low, vmax=top)
-        for column, row, value in place:
-            dark = value < (low + top) / 2
-            text = score.number(value) + " ★" * (value == best)
-            axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
-        axes.set_xticks(range(len(columns)), [str(word) for word in columns])
-        axes.set_yticks(range(len(rows)), [str(word) for word in rows])
-        axes.set(xlabel=right, ylabel=down)
-        drawing.colorbar(shown, label=ylabel)
-        return drawing
-    drawing = figure(max(4.2, 3.2 * len(keys)), 3)
-    panels = drawing.subplots(1, len(keys), sharey=True, squeeze=False)[0]
-    for panel, key in zip(panels, keys, strict=True):
-        numbers = all(isinstance(at.get(key), int | float) and not isinstance(at.get(key), bool) for at, _ in points)
-        for at, value in points:
-            where: Any = at[key] if numbers else str(at.get(key, "–"))
-            panel.plot([where], [value], marker="*" if value == best else "o", color=COLOURS[1 if value == best else 0])
-        if key in logs:
-            panel.set_xscale("log")
-        panel.set_xlabel(key)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(ylabel)
-    return drawing
 
 
 def draw_partition(folder: Path) -> Path:

@@ -19,14 +19,12 @@ from fedsub_app.common.score import KINDS, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
 from fedsub_app.config import applicable_keys
-from fedsub_app.reports.compare import summary_text, verdicts
-from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, columns, costs_to_accuracy
-from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
+from fedsub_app.reports.compare import costs_of_groups, served_table, summary_text, verdicts
+from fedsub_app.reports.cost_to_accuracy import about, columns
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
-from fedsub_app.reports.records import Group, as_argument, read_run, served_table
+from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
@@ -98,7 +96,8 @@ def reproduce(
             print(f"{job.name}: {job.settings.method} on {job.settings.dataset}, {what}")
     if dry_run:
         return 0
-    failures = run_all([job for job in jobs if job.summary() is None], workers, gpus_of(job.settings for job in jobs))
+    todo = [job for job in jobs if job.summary() is None]
+    failures = run_all(todo, len(todo), workers, gpus_of(job.settings for job in jobs))
     words = [f"-s {shlex.quote(f'{key}={as_argument(key, value)}')}" for key, value in overrides.items()]
     words += [f"--seeds {seeds}"] if seeds else []
     words += [f"--only {shlex.quote(word)}" for word in only]
@@ -165,16 +164,14 @@ def _next(rows: Sequence[Row]) -> list[str]:
     return [" ".join(["fedsub run", experiment, *words]), *([f"fedsub help {method}"] if method else [])]
 
 
-def _groups(rows: Sequence[Row], jobs: Sequence[RowJob]) -> list[Group]:
-    """Return the runs of each row that have begun."""
-    begun = {
-        row.slug: [job for job in jobs if job.row is row and (job.folder / "settings.json").exists()] for row in rows
-    }
-    return [
-        Group(row.label, tuple(read_run(job.folder) for job in begun[row.slug]), row.setting)
-        for row in rows
-        if begun[row.slug]
-    ]
+def _groups(rows: Sequence[Row], jobs: Sequence[RowJob], finished: bool = False) -> list[Group]:
+    """Return the runs of each row that have begun, or have finished."""
+    groups = []
+    for row in rows:
+        begun = [job for job in jobs if job.row is row and (job.folder / "settings.json").exists()]
+        records = tuple(read_run(job.folder) for job in begun if not finished or job.summary())
+        groups += [Group(row.label, records, row.setting)] if records else []
+    return groups
 
 
 ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
@@ -230,36 +227,22 @@ def _over_seeds(summaries: Sequence[Json], key: str, score: Score, spread: str) 
     return f"{score.number(statistics.mean(values))} ± {score.number(statistics.stdev(values))} ({len(values)})"
 
 
-def _cost_header(score: Score, timed: bool) -> tuple[str, ...]:
+def _cost_table(rows: list[Row], jobs: list[RowJob]) -> tuple[Sequence[str], list[list[str]]]:
+    """Return header and rows of the costs to accuracy: compared among the finished runs, beside the paper's."""
+    score, timed = jobs[0].settings.score, any(job.settings.devices for job in jobs)
+    groups = _groups(rows, jobs, finished=True)
     names = columns(score, timed)
-    return ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
-
-
-def _cost_cells(rows: list[Row], jobs: list[RowJob], timed: bool) -> list[list[str]]:
-    """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed.
-
-    The score is the one that the first of them names first; a row that has not measured it has empty cells.
-    """
-    costs_of: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
-    score = jobs[0].settings.score
-    for setting, seed in dict.fromkeys((job.row.setting, job.seed) for job in jobs):
-        group = [job for job in jobs if (job.row.setting, job.seed) == (setting, seed) and job.summary()]
-        if group:
-            key = f"{group[0].settings.evaluations[0]}-{score.name}"
-            runs = {job.row.label: read_rounds(job.folder) for job in group}
-            runs = {label: lines for label, lines in runs.items() if averages(lines, key)}
-            threshold, costs = costs_to_accuracy(runs, key, score) if runs else (0.0, {})
-            for label, cost in costs.items():
-                costs_of.setdefault((setting, label), []).append((threshold, cost))
+    header = ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
+    key = f"{jobs[0].settings.evaluations[0]}-{score.name}"
+    costs = costs_of_groups(groups, key, timed) if groups else []
+    of_row = {(group.section, group.label): texts for group, texts in zip(groups, costs, strict=True)}
     cells = []
     for row in rows:
-        mine = costs_of.get((row.setting, row.label), [])
-        finished = any(job.summary() for job in jobs if job.row is row)
-        thresholds = ", ".join(score.number(threshold) for threshold, _ in mine) or "failed" * (not finished)
-        best, rounds, gigabytes, published, gflops, *clock = reached_cells([cost for _, cost in mine], score, timed)
-        shown = [thresholds, best, rounds, gigabytes, row.paper.gigabytes, published, gflops, row.paper.gflops]
-        cells.append([row.setting, row.label, *shown, *clock])
-    return cells
+        texts = of_row.get((row.setting, row.label), ["failed", *[""] * len(names)])
+        cells.append(
+            [row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]
+        )
+    return header, cells
 
 
 def _write(
@@ -287,8 +270,7 @@ def _write(
         "",
     ]
     if table.cost_to_accuracy:
-        timed = any(job.settings.devices for job in jobs)
-        costs = tables[f"{name}-cost-to-accuracy"] = (_cost_header(score, timed), _cost_cells(rows, jobs, timed))
+        costs = tables[f"{name}-cost-to-accuracy"] = _cost_table(rows, jobs)
         lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
         lines += [_filled_columns(*costs), ""]
     groups = _groups(rows, jobs)

@@ -36,7 +36,7 @@ def sweep(
     workers: int | None = None,
     out: Path | None = None,
 ) -> int:
-    """Run or continue a sweep; write its tables, picture, page and best settings.
+    """Run or continue a sweep; write its tables, picture, page and best settings; returns the exit code.
 
     Parameters
     ----------
@@ -44,18 +44,7 @@ def sweep(
     trials : how many settings to try, ``None`` for all points of a space without ranges.
     method : ``"grid"``, ``"random"`` or ``"optuna"``; ``None``: random with ranges or ``trials``, else a grid.
     metric : score at the end that ranks the trials, ``None`` for the first one of validation data.
-    seeds : runs of a trial.
-    workers : runs at a time, ``None`` for the number of GPUs or cores.
     out : folder of the sweep, ``None`` for one named by its content.
-
-    Returns
-    -------
-    The exit code: 1 where a run failed.
-
-    Raises
-    ------
-    UserError
-        Bad input, before the first run.
     """
     fixed, space = read_space(pairs)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
@@ -65,8 +54,7 @@ def sweep(
     done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
     chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
     print(f"{search.count} trials in {planned.out}, chosen by {chosen_by}", flush=True)
-    jobs = planned.jobs() if search.points is None else list(planned.jobs())
-    failures = run_all(jobs, workers, gpus_of(settings), seeds * search.count - done)
+    failures = run_all(planned.jobs(), seeds * search.count - done, workers, gpus_of(settings))
     planned.tell()
     for job, reason in failures:
         print(f"failed: {' '.join(job.name.split())}: {reason}", file=sys.stderr)
