@@ -58,11 +58,6 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
     rounds : federated rounds from each checkpoint, at least 1: those that follow it in a run of these settings.
     starts : run whose checkpoints are the models M, ``None`` for this one's. Its server's and clients' states are not
         used.
-
-    Raises
-    ------
-    UserError
-        A folder is not that of a run or has no checkpoint, or ``starts`` is of another network.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()

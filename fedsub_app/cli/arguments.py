@@ -56,13 +56,7 @@ Workers = Annotated[int | None, Option(metavar="N", help="runs at a time (defaul
 
 
 def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tuple[str, list[str]]:
-    """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last.
-
-    Raises
-    ------
-    UserError
-        There are two such words.
-    """
+    """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last."""
     names = [word for word in words or () if "=" not in word or word.endswith(".toml")]
     if len(names) > 1:
         raise UserError(f"{names[1]!r}: expected key=value behind {names[0]}")

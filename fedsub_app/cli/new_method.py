@@ -37,11 +37,6 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     Returns
     -------
     The files that were written or changed.
-
-    Raises
-    ------
-    UserError
-        The name is none, there is a method or a file of that name, or this is no checkout.
     """
     from fedsub_app.deployment.flower import PROJECT
     from fedsub_app.methods import check_name

@@ -28,13 +28,7 @@ def tables() -> dict[str, Path]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Raises
-    ------
-    UserError
-        It is not valid TOML, or is nested deeply.
-    """
+    """Return the content of a TOML file."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)

@@ -20,11 +20,6 @@ def pick_device(name: str, exact: bool = True) -> torch.device:
     name : ``"auto"``, ``"cpu"`` or ``"cuda"``.
     exact : deterministic kernels and float32 products in full precision; otherwise the fastest that torch has, TF32
         and atomic additions included, whose sums differ from run to run.
-
-    Raises
-    ------
-    UserError
-        There is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda': this machine has no CUDA device; allowed here are auto, cpu")

@@ -100,13 +100,7 @@ def write_json(path: Path, content: "Json") -> None:
 
 
 def read_json(path: Path) -> "Json":
-    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none.
-
-    Raises
-    ------
-    UserError
-        It cannot be read, is damaged, or holds something else.
-    """
+    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: not a file")

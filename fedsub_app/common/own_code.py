@@ -34,13 +34,7 @@ def bundled(text: str) -> Path:
 
 
 def named_code(key: str, text: str) -> Callable[..., Any]:
-    """Return the class or function that a setting names.
-
-    Raises
-    ------
-    UserError
-        The file, the module or the name is not there, or running it fails.
-    """
+    """Return the class or function that a setting names."""
     source, _, name = text.rpartition(":")
     file = code_file(text)
     try:

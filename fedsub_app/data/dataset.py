@@ -27,13 +27,7 @@ ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
-    """Return the data set, normalised, images channels-last; loaded once per process, so treat it as read-only.
-
-    Raises
-    ------
-    UserError
-        Unknown name, missing or damaged file, too few images for a choice per class.
-    """
+    """Return the data set, normalised, images channels-last; loaded once per process, so treat it as read-only."""
     # The folder is part of the key: the environment may change between calls.
     return _load(settings.model_copy(update={"data_dir": str(data_folder(settings.data_dir))}))
 

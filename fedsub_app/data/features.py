@@ -150,13 +150,7 @@ class Backbone:
 
 @lru_cache(maxsize=2)
 def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
-    """Return the networks, their weights looked for and, where ``folder`` is None, downloaded.
-
-    Raises
-    ------
-    UserError
-        A file is not there and cannot be downloaded.
-    """
+    """Return the networks, their weights looked for and, where ``folder`` is None, downloaded."""
     if features == "efficientnet-lite0":
         file = packaged(features)
         return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)

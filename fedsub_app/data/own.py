@@ -44,11 +44,6 @@ def own_dataset(
     output_for : form of a sample -> shape of the network's output for it; default: what y needs.
     collate : makes a batch of items of a map-style data set; default: stacks each tensor.
     name : of the data set.
-
-    Raises
-    ------
-    UserError
-        One line: which of the two is wrong, what it is and what is allowed.
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")

@@ -33,13 +33,7 @@ HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class 
 
 
 def load_source(wanted: DataSettings, task: Task) -> Dataset:
-    """Return the data set of a source.
-
-    Raises
-    ------
-    UserError
-        A file, a column or a value of it is not as it must be; one line names it.
-    """
+    """Return the data set of a source."""
     if wanted.dataset.partition(":")[0] not in SOURCES:
         return _of_code(wanted, task)
     train, test, notes = _rows(wanted, task)

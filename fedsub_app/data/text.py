@@ -31,11 +31,6 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Enco
     name : one of ``TRAINED``, made of the texts, or ``transformers:FOLDER`` or a name on the hub.
     texts : the training texts.
     vocabulary : greatest number of tokens of one that is made.
-
-    Raises
-    ------
-    UserError
-        There is none of this name, or its package is missing.
     """
     if name == "characters":
         return _of_characters([letter for letter, _ in Counter("".join(texts)).most_common(vocabulary - 2)])

@@ -51,11 +51,6 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
     model : a network on the CPU; adapters are drawn from torch's global generator.
     trained : what is trained; the head of the network is, too, unless names say otherwise.
     name : the setting ``model``, for errors.
-
-    Raises
-    ------
-    UserError
-        Nothing is trained by this, or the package peft is missing.
     """
     names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
     if trained.what == "lora":

@@ -174,11 +174,6 @@ def build_model(
         A network of a source draws from torch's generator on the CPU, or its weights are not of the seed.
     width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
     options : arguments of a network of a source, as one text: ``"width=32, norm='group'"``.
-
-    Raises
-    ------
-    UserError
-        If the name is unknown, or the network cannot take inputs of this shape, or has no width to be set.
     """
     if is_sourced(name):
         return _sourced(name, in_shape, num_classes, seed, width, options)

@@ -48,13 +48,7 @@ def fresh_names(model: nn.Module) -> frozenset[str]:
 
 
 def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator.
-
-    Raises
-    ------
-    UserError
-        The source or the name is not there, or the options do not fit.
-    """
+    """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator."""
     source, _, name = model.partition(":")
     try:
         build = PACKAGES.get(source) or _own
@@ -89,13 +83,7 @@ def with_logits(model: nn.Module) -> nn.Module:
 
 
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
-    """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was.
-
-    Raises
-    ------
-    UserError
-        It cannot take such inputs, does not answer with [2, *outputs], or has no float32 parameters to train.
-    """
+    """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was."""
     who = f"model = {name!r}"
     base = base_names(model)
     odd = {str(p.dtype) for n, p in model.named_parameters() if p.dtype != torch.float32 and n not in base}

@@ -56,18 +56,13 @@ def write_html(
 ) -> list[Path]:
     """Write the report of some runs, and its numbers beside it as CSV (a row a round) and JSON; returns the files.
 
+    :class:`UserError`: a file of a run is damaged.
+
     Parameters
     ----------
     title, note : heading and first paragraph.
     command : the command that writes the same report.
     drawings : further pictures, heading -> SVG, at the top of the page.
-
-    Raises
-    ------
-    UserError
-        A file of a run is damaged.
-    OSError
-        A file cannot be written.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

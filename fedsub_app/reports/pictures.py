@@ -133,13 +133,7 @@ def axes_of(groups: Sequence[Group]) -> list[str]:
 
 
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
-    """Draw :func:`figure_of_curves` into a file; returns it.
-
-    Raises
-    ------
-    UserError
-        No run holds an evaluated round, or the picture's suffix is of no known format.
-    """
+    """Draw :func:`figure_of_curves` into a file; returns it."""
     drawing = figure_of_curves(groups)
     try:
         with _as_text():
@@ -153,11 +147,6 @@ def figure_of_curves(groups: Sequence[Group]) -> "Figure":
     """Return the score against rounds, bytes, FLOPs and seconds, a curve a group.
 
     One group, whose curves are alike but for the axis, has score and loss against rounds.
-
-    Raises
-    ------
-    UserError
-        No run holds an evaluated round.
     """
     rows = curves(groups)
     if not rows:

@@ -147,13 +147,7 @@ def as_argument(key: str, value: Value) -> str:
 
 
 def read_run(folder: Path) -> Record:
-    """Return the record of the run in a directory.
-
-    Raises
-    ------
-    UserError
-        It is not the directory of a run, or one of its files is damaged.
-    """
+    """Return the record of the run in a directory; :class:`UserError` where it is none, or a file is damaged."""
     path = folder / "settings.json"
     if not path.is_file():
         raise UserError(f"{folder}: not the directory of a run (no readable settings.json)")

@@ -131,13 +131,7 @@ def write_evidence(path: Path, content: Json) -> Path:
 
 
 def read_evidence(path: Path) -> Json:
-    """Return the content of a table's file.
-
-    Raises
-    ------
-    UserError
-        It cannot be read, or is not such a file.
-    """
+    """Return the content of a table's file."""
     content = read_json(path)
     if not isinstance(content.get("rows"), list):
         raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")

@@ -23,11 +23,6 @@ def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
     """Return the keys that have one value, and those to search: ``lr=0.1``; ``lr=0.01,0.1``, ``lr=0.01..0.1:log``.
 
     A comma belongs to the value of keys that are lists themselves; several such values are a TOML array.
-
-    Raises
-    ------
-    UserError
-        A range is none or is of a key that is no number, or there is nothing to search.
     """
     fixed: dict[str, Value] = {}
     space: Space = {}

@@ -63,13 +63,7 @@ def sweep(
 
 
 def metric_of(settings: Settings, metric: str | None) -> str:
-    """Return the score that ranks the trials; ``None`` chooses the first one of validation data.
-
-    Raises
-    ------
-    UserError
-        The runs do not measure it; without ``metric``, they measure no validation score.
-    """
+    """Return the score that ranks the trials; ``None`` chooses the first one of validation data."""
     client_kinds = [kind for kind in settings.evaluations if kind != "global"]
     if metric is None:
         if not settings.validation_fraction:

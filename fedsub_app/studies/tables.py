@@ -123,13 +123,7 @@ class Row:
 
 
 def read_table(name: str) -> Table:
-    """Return the content of a table of conf/, or of the file that ``name`` is the path of.
-
-    Raises
-    ------
-    UserError
-        There is no such table, a key is missing, unknown or has a wrong value, or two rows would share a folder.
-    """
+    """Return the content of a table of conf/, or of the file that ``name`` is the path of."""
     path = Path(name) if is_file(name) else tables().get(name)
     if path is None:
         raise UserError(f"table {name!r}: allowed are {', '.join(tables())}, or a file of your own, <name>.toml")

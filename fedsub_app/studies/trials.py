@@ -132,13 +132,7 @@ class Sweep:
 
     @cached_property
     def study(self) -> optuna.Study:
-        """The study, which is made, with the identity of the sweep, where the folder has none.
-
-        Raises
-        ------
-        UserError
-            The folder belongs to another sweep.
-        """
+        """The study, which is made, with the identity of the sweep, where the folder has none."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = str(self.out / "sweep.journal")
         storage = JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
