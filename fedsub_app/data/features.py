@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedsub")
 
 RANDOM = "-random"
+CROPPED = ("cub200", "flowers102", "fgvc-aircraft", "dtd")  # sets whose training images are cropped at random
 SIZES = {"resnet101": 2048, "densenet121": 1024, "efficientnet-lite0": 1280}  # features of an image
 LITE = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}  # of the pixels that EfficientNet-Lite was trained with
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
