@@ -46,11 +46,8 @@ class Trained(NamedTuple):
 def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
     """Return the network, modified: all but the trained tensors are its frozen base.
 
-    Parameters
-    ----------
-    model : a network on the CPU; adapters are drawn from torch's global generator.
-    trained : what is trained; the head of the network is, too, unless names say otherwise.
-    name : the setting ``model``, for errors.
+    The head of the network is trained as well, unless names say otherwise. Adapters are drawn from torch's global
+    generator on the CPU. ``name``: the setting ``model``, for errors.
     """
     names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
     if trained.what == "lora":

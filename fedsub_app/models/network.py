@@ -26,14 +26,10 @@ class Output(NamedTuple):
 
 
 class Gate:
-    """A hook that multiplies the output of a layer by a factor for each unit while it has one.
+    """A hook that multiplies the output of a layer by ``factor``, float ``[units]``, while it has one.
 
     It stays on its layer: putting a hook on and off costs a tenth of a small network's step. A copy of the layer has a
     gate of its own.
-
-    Attributes
-    ----------
-    factor : float ``[units]``, or None.
     """
 
     factor: Tensor | None = None
@@ -47,13 +43,9 @@ class Gate:
 
 
 class Tap:
-    """A hook that keeps what enters a layer while it is open; it stays on its layer, as a gate does.
+    """A hook that keeps what ``entered`` a layer last while it is open; it stays on its layer, as a gate does.
 
     A copy of the layer has a closed one of its own.
-
-    Attributes
-    ----------
-    entered : the last input, None while nothing has entered the open layer.
     """
 
     is_open = False
@@ -162,11 +154,9 @@ class Network:
     def training_mode(self, trained: Collection[str] | None = None, batch_statistics: bool | None = None) -> None:
         """Put the model in training mode, frozen BatchNorm in evaluation mode.
 
-        Parameters
-        ----------
-        trained : names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight is not among them
-            uses its running statistics and leaves them as they are.
-        batch_statistics : ``True`` or ``False`` for training or evaluation mode of the whole model instead.
+        ``trained``: names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight is not among them
+        uses its running statistics and leaves them as they are. ``batch_statistics``: training or evaluation mode of
+        the whole model instead.
         """
         self.module.train(batch_statistics is not False)
         if batch_statistics is None and trained is not None:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,24 +22,13 @@ from fedsub_app.common.packaged import packaged
 from fedsub_app.models.base import base_names
 
 Options = Mapping[str, Any]
-_ABOUT, _FRESH = "_fedsub_about", "_fedsub_fresh"
+_IN_SHAPE, _FRESH = "_fedsub_in_shape", "_fedsub_fresh"
 MOST_FRESH = 4  # tensors that published weights may lack: those of an output layer or two
 
 
-class About(NamedTuple):
-    """Facts that a network from a source carries along, also in its copies.
-
-    Attributes
-    ----------
-    in_shape : form of one input without the batch axis: the network is traced with such inputs.
-    """
-
-    in_shape: Shape
-
-
-def about(model: nn.Module) -> About | None:
-    """Return the facts of a network that came through :func:`adopted`; ``None`` for one that a method's paper has."""
-    return getattr(model, _ABOUT, None)
+def in_shape_of(model: nn.Module) -> Shape | None:
+    """Return the form of one input of a network that came through :func:`adopted`; ``None`` for a paper's own."""
+    return getattr(model, _IN_SHAPE, None)
 
 
 def fresh_names(model: nn.Module) -> frozenset[str]:
@@ -65,14 +54,8 @@ def from_source(model: str, in_shape: Shape, num_classes: int, options: Options)
 
 
 def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
-    """Return the network with its logits as its output, and with what :func:`about` returns of it.
-
-    Parameters
-    ----------
-    model : modified: its output becomes a tensor where it was a mapping or an object that holds ``logits``.
-    in_shape : form of one input without the batch axis.
-    """
-    setattr(model, _ABOUT, About(in_shape))
+    """Return the network, modified: it answers with its logits, and knows the form of an input, for tracing it."""
+    setattr(model, _IN_SHAPE, in_shape)
     return with_logits(model)
 
 
@@ -155,10 +138,7 @@ def _read(file: str) -> Mapping[str, Tensor]:
 def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Return a network with published weights; tensors of another shape, as of the output layer, stay fresh.
 
-    Raises
-    ------
-    ValueError
-        More than the tensors of two layers do not fit: these are the weights of another network.
+    ValueError where more than the tensors of two layers do not fit: these are the weights of another network.
     """
     own = net.state_dict()
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
