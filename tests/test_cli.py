@@ -21,7 +21,6 @@ from typer.main import get_command
 import fedsub
 import fedsub_app
 from fedsub_app.cli import main as cli
-from fedsub_app.cli import report
 from fedsub_app.cli.arguments import split
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.errors import UserError
@@ -72,7 +71,7 @@ def commands(page: str, *first: str) -> list[str]:
 
 def parsed(words: list[str]) -> dict[str, Any]:
     """The arguments and options of a command line, by name; nothing is run."""
-    context = get_command(cli.app).make_context("fedsub", list(report.with_default_page(words)))
+    context = get_command(cli.app).make_context("fedsub", list(words))
     while isinstance(context.command, click.Group):
         rest = [*context._protected_args, *context.args]
         name, command, rest = context.command.resolve_command(context, rest)

@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from fedsub_app.common.section import Value
 
 
-def _key_words(incomplete: str) -> list[str]:
-    from fedsub_app.config import defaults  # on demand: pydantic is half of the start
+def complete_methods(incomplete: str) -> list[str]:
+    """Return the methods that begin so."""
     from fedsub_app.methods import METHODS
 
-    return [f"method={name}" for name in METHODS] if incomplete.startswith("method=") else [f"{k}=" for k in defaults()]
-
-
-def _starting(words: Iterable[str], incomplete: str) -> list[str]:
-    return [word for word in words if word.startswith(incomplete)]
+    return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def complete_keys(incomplete: str) -> list[str]:
     """Return the keys, or the methods behind ``method=``, that begin so."""
-    return _starting(_key_words(incomplete), incomplete)
+    from fedsub_app.config import defaults  # on demand: pydantic is half of the start
+
+    if incomplete.startswith("method="):
+        return [f"method={name}" for name in complete_methods(incomplete.removeprefix("method="))]
+    return [f"{key}=" for key in defaults() if f"{key}=".startswith(incomplete)]
 
 
 def complete_experiments(incomplete: str) -> list[str]:
     """Return the experiments and keys that begin so."""
-    return _starting([*experiments(), *_key_words(incomplete)], incomplete)
+    return [name for name in experiments() if name.startswith(incomplete)] + complete_keys(incomplete)
 
 
 def complete_tables(incomplete: str) -> list[str]:
     """Return the tables that begin so."""
-    return _starting(tables(), incomplete)
+    return [name for name in tables() if name.startswith(incomplete)]
 
 
 Words = Annotated[

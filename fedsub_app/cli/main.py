@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("fedsub").setLevel(logging.INFO)
     try:
-        with command.make_context("fedsub", report.with_default_page(words) or ["--help"]) as context:
+        with command.make_context("fedsub", words or ["--help"]) as context:
             return int(command.invoke(context) or 0)
     except click.exceptions.Exit as done:
         return done.exit_code

@@ -160,16 +160,15 @@ def build_model(
     width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
     options : arguments of a network of a source, as one text: ``"width=32, norm='group'"``.
     """
+    if not is_sourced(name) and name not in NETWORKS:
+        of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
+        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(NETWORKS)}; {of_others}")
     if width and name not in _MLPS:
-        raise UserError(
-            f"model = {name!r}: its layers' width is its own; with a width set, allowed are {', '.join(_MLPS)}"
-        )
+        allowed = ", ".join(_MLPS)
+        raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {allowed}")
     if is_sourced(name):
         with seeded(seed, "model"):
             return from_source(name, in_shape, num_classes, read_options(options))
-    if name not in NETWORKS:
-        of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
-        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(NETWORKS)}; {of_others}")
     if options:
         raise UserError(f"model-options = {options!r}: must be '' with model = {name!r}, whose settings are its own")
     shape = numbers(in_shape, name)
