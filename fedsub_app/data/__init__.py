@@ -18,15 +18,9 @@ from fedsub_app.data.settings import DataSettings as DataSettings
 from fedsub_app.data.settings import PartitionSettings as PartitionSettings
 
 if TYPE_CHECKING:
-    from fedsub_app.data.dataset import load_dataset as load_dataset
-    from fedsub_app.data.own import Collate as Collate
-    from fedsub_app.data.own import own_dataset as own_dataset
-    from fedsub_app.data.partition import Partition as Partition
-    from fedsub_app.data.partition import make_partition as make_partition
-    from fedsub_app.data.partition import partition_summary as partition_summary
-    from fedsub_app.data.samples import AnySamples as AnySamples
-    from fedsub_app.data.samples import Dataset as Dataset
-    from fedsub_app.data.samples import LazySamples as LazySamples
-    from fedsub_app.data.samples import Samples as Samples
+    from fedsub_app.data.dataset import *  # noqa: F403
+    from fedsub_app.data.own import *  # noqa: F403
+    from fedsub_app.data.partition import *  # noqa: F403
+    from fedsub_app.data.samples import *  # noqa: F403
 
 __getattr__ = late(__name__, "samples", "own", "partition", "dataset")
