@@ -12,12 +12,9 @@ from torch.utils import _pytree
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Several tensors of the same samples, such as token ids and mask; indexing takes the samples of all of them.
+    """Several tensors [n, ...] of the same samples, such as token ids and mask; indexing takes the same of each.
 
-    Parameters
-    ----------
-    tensors : each [n, ...].
-    names : the keyword arguments of the network that they are; () for its arguments in order.
+    ``names``: the keyword arguments of the network that they are; () for its arguments in order.
     """
 
     tensors: tuple[Tensor, ...]
@@ -69,13 +66,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one input that is not one tensor of numbers.
+    """The form of one input that is not one tensor of numbers: its tensors, their names as in :class:`Inputs`.
 
-    Parameters
-    ----------
-    parts : its tensors.
-    names : as of :class:`Inputs`.
-    single : whether it is one tensor, not :class:`Inputs` of one.
+    ``single``: it is one tensor, not :class:`Inputs` of one.
     """
 
     parts: tuple[Part, ...]
@@ -100,11 +93,9 @@ Shape = tuple[int, ...] | Form  # of one input; a tuple: one tensor of float32
 
 
 def form_of(*stored: Batch, tokens: int = 0) -> Shape:
-    """Return the form of one of some samples; ``tokens``: the number that tokens stay below, else one above the last.
+    """Return the form of one of some samples [n, ...] of the same form.
 
-    Parameters
-    ----------
-    stored : samples of the same form, [n, ...].
+    ``tokens``: the number that tokens stay below, else one above the last.
     """
     first = stored[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype == torch.uint8):

@@ -73,10 +73,7 @@ def _file(path: Path) -> ModuleType:
 def read_options(text: str) -> dict[str, Any]:
     """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
 
-    Raises
-    ------
-    ValueError
-        The text is something else; the message says what is allowed.
+    ValueError says what is allowed.
     """
     try:
         call = ast.parse(f"options({text})", mode="eval").body

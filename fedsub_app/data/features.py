@@ -61,12 +61,9 @@ DOWNLOAD_SILENCE_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Images of one split of a data set, or some of them, decoded when they are read.
+    """Images of one split of a data set, those at ``index``, int64, decoded when they are read.
 
-    Attributes
-    ----------
-    images : all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
-    index : positions of the chosen images, int64.
+    ``images``: all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
     """
 
     images: Tensor | Sequence[Path]
@@ -212,11 +209,8 @@ def notes(features: Features, folder: str | None) -> tuple[str, ...]:
 def extracted(name: str, pictures: Pictures, random_crops: bool, features: Features, folder: str | None) -> Tensor:
     """Return the features of some pictures, float32 ``[len(pictures), features]``, from the cache or by the networks.
 
-    Parameters
-    ----------
-    name : name of the data set, for the log.
-    random_crops : cut out and flip at random, each image with draws of its own, instead of the central crop.
-    features, folder : the settings ``features`` and ``backbone-dir``.
+    ``name``: of the data set, for the log. ``random_crops``: cut out and flip at random, each image with draws of its
+    own, instead of the central crop. ``features``, ``folder``: the settings ``features`` and ``backbone-dir``.
     """
     networks = backbones(features, folder)
     weights = hashlib.sha256("".join(f"{net.name} {net.sha256}" for net in networks).encode()).hexdigest()[:16]

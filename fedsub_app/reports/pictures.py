@@ -58,12 +58,7 @@ def _as_text() -> Iterator[None]:
 
 
 def spread_out(places: Sequence[float], gap: float) -> list[float]:
-    """Return places near those given, in the same order, at least ``gap`` apart and within 0 to 1 if they fit.
-
-    Parameters
-    ----------
-    places : in any order, 0 to 1.
-    """
+    """Return places near those given, in the same order, ``gap`` apart or more, and within 0 to 1 if they fit."""
     order = sorted(range(len(places)), key=lambda index: places[index])
     spread = [min(1.0, max(0.0, places[index])) for index in order]
     for low, high in pairwise(range(len(spread))):

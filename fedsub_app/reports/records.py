@@ -39,13 +39,10 @@ NOT_COMPARED = (*LOCATION_KEYS, "seed")
 
 @dataclass(frozen=True)
 class Record:
-    """The content of a run's directory.
+    """The content of a run's directory, ``folder``.
 
-    Attributes
-    ----------
-    folder : the directory.
-    provenance : the content of settings.json: settings, command, commit, versions, machine.
-    lines : lines of rounds.jsonl, each with the costs of the run up to its round (``COSTS``).
+    ``provenance``: the content of settings.json: settings, command, commit, versions, machine. ``lines``: those of
+    rounds.jsonl, each with the costs of the run up to its round (``COSTS``).
     """
 
     folder: Path
@@ -174,9 +171,7 @@ def costs_of(records: Iterable[Record]) -> list[str]:
 class Group:
     """Runs that differ in nothing but their seed, under one label.
 
-    Attributes
-    ----------
-    section : runs of different sections (data sets, settings of a table) are not drawn into one picture.
+    Runs of different sections (data sets, settings of a table) are not drawn into one picture.
     """
 
     label: str

@@ -23,12 +23,9 @@ MEASURED = ("seed", "commit", "versions", "machine", "device")
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's metric over seeds.
+    """A row's metric over ``n`` seeds; ``sd`` is 0 with one.
 
-    Attributes
-    ----------
-    mean, sd, n : mean, standard deviation (0 with one seed) and number of seeds.
-    values : seed -> its number; empty where only mean and standard deviation were kept.
+    ``values``: seed -> its number; empty where only mean and standard deviation were kept.
     """
 
     mean: float
@@ -62,13 +59,7 @@ class Estimate:
 
 
 def half_width(error: float, freedom: float, intervals: int = 1) -> float:
-    """Return half of a t-interval; of several, all hold together with 95 % (Bonferroni).
-
-    Parameters
-    ----------
-    error : standard error.
-    freedom : degrees of freedom.
-    """
+    """Return half of a t-interval from a standard error; of several, all hold together with 95 % (Bonferroni)."""
     from scipy.stats import t  # on demand: it costs half a second
 
     return float(t.ppf(1 - 0.025 / intervals, freedom)) * error
@@ -100,12 +91,7 @@ def pooled(samples: Sequence[Sample]) -> tuple[float, int]:
 
 
 def run_entry(folder: Path, metric: str) -> Json:
-    """Return what the file holds of one finished run.
-
-    Parameters
-    ----------
-    metric : such as ``global-accuracy``.
-    """
+    """Return what the file holds of one finished run; ``metric``: such as ``global-accuracy``."""
     record = read_run(folder)
     summary, kept = record.summary, record.provenance | {"seed": record.settings["seed"]}
     lines = [line for line in record.lines if metric in line]
