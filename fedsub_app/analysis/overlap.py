@@ -70,7 +70,6 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
 
 
 def _percent_outside(masks: Tensors) -> float:
-    """Return the percentage of the positions that a client's masks leave out."""
     return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
 
 

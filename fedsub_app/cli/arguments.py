@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    """Return the methods that begin so."""
     from fedsub_app.methods import METHODS
 
     return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def complete_keys(incomplete: str) -> list[str]:
-    """Return the keys, or the methods behind ``method=``, that begin so."""
     from fedsub_app.config import defaults  # on demand: pydantic is half of the start
 
     if incomplete.startswith("method="):
@@ -30,12 +28,10 @@ def complete_keys(incomplete: str) -> list[str]:
 
 
 def complete_experiments(incomplete: str) -> list[str]:
-    """Return the experiments and keys that begin so."""
     return [name for name in experiments() if name.startswith(incomplete)] + complete_keys(incomplete)
 
 
 def complete_tables(incomplete: str) -> list[str]:
-    """Return the tables that begin so."""
     return [name for name in tables() if name.startswith(incomplete)]
 
 

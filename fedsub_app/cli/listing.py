@@ -11,8 +11,6 @@ from fedsub_app.common.text import markdown, show
 
 
 class Kind(StrEnum):
-    """What can be listed."""
-
     METHODS = "methods"
     DATASETS = "datasets"
     MODELS = "models"

@@ -28,7 +28,6 @@ def shown(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one line of text."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

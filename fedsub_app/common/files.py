@@ -86,7 +86,6 @@ def _finite(content: Any) -> Any:
 
 
 def write_json(path: Path, content: "Json") -> None:
-    """Write a JSON object with its checksum, atomically."""
     text = to_json(content | {CHECKSUM: _checksum(content)}, indent=2)
     write_atomic(path, f"{text}\n".encode())
 

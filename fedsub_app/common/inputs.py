@@ -22,7 +22,6 @@ class Inputs:
 
     @staticmethod
     def of(parts: Mapping[str, Tensor] | Sequence[Tensor]) -> "Inputs":
-        """Return tensors by name, or in order."""
         if isinstance(parts, Mapping):
             return Inputs(tuple(parts.values()), tuple(map(str, parts)))
         return Inputs(tuple(parts))
@@ -34,21 +33,17 @@ class Inputs:
         return self.map(lambda tensor: tensor[chosen])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Return the function of each tensor."""
         return Inputs(tuple(map(function, self.tensors)), self.names)
 
     def to(self, device: torch.device) -> "Inputs":
-        """Return them on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return self.tensors[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -85,7 +80,6 @@ class Form:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, 0 without any."""
         return max(part.limit for part in self.parts)
 
 

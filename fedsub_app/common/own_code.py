@@ -34,7 +34,6 @@ def bundled(text: str) -> Path:
 
 
 def named_code(key: str, text: str) -> Callable[..., Any]:
-    """Return the class or function that a setting names."""
     source, _, name = text.rpartition(":")
     file = code_file(text)
     try:

@@ -35,15 +35,12 @@ class Score(NamedTuple):
         return tuple(f"{kind}-{self.name}" for kind in KINDS)
 
     def better(self, value: float, other: float) -> bool:
-        """Say whether ``value`` is strictly better than ``other``."""
         return value > other if self.high_is_good else value < other
 
     def reached(self, value: float, threshold: float) -> bool:
-        """Say whether ``value`` is at least as good as ``threshold``."""
         return not self.better(threshold, value)
 
     def best(self, values: Iterable[float]) -> float:
-        """Return the best of some values."""
         return (max if self.high_is_good else min)(values)
 
     def number(self, value: float) -> str:

@@ -28,7 +28,6 @@ class Section(BaseModel):
     )
 
     def toml(self) -> dict[str, Any]:
-        """Return all keys and values in TOML spelling."""
         return self.model_dump(by_alias=True)
 
 
@@ -82,7 +81,6 @@ class Listed:
         )
 
     def text(self, elements: tuple[Any, ...]) -> str:
-        """Return a tuple in TOML spelling."""
         return ", ".join(map(self.write, elements))
 
 

@@ -27,7 +27,6 @@ _NAME = re.compile(r"round-([0-9]{6,})\.safetensors")
 
 
 def round_file(folder: Path, number: int) -> Path:
-    """Return the file of a round."""
     return folder / f"round-{number:06d}.safetensors"
 
 

@@ -112,8 +112,6 @@ def _pictures(split: Split) -> Split:
 
 
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
-    """Return a source with the features of its images in their place."""
-
     def of(split: Split, random_crops: bool) -> Split:
         x, y = split
         assert isinstance(x, Pictures)

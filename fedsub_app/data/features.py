@@ -71,7 +71,6 @@ class Pictures:
 
     @classmethod
     def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
-        """Return all images of a split."""
         return cls(images, torch.arange(len(images)))
 
     def __len__(self) -> int:

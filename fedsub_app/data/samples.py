@@ -53,7 +53,6 @@ class Samples:
 
     @property
     def tensor(self) -> Tensor:
-        """The stored samples, which must be one tensor."""
         assert isinstance(self.stored, Tensor)
         return self.stored
 
@@ -64,7 +63,6 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored samples."""
         return self.stored.nbytes
 
     def darkest(self) -> Tensor:

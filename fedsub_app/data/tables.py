@@ -33,7 +33,6 @@ HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class 
 
 
 def load_source(wanted: DataSettings, task: Task) -> Dataset:
-    """Return the data set of a source."""
     if wanted.dataset.partition(":")[0] not in SOURCES:
         return _of_code(wanted, task)
     train, test, notes = _rows(wanted, task)
@@ -58,7 +57,6 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
 
 
 def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]":
-    """Return training and test rows, and notes on them."""
     train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
     if test is None:
         held_out = _held_out(train, wanted, task)

@@ -61,7 +61,6 @@ class UnitGroup:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """All places of the units."""
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
         cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
         return (*rows, *cols, *self.blocks)
@@ -90,7 +89,6 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def forget_order(model: nn.Module) -> None:
-    """Forget the order of a network whose modules have changed."""
     _orders.pop(model, None)
 
 

@@ -77,7 +77,6 @@ class Network:
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:
-        """Its hidden units."""
         return unit_groups(self.module)
 
     @cached_property
@@ -90,12 +89,10 @@ class Network:
 
     @cached_property
     def head(self) -> tuple[str, ...]:
-        """Names of the head's tensors."""
         return head_names(self.module)
 
     @cached_property
     def normalisations(self) -> dict[str, nn.Module]:
-        """Its BatchNorm layers by name."""
         return {name: module for name, module in self.module.named_modules() if isinstance(module, _BATCH_NORM)}
 
     @cached_property
@@ -137,11 +134,9 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
         return next(iter(self.tensors.values())).device
 
     def copy(self) -> Tensors:
-        """Return a copy of its tensors, on the CPU."""
         if self.device.type == "cpu":
             return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return brought(self.tensors)

@@ -21,8 +21,6 @@ TOTALS = {  # a column of the summary: key of the rounds' lines, unit
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its text, and what it is sorted by."""
-
     text: str
     value: float | str
     best: bool = False

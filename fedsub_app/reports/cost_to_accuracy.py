@@ -125,7 +125,6 @@ def columns(score: Score, timed: bool = False) -> tuple[str, ...]:
 
 
 def about(score: Score) -> str:
-    """Return what the columns mean."""
     best = (f"highest mean {score.name}", "90 % of the highest", "at or above")
     if not score.high_is_good:
         best = (f"lowest mean {score.name}", "the lowest over 0.9", "at or below")

@@ -27,7 +27,6 @@ MAX_LABELS = 22  # beside one picture
 
 
 def colour(number: int) -> str:
-    """Return the colour of the curve ``number``."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -37,7 +36,6 @@ def dashes(number: int) -> str:
 
 
 def figure(width: float, height: float) -> "Figure":
-    """Return an empty figure, size in inches."""
     from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -128,7 +126,6 @@ def axes_of(groups: Sequence[Group]) -> list[str]:
 
 
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
-    """Draw :func:`figure_of_curves` into a file; returns it."""
     drawing = figure_of_curves(groups)
     try:
         with _as_text():

@@ -107,13 +107,11 @@ class Record:
         return pd.DataFrame(plain).set_index("round")
 
     def plot(self) -> "Figure":
-        """Return the learning curves, as in the run's curve.png."""
         from fedsub_app.reports.pictures import figure_of_curves
 
         return figure_of_curves([Group(str(self.settings["method"]), (self,))])
 
     def _repr_png_(self) -> bytes | None:
-        """Return the picture of a notebook's cell that ends in a record."""
         picture = BytesIO()
         if kinds_of([self]):
             self.plot().savefig(picture, format="png", dpi=90)
@@ -184,7 +182,6 @@ class Group:
         return [values[-1] for values in measured if values]
 
     def cost(self, cost: str) -> list[float]:
-        """Return what each run has cost so far (``COSTS``)."""
         return [record.lines[-1].get(cost, 0.0) for record in self.records if record.lines]
 
 
@@ -262,7 +259,6 @@ def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curv
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation; 0 of one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

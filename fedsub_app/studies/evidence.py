@@ -66,7 +66,6 @@ def half_width(error: float, freedom: float, intervals: int = 1) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Return the mean of some numbers with its 95 % t-interval."""
     n, mean = len(values), statistics.fmean(values)
     return Estimate(mean, half_width(statistics.stdev(values) / math.sqrt(n), n - 1) if n > 1 else math.inf, n)
 
@@ -117,7 +116,6 @@ def write_evidence(path: Path, content: Json) -> Path:
 
 
 def read_evidence(path: Path) -> Json:
-    """Return the content of a table's file."""
     content = read_json(path)
     if not isinstance(content.get("rows"), list):
         raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")

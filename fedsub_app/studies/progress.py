@@ -30,11 +30,9 @@ class BatchProgress:
             self._line.end()
 
     def start(self, job: Job) -> None:
-        """Count a run that starts or is resumed."""
         self._begun[job.name] = (job, _last(_lines(job), "round") or 0)
 
     def end(self, job: Job, failed: bool) -> None:
-        """Say that a run has ended."""
         self._ended.add(job.name)
         text = f"{'FAILED' if failed else 'done'}  {job.name}"
         if self._line:

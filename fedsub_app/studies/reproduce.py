@@ -35,14 +35,11 @@ TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that 
 
 @dataclass(frozen=True)
 class RowJob(Job):
-    """One run of a row with one seed."""
-
     row: Row
     seed: int
 
 
 def job_of(row: Row, seed: int, folder: Path) -> RowJob:
-    """Return the run of a row with one seed in a directory."""
     keys = dict(row.overrides) | {"seed": seed, "run-dir": str(folder)}
     return RowJob(f"{row.setting}  {row.label}  seed {seed}", keys, folder, row, seed)
 
@@ -178,7 +175,6 @@ ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
 
 
 def table_header(score: Score) -> tuple[str, ...]:
-    """Return the titles of a table's columns."""
     return (
         *("setting", "method", "rounds to target", "paper", score.titled(f"final {score.name}"), "paper"),
         *("difference (95 %)", *(score.titled(f"final {kind}") for kind in ON_TEST_DATA)),

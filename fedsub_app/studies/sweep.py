@@ -93,7 +93,6 @@ def _search_method(space: Space, method: str | None, trials: int | None) -> str:
 
 
 def _folder(search: Search, metric: str) -> Path:
-    """Return the default folder, which is the same for the same sweep."""
     text = json.dumps(search.describe(metric), sort_keys=True)
     name = (search.experiment or "sweep").removesuffix(".toml").strip("/").replace("/", "-")
     return runs_folder() / "sweeps" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

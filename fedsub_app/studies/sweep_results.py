@@ -80,7 +80,6 @@ def _verdict(best: Trial, sweep: Sweep) -> str:
 
 
 def _toml(search: Search, best: Trial, comment: str) -> str:
-    """Return the best settings as an experiment's file."""
     keys = search.overrides(best.keys)
     lines = [f"# {comment}"]
     if base := str(keys.pop("experiment", "")):

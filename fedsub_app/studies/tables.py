@@ -94,7 +94,6 @@ class Table(Entry):
 
     @property
     def rows(self) -> list["Row"]:
-        """Every setting with every method."""
         return [
             Row(
                 setting.name,
@@ -118,7 +117,6 @@ class Row:
 
     @property
     def slug(self) -> str:
-        """The row's folder name."""
         return re.sub(r"[^a-z0-9.]+", "-", f"{self.setting} {self.label}".lower()).strip("-")
 
 

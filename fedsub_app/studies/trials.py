@@ -52,7 +52,6 @@ class Search:
 
     @property
     def count(self) -> int:
-        """Number of trials."""
         return len(self.points) if self.points is not None else self.trials or 0
 
     def overrides(self, keys: Mapping[str, Value]) -> dict[str, Value]:
@@ -181,7 +180,6 @@ class Sweep:
                 self.study.tell(frozen.number, statistics.fmean(values))
 
     def started(self) -> list[Trial]:
-        """Return the trials that have begun."""
         return [self.trial(number) for number in range(min(self._begun, self.search.count))]
 
     def jobs(self) -> Iterator[Job]:
@@ -191,7 +189,6 @@ class Sweep:
 
 
 def label(keys: Mapping[str, Value]) -> str:
-    """Return searched keys in one line."""
     return "  ".join(f"{key}={text_of(value)}" for key, value in keys.items())
 
 
