@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 
@@ -165,15 +165,3 @@ def size_of(shape: Shape) -> int:
     if not isinstance(shape, Form):
         return 4 * prod(shape)
     return sum(prod(part.shape) * part.dtype.itemsize for part in shape.parts)
-
-
-def unpacking(model: nn.Module) -> nn.Module:
-    """Return the model, which from now on takes :class:`Inputs` as its arguments."""
-    model.register_forward_pre_hook(_arguments, with_kwargs=True)
-    return model
-
-
-def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if not inputs or not isinstance(x := inputs[0], Inputs):
-        return None
-    return ((), dict(zip(x.names, x.tensors, strict=True)) | named) if x.names else (x.tensors, named)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.inputs import Form, Shape, blank, shape_shown, unpacking
+from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
 from fedsub_app.common.own_code import named_code
 from fedsub_app.common.packaged import packaged
 from fedsub_app.models.base import base_names
@@ -62,7 +62,8 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
 def with_logits(model: nn.Module) -> nn.Module:
     """Return the network, modified: it takes several tensors, and answers a tensor where it answered ``logits``."""
     model.register_forward_hook(_logits)
-    return unpacking(model)
+    model.register_forward_pre_hook(_arguments, with_kwargs=True)
+    return model
 
 
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
@@ -92,6 +93,12 @@ def numbers(in_shape: Shape, model: str) -> tuple[int, ...]:
         allowed = "a network of yours, 'FILE.py:NAME', or transformers:NAME"
         raise UserError(f"model = {model!r}: takes one tensor of numbers, these inputs are tokens; allowed: {allowed}")
     return tuple(in_shape)
+
+
+def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if not inputs or not isinstance(x := inputs[0], Inputs):
+        return None
+    return ((), dict(zip(x.names, x.tensors, strict=True)) | named) if x.names else (x.tensors, named)
 
 
 def _logits(module: nn.Module, inputs: object, output: Any) -> Any:

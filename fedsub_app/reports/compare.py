@@ -80,7 +80,7 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
         for group in groups
     ]
     places = dict.fromkeys((key, name) for of in last for served in of for key in served for name in served[key])
-    score = groups[0].records[0].score
+    score = groups[0].records[0].score if groups else Score()
     rows = [
         (group.label, [_scored([s[key][name] for s in of if name in s.get(key, {})], score) for key, name in places])
         for group, of in zip(groups, last, strict=True)

@@ -16,10 +16,10 @@ from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.export import csv_text, table_of_rounds
 from fedsub_app.reports.pictures import (
     MAX_LABELS,
-    against_bytes_svg,
     axes_of,
     colour,
     dashes,
+    draw_against_bytes,
     short_names,
     svg_of_curves,
     svg_of_lines,
@@ -70,7 +70,8 @@ def write_html(
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
-    content["drawings"] = against_bytes_svg(groups) | dict(drawings or {})
+    pictures = {f"{content['score'].capitalize()} against bytes": draw_against_bytes(groups)}
+    content["drawings"] = pictures | dict(drawings or {})
     runs = dict(named_runs([record for group in groups for record in group.records]))
     made = ("commit", "code", "versions", "machine")
     numbers = [

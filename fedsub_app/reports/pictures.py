@@ -191,21 +191,16 @@ def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
     return drawing
 
 
-def draw_against_bytes(groups: Sequence[Group], target: Path) -> Path | None:
-    """Draw the score against bytes, what a sub-network saves; returns the picture, ``None`` where there is none."""
-    with _as_text():
-        if drawing := _against_bytes(groups):
-            drawing.savefig(target, dpi=160)
-            return target
-    return None
+def draw_against_bytes(groups: Sequence[Group], target: Path | None = None) -> str:
+    """Return the score against bytes, what a sub-network saves, as SVG; "" where there is no picture.
 
-
-def against_bytes_svg(groups: Sequence[Group]) -> dict[str, str]:
-    """Return the same picture for an HTML page, under its heading; empty where there is none."""
+    ``target``: a file for it as well.
+    """
     with _as_text():
-        title = f"{groups[0].records[0].score.name.capitalize()} against bytes"
         drawing = _against_bytes(groups)
-        return {title: svg(drawing, title)} if drawing else {}
+        if drawing and target:
+            drawing.savefig(target, dpi=160)
+        return svg(drawing, f"{groups[0].records[0].score.name.capitalize()} against bytes") if drawing else ""
 
 
 def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "") -> str:

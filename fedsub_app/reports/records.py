@@ -204,22 +204,18 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
         record = read_run(folder)
         compared = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
         by_settings.setdefault(json.dumps(compared, sort_keys=True), []).append(record)
-    groups = list(by_settings.values())
-    sections = [str(records[0].settings.get("dataset", "")) for records in groups]
-    labels = []
-    for records, section in zip(groups, sections, strict=True):
-        settings = records[0].settings
-        alike = [
-            others[0]
-            for others, of in zip(groups, sections, strict=True)
-            if (of, others[0].settings["method"]) == (section, settings["method"])
-        ]
-        words = [f"{key}={settings.get(key, '–')}" for key in differing_keys(alike)]
-        labels.append(" ".join([str(settings["method"]), *words]))
-    return [
-        Group(label, tuple(sorted(records, key=lambda record: record.settings["seed"])), section)
-        for label, records, section in zip(labels, groups, sections, strict=True)
-    ]
+
+    def kind(record: Record) -> tuple[str, str]:
+        return str(record.settings.get("dataset", "")), str(record.settings["method"])
+
+    groups = []
+    for records in by_settings.values():
+        section, method = kind(records[0])
+        alike = [others[0] for others in by_settings.values() if kind(others[0]) == (section, method)]
+        words = [f"{key}={records[0].settings.get(key, '–')}" for key in differing_keys(alike)]
+        by_seed = tuple(sorted(records, key=lambda record: record.settings["seed"]))
+        groups.append(Group(" ".join([method, *words]), by_seed, section))
+    return groups
 
 
 class Curve(NamedTuple):

@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedsub_app.common.code import code_digest
@@ -33,15 +32,12 @@ from fedsub_app.studies.tables import Row, Table, read_table
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 
 
-@dataclass(frozen=True)
-class RowJob(Job):
-    row: Row
-    seed: int
+Runs = list[tuple[Row, list[Job]]]  # a table's rows, each with one run a seed
 
 
-def job_of(row: Row, seed: int, folder: Path) -> RowJob:
+def job_of(row: Row, seed: int, folder: Path) -> Job:
     keys = dict(row.overrides) | {"seed": seed, "run-dir": str(folder)}
-    return RowJob(f"{row.setting}  {row.label}  seed {seed}", keys, folder, row, seed)
+    return Job(f"{row.setting}  {row.label}  seed {seed}", keys, folder)
 
 
 def reproduce(
@@ -85,7 +81,8 @@ def reproduce(
     for key, value in overrides.items():
         if not any(key in row.overrides for row in rows):
             raise UserError(f"{key} = {shown(value)}: does nothing: no row of the table runs that method")
-    jobs = [job_of(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
+    runs = [(row, [job_of(row, s, (out / row.slug / f"seed{s}").resolve()) for s in numbers]) for row in rows]
+    jobs = [job for of_seed in zip(*(mine for _, mine in runs), strict=True) for job in of_seed]
     for job in jobs:
         _ = job.settings  # bad input is reported before the first run starts
         if dry_run:
@@ -101,14 +98,14 @@ def reproduce(
     command = " ".join([f"fedsub reproduce {named}", *words])
     reference = table.reference or table.methods[0].label
     content: Json = {"table": named, "title": table.title, "command": command, "set": dict(overrides)}
-    content |= {"seeds": len(numbers), "reference": reference, "rows": [_entry(row, jobs) for row in rows]}
-    _write(out, name, table, facts(command, numbers, jobs), rows, jobs, content)
+    content |= {"seeds": len(numbers), "reference": reference, "rows": [_entry(row, mine) for row, mine in runs]}
+    _write(out, name, table, facts(command, numbers, jobs), runs, content)
     write_evidence(out / f"{name}.json", content)
-    if groups := _groups(rows, jobs):
+    if groups := _groups(runs):
         page, *_ = write_html(groups, out / "report.html", table.title, command, table.about)
         print("", summary_text(groups), *_differences(content), "", *verdicts(groups), "", sep="\n")
-        picture = draw_against_bytes(groups, out / f"{name}.png")
-        print(*map(link, filter(None, (page, picture))), sep="\n")
+        picture = out / f"{name}.png"
+        print(*map(link, [page, picture] if draw_against_bytes(groups, picture) else [page]), sep="\n")
     print(link(out / f"{name}.md"))
     for command in _next(rows):
         print(f"next: {command}")
@@ -117,9 +114,8 @@ def reproduce(
     return 1 if failures or (against and not _agrees(kept, content)) else 0
 
 
-def _entry(row: Row, jobs: Sequence[RowJob]) -> Json:
+def _entry(row: Row, mine: Sequence[Job]) -> Json:
     """Return what the table's JSON file holds of a row."""
-    mine = [job for job in jobs if job.row is row]
     settings = mine[0].settings
     metric = f"{settings.evaluations[0]}-{settings.score.name}"
     entry: Json = {"setting": row.setting, "method": row.label, "paper": row.paper.model_dump(exclude_defaults=True)}
@@ -161,11 +157,11 @@ def _next(rows: Sequence[Row]) -> list[str]:
     return [" ".join(["fedsub run", experiment, *words]), *([f"fedsub help {method}"] if method else [])]
 
 
-def _groups(rows: Sequence[Row], jobs: Sequence[RowJob], finished: bool = False) -> list[Group]:
+def _groups(runs: Runs, finished: bool = False) -> list[Group]:
     """Return the runs of each row that have begun, or have finished."""
     groups = []
-    for row in rows:
-        begun = [job for job in jobs if job.row is row and (job.folder / "settings.json").exists()]
+    for row, mine in runs:
+        begun = [job for job in mine if (job.folder / "settings.json").exists()]
         records = tuple(read_run(job.folder) for job in begun if not finished or job.summary())
         groups += [Group(row.label, records, row.setting)] if records else []
     return groups
@@ -187,8 +183,7 @@ SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum 
 COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9), ("seconds", 60), ("device-seconds", 1))
 
 
-def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
-    mine = [job for job in jobs if job.row is row]
+def _cells(row: Row, mine: list[Job], spread: str, apart: str) -> list[str]:
     summaries = [job.summary() for job in mine]
     good = [summary for summary in summaries if summary]
     if not good:
@@ -223,17 +218,17 @@ def _over_seeds(summaries: Sequence[Json], key: str, score: Score, spread: str) 
     return f"{score.number(statistics.mean(values))} ± {score.number(statistics.stdev(values))} ({len(values)})"
 
 
-def _cost_table(rows: list[Row], jobs: list[RowJob]) -> tuple[Sequence[str], list[list[str]]]:
+def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
     """Return header and rows of the costs to accuracy: compared among the finished runs, beside the paper's."""
-    score, timed = jobs[0].settings.score, any(job.settings.devices for job in jobs)
-    groups = _groups(rows, jobs, finished=True)
+    first, timed = runs[0][1][0].settings, any(job.settings.devices for _, mine in runs for job in mine)
+    score, groups = first.score, _groups(runs, finished=True)
     names = columns(score, timed)
     header = ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
-    key = f"{jobs[0].settings.evaluations[0]}-{score.name}"
+    key = f"{first.evaluations[0]}-{score.name}"
     costs = costs_of_groups(groups, key, timed) if groups else []
     of_row = {(group.section, group.label): texts for group, texts in zip(groups, costs, strict=True)}
     cells = []
-    for row in rows:
+    for row, _ in runs:
         texts = of_row.get((row.setting, row.label), ["failed", *[""] * len(names)])
         cells.append(
             [row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]
@@ -241,20 +236,13 @@ def _cost_table(rows: list[Row], jobs: list[RowJob]) -> tuple[Sequence[str], lis
     return header, cells
 
 
-def _write(
-    out: Path,
-    name: str,
-    table: Table,
-    made: Mapping[str, str],
-    rows: list[Row],
-    jobs: list[RowJob],
-    content: Json,
-) -> None:
-    spread, score = table.spread, jobs[0].settings.score
-    apart = [compared(content, row) for row in content["rows"]]
-    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
-        name: (table_header(score), [_cells(row, jobs, spread, text) for row, text in zip(rows, apart, strict=True)])
-    }
+def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Runs, content: Json) -> None:
+    spread, score = table.spread, runs[0][1][0].settings.score
+    of_rows = [
+        _cells(row, mine, spread, compared(content, entry))
+        for (row, mine), entry in zip(runs, content["rows"], strict=True)
+    ]
+    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {name: (table_header(score), of_rows)}
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in made.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. {score.name.capitalize()} at the end: {SPREADS[spread]} over (n)"
@@ -266,10 +254,10 @@ def _write(
         "",
     ]
     if table.cost_to_accuracy:
-        costs = tables[f"{name}-cost-to-accuracy"] = _cost_table(rows, jobs)
+        costs = tables[f"{name}-cost-to-accuracy"] = _cost_table(runs)
         lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
         lines += [_filled_columns(*costs), ""]
-    groups = _groups(rows, jobs)
+    groups = _groups(runs)
     names, served = served_table(groups)
     if served:
         shown = [
