@@ -52,11 +52,8 @@ WINDOW = 10
 def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list[Path]:
     """Compare both directions from each checkpoint; write and draw ``approximation.csv`` and ``.png`` into ``folder``.
 
-    Parameters
-    ----------
-    folder : directory of the run whose method and clients are compared; nothing else in it changes.
-    rounds : federated rounds from each checkpoint, at least 1: those that follow it in a run of these settings.
-    starts : run whose checkpoints are the models M, ``None`` for this one's. Its states are not used.
+    ``rounds``: federated rounds from each checkpoint, those that follow it in a run of these settings. ``starts``: run
+    whose checkpoints are the models M, ``None`` for this one's; its states are not used.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()

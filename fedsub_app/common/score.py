@@ -9,16 +9,11 @@ KINDS = ("global", "global-local", "personal", "global-local-validation", "perso
 
 
 class Score(NamedTuple):
-    """A number by which models are compared.
+    """A number by which models are compared; ``unit`` is ``"%"`` or "".
 
-    Attributes
-    ----------
-    name : one word without hyphens; keys of reports end with it: ``global-accuracy``.
-    high_is_good : whether a higher value is a better one.
-    unit : ``"%"``, or "" for a number without a unit.
-    low, high : least and greatest value that a client may report.
-    others : names of the further metrics that the task reports.
-    losses : range of the loss; a model with a larger one has diverged.
+    ``name`` is one word without hyphens; keys of reports end with it: ``global-accuracy``. A client may report ``low``
+    to ``high``. ``others`` are names of the further metrics that the task reports. ``losses`` is the range of the loss;
+    a model with a larger one has diverged.
     """
 
     name: str = "accuracy"

@@ -13,9 +13,8 @@ from fedsub_app.models.networks import tensors_of
 def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
     """Return which positions along which axis of a tensor are left when only the units that are on are.
 
-    Parameters
-    ----------
-    units : group name -> bool ``[group.size]``; a group that is lacking keeps all its units and has no positions here.
+    ``units``: group name -> bool ``[group.size]``; a group that is lacking keeps all its units and has no positions
+    here.
     """
     kept: dict[tuple[str, int], Tensor] = {}
     for group in groups:

@@ -63,11 +63,9 @@ class Tap:
 class Network:
     """One model object, whose weights are loaded before each use.
 
-    Attributes
-    ----------
-    module : the model; after the first use of :attr:`gates` with a gate, open or not, behind each layer of units.
-    tensors : its parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`).
-    parameters : tensors that can be trained.
+    ``module`` has, after the first use of :attr:`gates`, a gate behind each layer of units. ``tensors`` are its
+    parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`), ``parameters`` those
+    that are trained.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -52,13 +52,8 @@ def reproduce(
 ) -> int:
     """Run a table's rows over its seeds; write ``<name>.md``, .csv and .json, report.html; returns the exit code.
 
-    Parameters
-    ----------
-    name : a table of conf/, or the path of a table's file, ``<name>.toml``.
-    only : settings and methods; rows of these alone are run and written.
-    dry_run : check every row's settings and print the runs, no more.
-    against : a table's JSON file. Its keys and seeds are run anew, in a folder of this code, and compared with it
-        (:func:`~fedsub_app.studies.evidence.check`); the exit code is 1 where a row is different.
+    The arguments are the command's options. ``against``: a table's JSON file. Its keys and seeds are run anew, in a
+    folder of this code, and compared with it (:func:`~fedsub_app.studies.evidence.check`).
     """
     for key in TABLE_KEYS & overrides.keys():
         raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")

@@ -38,13 +38,7 @@ def sweep(
 ) -> int:
     """Run or continue a sweep; write its tables, picture, page and best settings; returns the exit code.
 
-    Parameters
-    ----------
-    pairs : ``key=values``, see :func:`~fedsub_app.studies.search_space.read_space`.
-    trials : how many settings to try, ``None`` for all points of a space without ranges.
-    method : ``"grid"``, ``"random"`` or ``"optuna"``; ``None``: random with ranges or ``trials``, else a grid.
-    metric : score at the end that ranks the trials, ``None`` for the first one of validation data.
-    out : folder of the sweep, ``None`` for one named by its content.
+    The arguments are the command's options; ``pairs``: see :func:`~fedsub_app.studies.search_space.read_space`.
     """
     fixed, space = read_space(pairs)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)

@@ -30,13 +30,9 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 @dataclass(frozen=True)
 class Search:
-    """The settings that are tried.
+    """The settings that are tried: ``fixed`` in all trials, those of ``space`` searched by grid, random or optuna.
 
-    Parameters
-    ----------
-    fixed : keys that all trials share.
-    method : ``"grid"``, ``"random"`` or ``"optuna"``.
-    trials : how many settings to try, ``None`` for all points of a space without ranges.
+    ``trials``: how many settings to try, ``None`` for all points of a space without ranges.
     """
 
     experiment: str
@@ -113,14 +109,9 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search whose trials are kept in a folder and ranked by a metric.
+    """A search whose trials and their runs are kept in the folder ``out``, and ranked by a metric.
 
-    Parameters
-    ----------
-    metric : a kind of score at the end of a run, such as ``"personal-validation"``.
-    score : that of the runs' task.
-    seeds : runs of a trial.
-    out : folder of the trials and their runs.
+    ``metric``: a kind of score at the end of a run, such as ``"personal-validation"``.
     """
 
     search: Search
