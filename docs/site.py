@@ -35,7 +35,7 @@ PUBLIC = {
         *("fedsub_app.reports.records.grouped", "fedsub_app.reports.html.write_html"),
         *(
             "fedsub_app.analysis.clients.client_of",
-            "fedsub_app.models.load_tensors",
+            "fedsub_app.models.networks.load_tensors",
             "fedsub_app.config.resolve",
             "fedsub_app.problem.Problem",
         ),

@@ -18,7 +18,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
-from fedsub_app.reports.pictures import figure, legend_beside, spaced
+from fedsub_app.reports.pictures import figure, legend_beside
 from fedsub_app.runs.masks import overlap
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import unpack_bits
@@ -146,11 +146,6 @@ def test_a_run_whose_global_model_was_measured_first(run_local: Run, caplog: pyt
     assert "checkpoints: rounds 2, 3; a run with keep-checkpoints = 0 keeps all" in caplog.text
     rows = list(csv.reader((folder / "mask-size.csv").open()))[1:]
     assert {row[0] for row in rows} == {"2", "3"}
-
-
-def test_labels_of_rounds() -> None:
-    assert spaced([10, 11], 6) == [10, 11]
-    assert spaced(range(1, 21), 6) == [1, 5, 9, 13, 17]
 
 
 def test_a_legend_covers_no_curve() -> None:

@@ -21,7 +21,6 @@ from typer.main import get_command
 import fedsub
 import fedsub_app
 from fedsub_app.cli import main as cli
-from fedsub_app.cli import report
 from fedsub_app.cli.arguments import split
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.errors import UserError
@@ -72,7 +71,7 @@ def commands(page: str, *first: str) -> list[str]:
 
 def parsed(words: list[str]) -> dict[str, Any]:
     """The arguments and options of a command line, by name; nothing is run."""
-    context = get_command(cli.app).make_context("fedsub", list(report.with_default_page(words)))
+    context = get_command(cli.app).make_context("fedsub", list(words))
     while isinstance(context.command, click.Group):
         rest = [*context._protected_args, *context.args]
         name, command, rest = context.command.resolve_command(context, rest)
@@ -124,7 +123,7 @@ def test_the_guides_commands(page: str, least: int, desk: Path, capsys: pytest.C
         elif "--onnx" in words:  # this network normalises by the batch, which ONNX has not
             assert cli.main(words) == 2
             assert "torch cannot write this network" in capsys.readouterr().err
-        elif words[0] in ("report", "export", "list", "completion", "help") or words[:3] == ["analyse", "runs/A"]:
+        elif words[0] in ("report", "export", "list", "help") or words[:3] == ["analyse", "runs/A"]:
             assert cli.main(words) == 0, line
     assert "error" not in capsys.readouterr().err
 
@@ -309,9 +308,9 @@ COMPLETED = {
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As the shell does it: the function that the script registers, asked for the last word."""
-    assert cli.main(["completion", "bash"]) == 0
+    show_completion("bash", monkeypatch)
     script, command = tmp_path / "completion.bash", tmp_path / "fedsub"
     script.write_text(capsys.readouterr().out)
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedsub_app.cli "$@"\n')
@@ -324,8 +323,16 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert expected in done.stdout.split(), (typed, done.stdout, done.stderr[-300:])
 
 
-def test_completion_for_zsh(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", "zsh"]) == 0
+def show_completion(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print a shell's script; Typer asks the processes above for the shell, here an argument names it."""
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--show-completion", shell])
+    assert ended.value.code == 0
+
+
+def test_completion_for_zsh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    show_completion("zsh", monkeypatch)
     assert capsys.readouterr().out.startswith("#compdef fedsub")
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from fedsub_app.cli import main as cli
 from fedsub_app.cli.helping import about_method
-from fedsub_app.cli.report import with_default_page
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
@@ -81,13 +80,3 @@ def test_a_copy_is_the_experiment(name: str, tmp_path: Path) -> None:
     assert copied == original
     tomllib.loads((tmp_path / "my.toml").read_text())
     assert cli.main(["cp", name, str(tmp_path / "my.toml")]) == 2
-
-
-def test_the_value_of_html_may_be_left_out() -> None:
-    for words, read in {
-        "report A --html": "report A --html=",
-        "report --html --out x A": "report --html= --out x A",
-        "report A --html x.html": "report A --html x.html",
-        "list": "list",
-    }.items():
-        assert with_default_page(words.split()) == read.split()

@@ -21,8 +21,6 @@ from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
-from fedsub_app.reports.compare import compare
-from fedsub_app.reports.records import read_run
 from fedsub_app.settings import digest
 from fedsub_app.studies import batch, reproduce
 from fedsub_app.studies.evidence import t_interval
@@ -274,15 +272,15 @@ def killed(*_: object) -> str:
     return ""
 
 
-def test_a_killed_process_is_one_line_a_run(
+def test_a_killed_process_is_one_line(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "run_job", killed)
     assert cli.main(["reproduce", table, "--out", str(tmp_path), "--workers", "1", "--only", "local"]) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        f"failed: digits local seed {seed}: not run: a process was killed (out of memory?); the same command goes on"
-        for seed in (0, 1)
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    said = "not run: a process was killed (out of memory?); the same command goes on"
+    assert lines[0] == f"failed: digits local seed 0: {said}"
+    assert all(line.endswith(said) for line in lines)
     assert "| digits | local | failed |" in (tmp_path / "my-small.md").read_text()
 
 
@@ -333,29 +331,6 @@ def test_report_draws_runs_into_one_picture(run_local: Run, tmp_path: Path) -> N
     folders = [str(run_local(name, method=name)[1]) for name in ("fedavg", "fedprox")]
     assert cli.main(["report", *folders, "--out", str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_runs_are_compared_at_equal_costs(tmp_path: Path) -> None:
-    """Two runs by hand: what the first had reached when it had cost what the second did, and no more."""
-    made = {
-        "fedavg": [(0, 0, 0, 0, 10.0), (5, 5, 4, 1, None), (5, 5, 4, 1, 50.0), (5, 5, 4, 1, 60.0)],
-        "fedpart": [(4, 5, 9, 0, 20.0), (5, 9, 2, 5, 55.0)],
-    }
-    for name, rounds in made.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "settings.json").write_text(json.dumps({"settings": {"method": name, "seed": 0}}))
-        lines = []
-        for number, (down, up, flops, seconds, accuracy) in enumerate(rounds):
-            line = {"round": number, "formula-bytes-down": down * 1e6, "formula-bytes-up": up * 1e6}
-            line |= {"flops": flops * 1e9, "seconds": seconds}
-            lines.append(json.dumps(line | ({} if accuracy is None else {"global-accuracy": accuracy})))
-        (tmp_path / name / "rounds.jsonl").write_text("\n".join(lines) + "\n")
-    runs = [(name, read_run(tmp_path / name)) for name in made]
-    first, second = compare(runs).splitlines()[2:]
-    assert first.endswith("| global | 60.00 | 30.0 | 60.00 | 12.0 | 60.00 | 3.0 | 60.00 |")
-    assert second.endswith("| global | 55.00 | 23.0 | 50.00 | 11.0 | 50.00 | 5.0 | 60.00 |")
-    (last,) = compare(runs[::-1]).splitlines()[3:]
-    assert last.endswith("| global | 60.00 | 30.0 | 55.00 | 12.0 | 55.00 | 3.0 | 20.00 |")
 
 
 def test_a_run_leaves_what_it_should(run_local: Run, tmp_path: Path) -> None:

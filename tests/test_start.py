@@ -7,7 +7,7 @@ from client_apps.base import Client
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.methods import METHODS
 from fedsub_app.models import model_names
-from fedsub_app.models.networks import _NETWORKS
+from fedsub_app.models.networks import _CONV_NETS, _MLPS
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 
@@ -44,7 +44,7 @@ def test_the_places_of_the_methods_are_there() -> None:
 
 
 def test_every_network_has_a_description() -> None:
-    assert set(model_names()) == set(_NETWORKS)
+    assert {n for n in model_names() if not n.startswith("resnet18")} == {*_CONV_NETS, *_MLPS}
 
 
 def test_flops_need_no_compiler() -> None:

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from client_apps.mtl import MTLClient
 from client_apps.subfedavg import SubFedAvgClient
-from fedsub_app.analysis.overlap import correlation
 from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -30,7 +29,6 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
 from fedsub_app.runs.checkpoint import read_checkpoint
-from fedsub_app.runs.masks import overlap, overlap_by_chance
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
@@ -878,49 +876,6 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     assert resumed.code == 0, resumed.err
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
     assert read_rounds(tmp_path / "whole")[-1]["pruned-fraction"] > 0.5
-
-
-def test_analyse_lays_masks_beside_labels(run_local: Run) -> None:
-    """Six pairs of clients: two with the same labels, two pairs with one of three in common, three with none."""
-    lists: dict[str, Value] = {"partition": "lists", "class-lists": "0 1, 0 1, 1 2, 3 4", "num-clients": 4}
-    _, folder = run_with(run_local, num_rounds=1, **lists)
-    assert cli.main(["analyse", str(folder)]) == 0
-    rows = list(csv.reader((folder / "overlap-labels.csv").open()))[1:]
-    strategy = SubFedAvg(resolve(KEYS | lists), build_model("mnist-cnn-bn", IN_SHAPE, 10, 0))
-    strategy.load_state(read_checkpoint(max((folder / "checkpoints").glob("round-*"))).state)
-    masks = strategy.position_masks()
-    assert masks is not None
-    assert {row[0] for row in rows} == {"conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight"}
-    for name in masks[0]:
-        of_clients = [of_client[name] for of_client in masks]
-        found, chance = overlap(of_clients), overlap_by_chance(of_clients)
-        expected = [
-            [shared, str(len(pairs)), *(f"{np.mean([t[pair] for pair in pairs]):.4f}" for t in (found, chance))]
-            for shared, pairs in {
-                "0.0000": [(0, 3), (1, 3), (2, 3)],
-                "0.3333": [(0, 2), (1, 2)],
-                "1.0000": [(0, 1)],
-            }.items()
-        ]
-        of_layer = [row for row in rows if row[0] == name]
-        assert [row[1:5] for row in of_layer] == expected
-        above = [float((found - chance)[pair]) for pair in [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]]
-        related = np.corrcoef([1, 1 / 3, 1 / 3, 0, 0, 0], above)[0, 1]
-        assert [float(row[5]) for row in of_layer] == pytest.approx([related] * 3, abs=1e-3)
-    assert (folder / "overlap-labels.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_overlap_by_chance_by_hand() -> None:
-    masks = [bits(1, 1, 0, 0), bits(1, 1, 1, 1), bits(0, 0, 0, 0)]
-    third = 0.25 / 0.75  # halves: a quarter in both, three quarters in one or both
-    assert overlap_by_chance(masks).tolist() == [[pytest.approx(third), 0.5, 0], [0.5, 1, 0], [0, 0, 1]]
-
-
-def test_correlation_by_hand() -> None:
-    assert correlation(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([5.0, 3.0, 1.0])) == pytest.approx(-1)
-    assert correlation(torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0
-    for length in range(3):  # one client, two, or all pairs alike
-        assert np.isnan(correlation(torch.ones(length), torch.rand(length)))
 
 
 def test_analyse_lays_accuracy_beside_what_is_pruned(run_local: Run) -> None:

@@ -192,19 +192,9 @@ def test_optuna_goes_where_it_was_good_and_proposes_the_same_again(tmp_path: Pat
     assert statistics.fmean(abs(rate - 0.7) for rate in proposed[0][15:]) < 0.2  # random: 0.29
 
 
-def test_trials_in_files_of_their_own_are_taken_over(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
-    search = search_of({"lr": FloatDistribution(0.0, 1.0)}, "random", 3)
-    write_json(tmp_path / "sweep.json", search.describe("personal-validation"))
-    for number, rate in enumerate((0.25, 0.75)):
-        write_json(tmp_path / f"trial-{number:03d}.json", {"number": number, "keys": {"lr": rate}})
-    for _ in range(2):
-        assert [trial.keys for trial in sweep_of(search, tmp_path).started()] == [{"lr": 0.25}, {"lr": 0.75}]
-
-
 def test_a_folder_of_another_sweep_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["sweep", *VALIDATED, "--out", str(tmp_path)]
-    write_json(tmp_path / "sweep.json", {"experiment": "fedpews/digits"})
+    _ = sweep_of(Search("fedpews/digits", {}, {}, "grid"), tmp_path).study
     assert cli.main([*arguments, "-s", "lr=0.1,0.2"]) == 2
     assert capsys.readouterr().err == (
         f"error: --out {tmp_path}: has another sweep, with experiment = 'fedpews/digits'\n"
@@ -216,9 +206,10 @@ def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu in ("GPU-a", "GPU-b"):
         turns.put(gpu)
     monkeypatch.setenv(batch.VISIBLE, "GPU-a,GPU-b")
+    monkeypatch.setattr(batch, "_end_with_parent", lambda: None)
     seen = []
     for _ in range(2):
-        batch.take_gpu(turns)
+        batch._begin(turns)
         seen.append(batch.os.environ[batch.VISIBLE])
     assert seen == ["GPU-a", "GPU-b"]
 

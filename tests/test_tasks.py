@@ -15,9 +15,9 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
 from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset
-from fedsub_app.reports.compare import comparisons
+from fedsub_app.reports.compare import cost_text, summary_text
 from fedsub_app.reports.cost_to_accuracy import costs_to_accuracy
-from fedsub_app.reports.records import read_run
+from fedsub_app.reports.records import Group, read_run
 from fedsub_app.runs.rounds import ended_by, summarise
 from fedsub_app.tasks import TASKS, MultiLabel, NextToken, Regression, Task, task_of, with_loss, with_metrics
 
@@ -207,8 +207,9 @@ def test_a_regression_end_to_end(tmp_path: Path) -> None:
     assert not any("accuracy" in key for key in [*lines[-1], *runs[0].summary])
     assert runs[0].score[:3] == RMSE[:3]
     folders = [run.folder for run in runs]
-    assert "| rmse | at the end |" in comparisons(folders)
-    assert "Cost to rmse. Best: the lowest mean rmse" in comparisons(folders)
+    groups = [Group(folder.name, (read_run(folder),)) for folder in folders]
+    assert "global rmse  personal rmse" in summary_text(groups)
+    assert "Cost to rmse. Best: the lowest mean rmse" in cost_text(groups)
     assert (folders[0] / "curve.png").exists()
 
 

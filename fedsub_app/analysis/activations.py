@@ -20,7 +20,7 @@ from fedsub_app.models import UnitGroup, load_tensors
 from fedsub_app.models.groups import split
 from fedsub_app.problem import Problem
 from fedsub_app.reports.export import write_csv
-from fedsub_app.reports.pictures import figure, spaced
+from fedsub_app.reports.pictures import figure
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.masks import strategy_of
 from fedsub_app.runs.recorded import settings_of
@@ -38,17 +38,9 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where several clients have personal positions: intersection
     over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
-    ``overlap-labels.csv`` and ``.png``: the same of the last checkpoint, by the number of labels
-    that a pair has in common; the overlap of independent masks of those sizes; and the correlation over all pairs
-    between the overlap above that and the labels in common.
     ``mask-size.csv`` and ``.png``: score of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
-
-    Raises
-    ------
-    UserError
-        The folder is not that of a run, or holds no checkpoint.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
@@ -67,15 +59,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
     """Return every hidden unit's activation (ReLU of its layer's output), summed over a batch and over positions.
 
-    Parameters
-    ----------
-    model : the network, in the mode it is to be run in.
-    groups : its unit groups.
-    x : inputs ``[n, ...]``.
-
-    Returns
-    -------
-    group name -> float ``[group.size]``.
+    ``model`` is in the mode that it is to be run in. Each group has float ``[group.size]``.
     """
     activations: dict[str, Tensor] = {}
 
@@ -139,7 +123,7 @@ def _activations(
             axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
             if rounds[0] < last_staged < rounds[-1]:
                 axes.axvline(last_staged, color="white", linestyle="--", linewidth=1)
-            axes.set_xticks(spaced(rounds, 6))
+            axes.locator_params(axis="x", nbins=6, integer=True)
             axes.set_title(f"client {client}, {group.name}", fontsize="small")
         grid[client][0].set_ylabel("unit")
     for axes in grid[-1]:

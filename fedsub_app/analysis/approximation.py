@@ -52,17 +52,8 @@ WINDOW = 10
 def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list[Path]:
     """Compare both directions from each checkpoint; write and draw ``approximation.csv`` and ``.png`` into ``folder``.
 
-    Parameters
-    ----------
-    folder : directory of the run whose method and clients are compared; nothing else in it changes.
-    rounds : federated rounds from each checkpoint, at least 1: those that follow it in a run of these settings.
-    starts : run whose checkpoints are the models M, ``None`` for this one's. Its server's and clients' states are not
-        used.
-
-    Raises
-    ------
-    UserError
-        A folder is not that of a run or has no checkpoint, or ``starts`` is of another network.
+    ``rounds``: federated rounds from each checkpoint, those that follow it in a run of these settings. ``starts``: run
+    whose checkpoints are the models M, ``None`` for this one's; its states are not used.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
@@ -146,10 +137,8 @@ def train_centrally(place: Workplace, model: Tensors, number: int, clients: Sequ
 def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch, Tensor, list[Tensor]]:
     """Return the training samples of some clients in a round as those of one client, and mini-batches of them.
 
-    Returns
-    -------
-    x, y : samples and labels in the order of the clients' steps; a sample that is used twice is there twice.
-    batches : indices into them, int64: as many mini-batches in each step as clients take part in it.
+    x, y are in the order of the clients' steps; a sample that is used twice is there twice. batches are indices into
+    them, int64: as many mini-batches in each step as clients take part in it.
     """
     workers = [Client(place, client, number, {}) for client in clients]
     x, y, batches = [], [], []

@@ -1,7 +1,7 @@
-"""Overlap of the clients' personal masks, by layer, round and labels in common, and score against their size.
+"""Overlap of the clients' personal masks, by layer and round, and score against their size.
 
 Overlap: Tamirisa et al., FedSelect, 2024, Figure 4. Score against what the masks leave out: Vahidian et al.,
-Sub-FedAvg, 2021, Figures 1, 2; overlap against labels in common is what they claim in Section 3.1 and do not show.
+Sub-FedAvg, 2021, Figures 1, 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,16 @@ from torch import Tensor
 
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import make_partition
-from fedsub_app.problem import Problem
 from fedsub_app.reports.export import write_csv
-from fedsub_app.reports.pictures import COLOURS, figure, legend_beside, spaced
+from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import read_checkpoint
-from fedsub_app.runs.masks import overlap, overlap_by_chance
-from fedsub_app.settings import Settings
+from fedsub_app.runs.masks import overlap
 from strategies.base import SubnetStrategy
 
 
 def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], lines: Sequence[Json]) -> list[Path]:
     """Write and draw the overlap of the masks in some checkpoints; nothing where clients have no personal positions."""
-    rows: list[list[Any]] = []
-    rounds = []
+    means: dict[int, list[float]] = {}  # round of a checkpoint -> mean overlap of each layer
     outside: dict[int, list[float]] = {}
     last: dict[str, Tensor] = {}
     pairs = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
@@ -37,86 +33,43 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
         masks = strategy.position_masks()
         if masks is None:
             return []
-        of_layers = {name: [of_client[name] for of_client in masks] for name in masks[0]}
-        last = {name: overlap(of_clients) for name, of_clients in of_layers.items()}
-        rounds.append(checkpoint.round)
-        rows += [[checkpoint.round, name, f"{overlaps[pairs].mean():.4f}"] for name, overlaps in last.items()]
+        names = [name.removesuffix(".weight") for name in masks[0]]
+        last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
+        means[checkpoint.round] = [float(overlaps[pairs].mean()) for overlaps in last.values()]
         outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
+    sizes = _mask_size(folder, strategy.score, outside, lines)
     if not pairs.any():  # one client
-        return _mask_size(folder, strategy.score, outside, lines)
+        return sizes
+    files = [folder / name for name in ("overlap.csv", "overlap.png", "overlap-rounds.png")]
+    rows = [[r, layer, f"{mean:.4f}"] for r, of in means.items() for layer, mean in zip(last, of, strict=True)]
+    write_csv(files[0], ("round", "layer", "mean overlap"), rows)
     wide = min(6, len(last))
     high = -(-len(last) // wide)
     drawing = figure(2.2 * wide, 2.3 * high)
     grid = drawing.subplots(high, wide, squeeze=False).flatten()
-    for number, (axes, (name, overlaps)) in enumerate(zip(grid, last.items(), strict=False)):
+    for axes, name, overlaps in zip(grid, names, last.values(), strict=False):
         image = axes.imshow(overlaps, vmin=0, vmax=1, cmap="viridis")
-        axes.set_title(name.removesuffix(".weight"), fontsize="small")
+        axes.set_title(name, fontsize="small")
         axes.locator_params(integer=True)
-        axes.set(xlabel="client", ylabel="" if number % wide else "client")
     for axes in grid[len(last) :]:
         axes.set_axis_off()
+    drawing.supxlabel("client")
+    drawing.supylabel("client")
     drawing.colorbar(image, ax=grid.tolist(), label="intersection over union", shrink=0.8)
-    drawing.savefig(folder / "overlap.png", dpi=120)
-    names = list(last)
+    drawing.savefig(files[1], dpi=120)
     over_rounds = figure(8, 2 + 0.15 * len(names))
     axes = over_rounds.subplots()
-    means = np.array([float(mean) for _, _, mean in rows]).reshape(-1, len(names)).T
-    image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    columns = spaced(range(len(rounds)), 20)
-    axes.set_xticks(columns, [str(rounds[column]) for column in columns], fontsize="small")
-    axes.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names], fontsize="x-small")
+    table = np.array(list(means.values())).T
+    image = axes.pcolormesh(list(means), range(len(names)), table, shading="nearest", vmin=0, vmax=1, cmap="viridis")
+    axes.set_yticks(range(len(names)), names, fontsize="x-small")
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("round")
     over_rounds.colorbar(image, ax=axes, label="mean overlap")
-    over_rounds.savefig(folder / "overlap-rounds.png", dpi=120)
-    written = write_csv(folder / "overlap.csv", ("round", "layer", "mean overlap"), rows)
-    pictures = [folder / "overlap.png", folder / "overlap-rounds.png"]
-    chance = {name: overlap_by_chance(of_clients) for name, of_clients in of_layers.items()}
-    by_labels = _by_labels(folder, strategy.settings, last, chance)
-    return [written, *pictures, *by_labels, *_mask_size(folder, strategy.score, outside, lines)]
-
-
-def correlation(left: Tensor, right: Tensor) -> float:
-    """Return Pearson's correlation of two vectors; nan where one of them is constant or shorter than 2."""
-    x, y = (values.double() - values.double().mean() for values in (left, right))
-    return float(x @ y / (x.norm() * y.norm()))
-
-
-def _by_labels(
-    folder: Path, settings: Settings, overlaps: Mapping[str, Tensor], chance: Mapping[str, Tensor]
-) -> list[Path]:
-    """``overlaps``, ``chance``: layer -> overlap of every pair of clients, measured and of independent masks."""
-    data = Problem.of(settings).data
-    counts = make_partition(data, settings.partitioning).class_counts(data)
-    pairs = torch.ones(len(counts), len(counts)).triu(1).bool()
-    labels = overlap(list(counts > 0))[pairs]
-    rows: list[list[Any]] = []
-    drawing = figure(8, 4)
-    axes = drawing.subplots()
-    for number, (name, of_pairs) in enumerate((name, overlaps[name][pairs]) for name in overlaps):
-        related = correlation(labels, of_pairs - chance[name][pairs])
-        alike = [(float(value), labels == value) for value in labels.unique()]
-        means = [float(of_pairs[pairs_of].mean()) for _, pairs_of in alike]
-        expected = [float(chance[name][pairs][pairs_of].mean()) for _, pairs_of in alike]
-        for (value, pairs_of), *values in zip(alike, means, expected, strict=True):
-            written = (f"{part:.4f}" for part in (*values, related))
-            rows.append([name, f"{value:.4f}", int(pairs_of.sum()), *written])
-        label, colour = f"{name}: correlation {related:.2f}", COLOURS[number % len(COLOURS)]
-        axes.plot([value for value, _ in alike], means, "o-", color=colour, label=label)
-        axes.plot([value for value, _ in alike], expected, ":", color=colour)
-    axes.set(
-        xlabel="labels in common (intersection over union)",
-        ylabel="mean overlap of masks (dotted: by chance)",
-        ylim=(0, 1.02),
-    )
-    if len(overlaps) <= len(COLOURS):
-        legend_beside(drawing)
-    drawing.savefig(folder / "overlap-labels.png", dpi=120)
-    header = ("layer", "labels in common", "pairs", "mean overlap", "by chance", "correlation")
-    return [write_csv(folder / "overlap-labels.csv", header, rows), folder / "overlap-labels.png"]
+    over_rounds.savefig(files[2], dpi=120)
+    return files + sizes
 
 
 def _percent_outside(masks: Tensors) -> float:
-    """Return the percentage of the positions that a client's masks leave out."""
     return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
 
 
@@ -130,29 +83,20 @@ def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]
         trained |= {*line.get("clients", ())} - others
         for client, metrics in line.get("evaluated", {}).items():
             if line["round"] in outside and int(client) in trained and key in metrics:
-                percent = outside[line["round"]][int(client)]
-                rows.append((line["round"], int(client), percent, metrics[key]))
+                rows.append((line["round"], int(client), outside[line["round"]][int(client)], metrics[key]))
     if not rows:
         return []
     drawing = figure(8, 4)
     axes = drawing.subplots()
-    axes.scatter([row[2] for row in rows], [row[3] for row in rows], s=4, color="0.7", label="a client in a round")
+    table = np.array(rows)
+    axes.scatter(table[:, 2], table[:, 3], s=4, color="0.7", label="a client in a round")
     for number, client in enumerate(sorted(trained)[:4]):
-        of_client = [row for row in rows if row[1] == client]
-        axes.plot(
-            [row[2] for row in of_client],
-            [row[3] for row in of_client],
-            ".-",
-            color=COLOURS[number],
-            label=f"client {client}",
-        )
-    means = [
-        np.mean([row[2:] for row in rows if row[0] == number], axis=0) for number in sorted({row[0] for row in rows})
-    ]
+        axes.plot(*table[table[:, 1] == client, 2:].T, ".-", color=COLOURS[number], label=f"client {client}")
+    means = [table[table[:, 0] == number, 2:].mean(0) for number in np.unique(table[:, 0])]
     axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")
     axes.set(xlabel="outside the client's mask (%)", ylabel=score.titled(f"{score.name} of the client's own model"))
     legend_beside(drawing)
     drawing.savefig(folder / "mask-size.png", dpi=120)
-    written = [[number, client, f"{percent:.2f}", score.number(value)] for number, client, percent, value in rows]
+    written: list[list[Any]] = [[r, client, f"{part:.2f}", score.number(value)] for r, client, part, value in rows]
     header = ("round", "client", "outside its mask (%)", key)
     return [write_csv(folder / "mask-size.csv", header, written), folder / "mask-size.png"]

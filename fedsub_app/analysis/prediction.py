@@ -41,11 +41,6 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
 
     A classification has the columns ``label`` and ``score``, the probability from 0 to 1; a multi-label task a
     probability a label; all others the network's outputs.
-
-    Raises
-    ------
-    UserError
-        The run's data are not on this machine, which normalise the inputs; or a file is not like them.
     """
     network, problem, settings = model_of(folder, client)
     task = problem.task

@@ -10,13 +10,7 @@ from fedsub_app.models import adapters, scale_of, tensors_of
 
 
 def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
-    """Write a folder that ``peft.PeftModel.from_pretrained(network, folder)`` loads, the head included.
-
-    Raises
-    ------
-    UserError
-        The network has no adapters, or the run has changed the weights under them.
-    """
+    """Write a folder that ``peft.PeftModel.from_pretrained(network, folder)`` loads, the head included."""
     network, _, settings = model_of(run, client)
     tensors = tensors_of(network)
     if not (every := adapters(tensors)) or settings.options.moves_base:

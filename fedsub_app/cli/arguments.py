@@ -13,30 +13,26 @@ if TYPE_CHECKING:
     from fedsub_app.common.section import Value
 
 
-def _key_words(incomplete: str) -> list[str]:
-    from fedsub_app.config import defaults  # on demand: pydantic is half of the start
+def complete_methods(incomplete: str) -> list[str]:
     from fedsub_app.methods import METHODS
 
-    return [f"method={name}" for name in METHODS] if incomplete.startswith("method=") else [f"{k}=" for k in defaults()]
-
-
-def _starting(words: Iterable[str], incomplete: str) -> list[str]:
-    return [word for word in words if word.startswith(incomplete)]
+    return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def complete_keys(incomplete: str) -> list[str]:
-    """Return the keys, or the methods behind ``method=``, that begin so."""
-    return _starting(_key_words(incomplete), incomplete)
+    from fedsub_app.config import defaults  # on demand: pydantic is half of the start
+
+    if incomplete.startswith("method="):
+        return [f"method={name}" for name in complete_methods(incomplete.removeprefix("method="))]
+    return [f"{key}=" for key in defaults() if f"{key}=".startswith(incomplete)]
 
 
 def complete_experiments(incomplete: str) -> list[str]:
-    """Return the experiments and keys that begin so."""
-    return _starting([*experiments(), *_key_words(incomplete)], incomplete)
+    return [name for name in experiments() if name.startswith(incomplete)] + complete_keys(incomplete)
 
 
 def complete_tables(incomplete: str) -> list[str]:
-    """Return the tables that begin so."""
-    return _starting(tables(), incomplete)
+    return [name for name in tables() if name.startswith(incomplete)]
 
 
 Words = Annotated[
@@ -56,13 +52,7 @@ Workers = Annotated[int | None, Option(metavar="N", help="runs at a time (defaul
 
 
 def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tuple[str, list[str]]:
-    """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last.
-
-    Raises
-    ------
-    UserError
-        There are two such words.
-    """
+    """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last."""
     names = [word for word in words or () if "=" not in word or word.endswith(".toml")]
     if len(names) > 1:
         raise UserError(f"{names[1]!r}: expected key=value behind {names[0]}")

@@ -3,30 +3,21 @@
 import ast
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 from typer import Argument, Context
 
-from fedsub_app.cli.arguments import _starting
+from fedsub_app.cli.arguments import complete_methods
 from fedsub_app.cli.listing import cells_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
 
-if TYPE_CHECKING:
-    from fedsub_app.methods import Method
-
-
-def _topics(incomplete: str) -> list[str]:
-    from fedsub_app.methods import METHODS
-
-    return _starting(METHODS, incomplete)
-
 
 def explain(
     context: Context,
-    topic: Annotated[str | None, Argument(help="a method or a command", autocompletion=_topics)] = None,
+    topic: Annotated[str | None, Argument(help="a method or a command", autocompletion=complete_methods)] = None,
 ) -> None:
     """Explain a method (idea, paper, settings, example) or a command."""
     from fedsub_app.methods import METHODS
@@ -55,14 +46,10 @@ def about_method(name: str) -> str:
     rows = [[key, *cells_of(text)] for key, text in describe().items() if key.startswith(f"{name}.")]
     keys = markdown(("key", "default", "allowed", "meaning"), rows) if rows else "It has no settings of its own."
     preset = ", ".join(f"`{key} = {value}`" for key, value in method.preset.items())
-    parts = [f"# {name}", f"{method.description}.", _head(method).replace("``", "`")]
-    parts += [f"It sets {preset}."] if preset else []
-    return "\n\n".join([*parts, keys, f"    fedsub run quickstart/digits method={name}"])
-
-
-def _head(method: "Method") -> str:
-    """Return the docstring of a method's module, which is not imported for it: that would load torch."""
-    place = vars(method)["strategy"]
+    place = vars(method)["strategy"]  # its module is not imported for its docstring: that would load torch
     spec = find_spec(f"strategies.{place.partition(':')[0]}" if isinstance(place, str) else place.__module__)
     assert spec
-    return ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""
+    head = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""
+    parts = [f"# {name}", f"{method.description}.", head.replace("``", "`")]
+    parts += [f"It sets {preset}."] if preset else []
+    return "\n\n".join([*parts, keys, f"    fedsub run quickstart/digits method={name}"])

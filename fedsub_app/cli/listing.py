@@ -1,7 +1,6 @@
 """``fedsub list``: names that settings can have, and the settings themselves."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
@@ -12,8 +11,6 @@ from fedsub_app.common.text import markdown, show
 
 
 class Kind(StrEnum):
-    """What can be listed."""
-
     METHODS = "methods"
     DATASETS = "datasets"
     MODELS = "models"
@@ -62,7 +59,7 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
 
             return {name: [about] for name, about in dataset_names().items()}
     files = experiments() if kind is Kind.EXPERIMENTS else tables()
-    return {name: [_first_comment(path)] for name, path in files.items()}
+    return {name: [path.read_text().partition("\n")[0].removeprefix("#").strip()] for name, path in files.items()}
 
 
 def cells_of(text: str) -> list[str]:
@@ -70,8 +67,3 @@ def cells_of(text: str) -> list[str]:
     first, _, rest = text.partition("\n")
     default, _, allowed = first.partition(" ")
     return [cell.strip().replace("\n", " ").replace("|", "\\|") for cell in (default, allowed, rest)]
-
-
-def _first_comment(path: Path) -> str:
-    first = path.read_text().partition("\n")[0]
-    return first.removeprefix("# ") if first.startswith("#") else ""

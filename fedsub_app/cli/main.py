@@ -14,7 +14,6 @@ from typer.main import get_command
 
 from fedsub_app.cli import (
     analyse,
-    completion,
     copying,
     export,
     federation,
@@ -31,6 +30,7 @@ from fedsub_app.cli import (
 from fedsub_app.common.errors import UserError
 
 EXIT_BAD_INPUT = 2
+COMPLETE = "_FEDSUB_COMPLETE"  # by it a shell asks for the words that complete a line
 GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     "Run": {"run": run.run, "reproduce": reproduce.reproduce, "sweep": sweep.sweep},
     "Look at runs": {
@@ -40,13 +40,12 @@ GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     },
     "Use a model": {"predict": predict.predict},
     "Learn": {"list": listing.list_names, "help": helping.explain, "cp": copying.copy},
-    "This machine": {"setup": setup.setup, "env": setup.env, "stop": setup.stop, "completion": completion.completion},
+    "This machine": {"setup": setup.setup, "env": setup.env, "stop": setup.stop},
     "Extend": {"new-method": new_method.write_method},
 }
 app = typer.Typer(
     help="Run, compare and deploy sub-network federated learning.",
     epilog="`fedsub run` without a name is the quickstart. `fedsub COMMAND --help` shows a command's options.",
-    add_completion=False,
     suggest_commands=False,  # click suggests them
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -76,12 +75,12 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C."""
     command = get_command(app)
-    if completion.VARIABLE in os.environ:
-        return int(completion.answer(command))
+    if COMPLETE in os.environ:
+        command.main(prog_name="fedsub")  # answers the shell and exits
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("fedsub").setLevel(logging.INFO)
     try:
-        with command.make_context("fedsub", report.with_default_page(words) or ["--help"]) as context:
+        with command.make_context("fedsub", words or ["--help"]) as context:
             return int(command.invoke(context) or 0)
     except click.exceptions.Exit as done:
         return done.exit_code

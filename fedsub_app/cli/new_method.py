@@ -18,30 +18,17 @@ from fedsub_app.common.files import write_atomic
 
 def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in lower case its `method`")]) -> None:
     """Write the files of a method of your own, to be filled in."""
-    from fedsub_app.deployment.flower import PROJECT, is_checkout
+    from fedsub_app.deployment.flower import PROJECT
 
-    if not is_checkout():
-        raise UserError("new-method: writes into a checkout of fedsub; an installed package takes fedsub.register")
     for path in new_method(name, PROJECT):
         print(path)
     print("left to you: the method, its paper in the heads, rows in docs/bad-input.md and CHANGELOG.md")
 
 
 def new_method(spelled: str, project: Path) -> list[Path]:
-    """Write the files of a method into the checkout ``project`` and register it.
+    """Write the files of a method into the checkout ``project``, register it, and return the changed files.
 
-    Parameters
-    ----------
-    spelled : the method's name, with capitals where its classes have them: ``FedFoo`` or ``Fed-Foo``.
-
-    Returns
-    -------
-    The files that were written or changed.
-
-    Raises
-    ------
-    UserError
-        The name is none, there is a method or a file of that name, or this is no checkout.
+    ``spelled``: the method's name, with capitals where its classes have them: ``FedFoo`` or ``Fed-Foo``.
     """
     from fedsub_app.deployment.flower import PROJECT
     from fedsub_app.methods import check_name
@@ -49,7 +36,8 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     name = spelled.lower()
     check_name(name)
     if not (project / "tests/helpers.py").is_file():
-        raise UserError(f"{project}: not a checkout of fedsub, which a method is added to")
+        other = "an installed package takes fedsub.register"
+        raise UserError(f"{project}: not a checkout of fedsub, which a method is added to; {other}")
     module = name.replace("-", "_")
     class_name = "".join(word[0].upper() + word[1:] for word in spelled.split("-"))
     words = {"fed_foo": module, "fed-foo": name, "FedFoo": class_name}
@@ -62,31 +50,23 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     for path in texts:
         if (project / path).exists():
             raise UserError(f"{project / path}: there already")
-    changed = {
-        "fedsub_app/methods.py": _registered(project / "fedsub_app/methods.py", name, module, class_name),
-        "tests/helpers.py": _after(project / "tests/helpers.py", "METHOD_KEYS: .*= {\n", f'    "{name}": {{}},\n'),
-    }
+    places = ", ".join(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))
+    line = f'    "{name}": Method("authors and year", {places}),\n'
+    # The register's last line, and the first one of the tests' keys of each method.
+    texts["fedsub_app/methods.py"] = _with(project / "fedsub_app/methods.py", r"(?ms)(.*^)(}\n)", rf"\1{line}\2")
+    keys = rf'\1    "{name}": {{}},\n'
+    texts["tests/helpers.py"] = _with(project / "tests/helpers.py", r"(?m)(^METHOD_KEYS: .*= {\n)", keys)
     for path, text in texts.items():
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(project / path, text.encode())
-    for path, text in changed.items():
-        write_atomic(project / path, text.encode())
     write_defaults(project)
-    return [project / path for path in (*texts, *changed, "pyproject.toml")]
+    return [project / path for path in (*texts, "pyproject.toml")]
 
 
-def _registered(register: Path, name: str, module: str, class_name: str) -> str:
-    """Return methods.py with a method's line: the places of its three classes, which are imported when it runs."""
-    places = ", ".join(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))
-    lines = register.read_text().splitlines(keepends=True)
-    end = len(lines) - 1 - lines[::-1].index("}\n")
-    return "".join([*lines[:end], f'    "{name}": Method("authors and year", {places}),\n', *lines[end:]])
-
-
-def _after(path: Path, pattern: str, line: str) -> str:
-    text, count = re.subn(f"(?m)^{pattern}", lambda match: match.group() + line, path.read_text(), count=1)
+def _with(path: Path, pattern: str, new: str) -> str:
+    text, count = re.subn(pattern, new, path.read_text(), count=1)
     if not count:
-        raise UserError(f"{path}: no line {pattern.strip()!r} to add {line.strip()!r} behind")
+        raise UserError(f"{path}: no place for the method, which {pattern!r} finds")
     return text
 
 

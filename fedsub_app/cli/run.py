@@ -76,7 +76,6 @@ def overrides_of(
 
 
 def _set_keys(overrides: "dict[str, Value]", values: dict[str, str | bool], argument: str) -> None:
-    """Set the keys that a command-line argument stands for."""
     for key in values.keys() & overrides.keys():
         raise UserError(f"-s {key}={overrides[key]}: not beside {argument}, which sets {key}")
     overrides |= values

@@ -11,8 +11,6 @@ from fedsub_app.common.errors import between
 
 
 class SearchMethod(StrEnum):
-    """How the next settings are chosen."""
-
     GRID = "grid"
     RANDOM = "random"
     OPTUNA = "optuna"

@@ -28,13 +28,6 @@ def tables() -> dict[str, Path]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Raises
-    ------
-    UserError
-        It is not valid TOML, or is nested deeply.
-    """
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -56,5 +49,4 @@ def is_file(name: str) -> bool:
 
 
 def experiment_file(experiment: str) -> Path:
-    """Return the path of an experiment's file, in conf/ or elsewhere."""
     return Path(experiment) if is_file(experiment) else conf_folder() / f"{experiment}.toml"

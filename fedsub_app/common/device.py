@@ -13,18 +13,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def pick_device(name: str, exact: bool = True) -> torch.device:
-    """Resolve the setting ``device`` and, on a GPU, set up this process for it.
+    """Resolve the setting ``device``, auto, cpu or cuda, and, on a GPU, set up this process for it.
 
-    Parameters
-    ----------
-    name : ``"auto"``, ``"cpu"`` or ``"cuda"``.
-    exact : deterministic kernels and float32 products in full precision; otherwise the fastest that torch has, TF32
-        and atomic additions included, whose sums differ from run to run.
-
-    Raises
-    ------
-    UserError
-        There is no GPU.
+    ``exact``: deterministic kernels and float32 products in full precision; otherwise the fastest that torch has, TF32
+    and atomic additions included, whose sums differ from run to run.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda': this machine has no CUDA device; allowed here are auto, cpu")

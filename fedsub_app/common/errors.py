@@ -4,6 +4,8 @@
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed.
 
+    Whatever reads settings, files or code of a user may raise it; docs/bad-input.md lists the cases.
+
     Names of files, classes and keys in it may be of unknown origin: letters that a terminal would obey are escaped.
     """
 
@@ -26,7 +28,6 @@ def shown(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one line of text."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -38,13 +39,7 @@ def printable(text: str, limit: int = 200) -> str:
 
 
 def between(option: str, value: int | None, maximum: int, minimum: int = 1) -> int | None:
-    """Return the value of a command's option, ``None`` for its default, if it is ``minimum`` to ``maximum``.
-
-    Raises
-    ------
-    UserError
-        The value is outside that range.
-    """
+    """Return the value of a command's option, ``None`` for its default, if it is ``minimum`` to ``maximum``."""
     if value is not None and not minimum <= value <= maximum:
         raise UserError(f"{option} {value}: must be {minimum} to {maximum}")
     return value

@@ -39,16 +39,8 @@ def _mode(folder: Path) -> int:
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Write so that ``path`` holds either all of ``content`` or what it held before, also after a power cut.
 
-    In a folder that is its owner's alone (0700), as a run's is, so is the file (0600).
-
-    Parameters
-    ----------
-    content : the bytes, or a function that writes them to the open file that it is given.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written; no part of it is left.
+    In a folder that is its owner's alone (0700), as a run's is, so is the file (0600). ``content``: the bytes, or a
+    function that writes them to the open file. After an OSError no part of it is left.
     """
     make_folder(path.parent)
     mode = 0o666 & _mode(path.parent)
@@ -94,19 +86,12 @@ def _finite(content: Any) -> Any:
 
 
 def write_json(path: Path, content: "Json") -> None:
-    """Write a JSON object with its checksum, atomically."""
     text = to_json(content | {CHECKSUM: _checksum(content)}, indent=2)
     write_atomic(path, f"{text}\n".encode())
 
 
 def read_json(path: Path) -> "Json":
-    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none.
-
-    Raises
-    ------
-    UserError
-        It cannot be read, is damaged, or holds something else.
-    """
+    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: not a file")

@@ -6,18 +6,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Several tensors of the same samples, such as token ids and mask; indexing takes the samples of all of them.
+    """Several tensors [n, ...] of the same samples, such as token ids and mask; indexing takes the same of each.
 
-    Parameters
-    ----------
-    tensors : each [n, ...].
-    names : the keyword arguments of the network that they are; () for its arguments in order.
+    ``names``: the keyword arguments of the network that they are; () for its arguments in order.
     """
 
     tensors: tuple[Tensor, ...]
@@ -25,7 +22,6 @@ class Inputs:
 
     @staticmethod
     def of(parts: Mapping[str, Tensor] | Sequence[Tensor]) -> "Inputs":
-        """Return tensors by name, or in order."""
         if isinstance(parts, Mapping):
             return Inputs(tuple(parts.values()), tuple(map(str, parts)))
         return Inputs(tuple(parts))
@@ -37,21 +33,17 @@ class Inputs:
         return self.map(lambda tensor: tensor[chosen])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Return the function of each tensor."""
         return Inputs(tuple(map(function, self.tensors)), self.names)
 
     def to(self, device: torch.device) -> "Inputs":
-        """Return them on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return self.tensors[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -69,13 +61,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one input that is not one tensor of numbers.
+    """The form of one input that is not one tensor of numbers: its tensors, their names as in :class:`Inputs`.
 
-    Parameters
-    ----------
-    parts : its tensors.
-    names : as of :class:`Inputs`.
-    single : whether it is one tensor, not :class:`Inputs` of one.
+    ``single``: it is one tensor, not :class:`Inputs` of one.
     """
 
     parts: tuple[Part, ...]
@@ -92,7 +80,6 @@ class Form:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, 0 without any."""
         return max(part.limit for part in self.parts)
 
 
@@ -100,11 +87,9 @@ Shape = tuple[int, ...] | Form  # of one input; a tuple: one tensor of float32
 
 
 def form_of(*stored: Batch, tokens: int = 0) -> Shape:
-    """Return the form of one of some samples; ``tokens``: the number that tokens stay below, else one above the last.
+    """Return the form of one of some samples [n, ...] of the same form.
 
-    Parameters
-    ----------
-    stored : samples of the same form, [n, ...].
+    ``tokens``: the number that tokens stay below, else one above the last.
     """
     first = stored[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype == torch.uint8):
@@ -180,15 +165,3 @@ def size_of(shape: Shape) -> int:
     if not isinstance(shape, Form):
         return 4 * prod(shape)
     return sum(prod(part.shape) * part.dtype.itemsize for part in shape.parts)
-
-
-def unpacking(model: nn.Module) -> nn.Module:
-    """Return the model, which from now on takes :class:`Inputs` as its arguments."""
-    model.register_forward_pre_hook(_arguments, with_kwargs=True)
-    return model
-
-
-def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if not inputs or not isinstance(x := inputs[0], Inputs):
-        return None
-    return ((), dict(zip(x.names, x.tensors, strict=True)) | named) if x.names else (x.tensors, named)

@@ -34,13 +34,6 @@ def bundled(text: str) -> Path:
 
 
 def named_code(key: str, text: str) -> Callable[..., Any]:
-    """Return the class or function that a setting names.
-
-    Raises
-    ------
-    UserError
-        The file, the module or the name is not there, or running it fails.
-    """
     source, _, name = text.rpartition(":")
     file = code_file(text)
     try:
@@ -79,10 +72,7 @@ def _file(path: Path) -> ModuleType:
 def read_options(text: str) -> dict[str, Any]:
     """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
 
-    Raises
-    ------
-    ValueError
-        The text is something else; the message says what is allowed.
+    ValueError says what is allowed.
     """
     try:
         call = ast.parse(f"options({text})", mode="eval").body

@@ -17,13 +17,7 @@ PACKAGED = {
 
 
 def packaged(name: str) -> Path:
-    """Return the folder or file of pretrained weights that a Python package holds.
-
-    Raises
-    ------
-    UserError
-        No package of this register has the name, or it is not installed.
-    """
+    """Return the folder or file of pretrained weights that a Python package holds."""
     if name not in PACKAGED:
         raise UserError(f"package:{name}: allowed are {', '.join(PACKAGED)}")
     package, inside, module = PACKAGED[name]

@@ -6,14 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reported:
-    """A number of a round, or a list of numbers.
+    """A number of a round, or a list of numbers: heading and vertical axis of its picture.
 
-    Parameters
-    ----------
-    title : heading of the picture.
-    axis : label of the vertical axis, with its unit.
-    scale : factor from the number to the axis' unit; 100 shows a fraction in percent.
-    curves : names of a list's curves; the last curve is the sum of all remaining elements.
+    ``scale``: factor from the number to the axis' unit; 100 shows a fraction in percent. ``curves``: names of a list's
+    curves; the last curve is the sum of all remaining elements.
     """
 
     title: str

@@ -9,16 +9,11 @@ KINDS = ("global", "global-local", "personal", "global-local-validation", "perso
 
 
 class Score(NamedTuple):
-    """A number by which models are compared.
+    """A number by which models are compared; ``unit`` is ``"%"`` or "".
 
-    Attributes
-    ----------
-    name : one word without hyphens; keys of reports end with it: ``global-accuracy``.
-    high_is_good : whether a higher value is a better one.
-    unit : ``"%"``, or "" for a number without a unit.
-    low, high : least and greatest value that a client may report.
-    others : names of the further metrics that the task reports.
-    losses : range of the loss; a model with a larger one has diverged.
+    ``name`` is one word without hyphens; keys of reports end with it: ``global-accuracy``. A client may report ``low``
+    to ``high``. ``others`` are names of the further metrics that the task reports. ``losses`` is the range of the loss;
+    a model with a larger one has diverged.
     """
 
     name: str = "accuracy"
@@ -35,15 +30,12 @@ class Score(NamedTuple):
         return tuple(f"{kind}-{self.name}" for kind in KINDS)
 
     def better(self, value: float, other: float) -> bool:
-        """Say whether ``value`` is strictly better than ``other``."""
         return value > other if self.high_is_good else value < other
 
     def reached(self, value: float, threshold: float) -> bool:
-        """Say whether ``value`` is at least as good as ``threshold``."""
         return not self.better(threshold, value)
 
     def best(self, values: Iterable[float]) -> float:
-        """Return the best of some values."""
         return (max if self.high_is_good else min)(values)
 
     def number(self, value: float) -> str:

@@ -28,7 +28,6 @@ class Section(BaseModel):
     )
 
     def toml(self) -> dict[str, Any]:
-        """Return all keys and values in TOML spelling."""
         return self.model_dump(by_alias=True)
 
 
@@ -55,12 +54,8 @@ class ClientsSettings(Section):
 class Listed:
     """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
 
-    A single number, as the command line reads ``key=2``, is a tuple of one element.
-
-    Parameters
-    ----------
-    allowed : end of the error line, ``"must be …"``.
-    read, write : functions from the text of one element to it, and back.
+    A single number, as the command line reads ``key=2``, is a tuple of one element. ``allowed``: end of the error line,
+    ``"must be …"``; ``read``, ``write``: functions from the text of one element to it, and back.
     """
 
     def __init__(self, allowed: str, read: Callable[[str], object] = str, write: Callable[[Any], str] = str) -> None:
@@ -86,7 +81,6 @@ class Listed:
         )
 
     def text(self, elements: tuple[Any, ...]) -> str:
-        """Return a tuple in TOML spelling."""
         return ", ".join(map(self.write, elements))
 
 

@@ -40,7 +40,6 @@ def check_keys(values: "Mapping[str, Value]", known: Collection[str], source: st
 
 
 def check_method(method: object, known: Collection[str]) -> None:
-    """Raise :class:`UserError` for an unknown method."""
     if method not in known:
         hint = near(str(method), known)
         raise UserError(f"method = {shown(method)}: allowed are {', '.join(known)}{f'; {hint}' if hint else ''}")

@@ -27,7 +27,6 @@ _NAME = re.compile(r"round-([0-9]{6,})\.safetensors")
 
 
 def round_file(folder: Path, number: int) -> Path:
-    """Return the file of a round."""
     return folder / f"round-{number:06d}.safetensors"
 
 
@@ -46,13 +45,7 @@ def round_files(folder: Path) -> dict[int, Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Write named tensors and texts, atomically.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written; no part of it is left.
-    """
+    """Write named tensors and texts, atomically; after an OSError no part of the file is left."""
     data = save(_apart(tensors), {**(header or {}), CHECKSUM: BLANK})
     place = _seal(data)
     assert place is not None
@@ -69,10 +62,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mappi
 def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors, in the order of the file, and the texts that :func:`write_tensors` wrote.
 
-    Raises
-    ------
-    ValueError
-        The file cannot be read, is truncated or damaged, or has no checksum; the message is one line.
+    ValueError, one line: the file cannot be read, is truncated or damaged, or has no checksum.
     """
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:

@@ -11,7 +11,6 @@ CPU = torch.device("cpu")
 
 
 def prefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the tensors with ``prefix`` before each name."""
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 

@@ -1,20 +1,8 @@
 """Data sets and their partition over clients.
 
 ``load_dataset`` turns a name into tensors, ``make_partition`` shares the training samples out to clients; both are
-computed once per process and their results are shared, so treat every tensor as read-only.
-
-A name is one of (see :func:`dataset_names`):
-
-* ``synthetic``, ``synthetic-cyclic`` (each also ``-3k``): generated; ``digits``: installed with scikit-learn;
-* ``mnist``, ``fashion-mnist``, ``emnist``, ``emnist-<split>``, ``cifar10``, ``cifar100``: torchvision's;
-* the 2-D MedMNIST names: medmnist's;
-* ``<name>`` for your own ``<name>.npz`` (train_images, train_labels, test_images, test_labels; uint8 NHW or NHWC),
-  image folder ``<name>/{train,test}/<class>/*`` or the same folder as ``<name>.tar``, ``.tar.gz``, ``.tgz``,
-  ``.tar.xz``, or without a test part ``<name>/<class>/*`` (Mini-ImageNet) and ``<name>/<domain>/<class>/*``
-  (Office-Home);
-* ``cub200``, ``flowers102``, ``fgvc-aircraft``, ``dtd``, ``stanford-cars``: image files as they are published;
-* ``cifar10-c``: the files of CIFAR-10-C, its corruptions as domains;
-* ``a+b+c``: several of these image sets as one, their labels one after the other.
+computed once per process and their results are shared, so treat every tensor as read-only. docs/data.md lists names
+and forms of files.
 
 Files are looked for in ``data-dir`` and its direct subfolders; it may be read-only unless something must be downloaded.
 Decoded images are cached in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
@@ -30,15 +18,9 @@ from fedsub_app.data.settings import DataSettings as DataSettings
 from fedsub_app.data.settings import PartitionSettings as PartitionSettings
 
 if TYPE_CHECKING:
-    from fedsub_app.data.dataset import load_dataset as load_dataset
-    from fedsub_app.data.own import Collate as Collate
-    from fedsub_app.data.own import own_dataset as own_dataset
-    from fedsub_app.data.partition import Partition as Partition
-    from fedsub_app.data.partition import make_partition as make_partition
-    from fedsub_app.data.partition import partition_summary as partition_summary
-    from fedsub_app.data.samples import AnySamples as AnySamples
-    from fedsub_app.data.samples import Dataset as Dataset
-    from fedsub_app.data.samples import LazySamples as LazySamples
-    from fedsub_app.data.samples import Samples as Samples
+    from fedsub_app.data.dataset import *  # noqa: F403
+    from fedsub_app.data.own import *  # noqa: F403
+    from fedsub_app.data.partition import *  # noqa: F403
+    from fedsub_app.data.samples import *  # noqa: F403
 
 __getattr__ = late(__name__, "samples", "own", "partition", "dataset")

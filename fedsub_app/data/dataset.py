@@ -15,7 +15,7 @@ from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic
 from fedsub_app.data.features import Pictures
-from fedsub_app.data.known import Request, Source, Split
+from fedsub_app.data.known import Source, Split
 from fedsub_app.data.names import ALIASES, data_folder
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
@@ -27,13 +27,7 @@ ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
-    """Return the data set, normalised, images channels-last; loaded once per process, so treat it as read-only.
-
-    Raises
-    ------
-    UserError
-        Unknown name, missing or damaged file, too few images for a choice per class.
-    """
+    """Return the data set, normalised, images channels-last; loaded once per process, so treat it as read-only."""
     # The folder is part of the key: the environment may change between calls.
     return _load(settings.model_copy(update={"data_dir": str(data_folder(settings.data_dir))}))
 
@@ -43,42 +37,41 @@ def _load(settings: DataSettings) -> Dataset:
     show_step(f"reading {settings.dataset}")
     if is_source(settings.dataset):
         return load_source(settings, task_of(settings.task))
-    for part in settings.dataset.split("+"):
+    named = settings.dataset.split("+")
+    for part in named:
         check_hidden(part, data_folder(settings.data_dir))
-    names = "+".join(ALIASES.get(part, part) for part in settings.dataset.split("+")).split("+")
+    names = [name for part in named for name in ALIASES.get(part, part).split("+")]
     if len(names) > 1 and set(names) & ALONE:
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
-    domains = settings.domains
-    if len(set(domains)) < len(domains):
-        raise UserError(f"domains = {', '.join(domains)!r}: one is named twice")
+    domains = ", ".join(settings.domains)
+    if len(set(settings.domains)) < len(settings.domains):
+        raise UserError(f"domains = {domains!r}: one is named twice")
     if domains and len(names) > 1:
-        raise UserError(f"domains = {', '.join(domains)!r}: needs a single set, dataset = {settings.dataset!r}")
-    listed = settings.features != "none"
+        raise UserError(f"domains = {domains!r}: needs a single set, dataset = {settings.dataset!r}")
+    listed, features_key = settings.features != "none", f"features = {settings.features!r}"
     if listed and set(names) & ALONE:
-        raise UserError(
-            f"features = {settings.features!r}: must be 'none' with dataset = {settings.dataset!r}: no images"
-        )
+        raise UserError(f"{features_key}: must be 'none' with dataset = {settings.dataset!r}: no images")
     if listed and settings.image_size:
-        raise UserError(f"image-size = {settings.image_size}: must be 0 with features = {settings.features!r}")
+        raise UserError(f"image-size = {settings.image_size}: must be 0 with {features_key}")
     known: dict[str, Source] = {}
     first_label, num_classes = [], 0
     for name in names:
-        data = data_folder(settings.data_dir)
-        found = load_sources(Request(name, data, settings.seed, settings.image_size, domains, listed))
+        found = load_sources(name, settings)
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         for part, source in found.items():
-            chosen = _choose(part, _pictures(source) if listed else source, settings)
+            if listed:
+                source = replace(source, train=_pictures(source.train), test=_pictures(source.test))
+            chosen = _choose(part, source, settings)
             known[part] = _with_features(part, chosen, settings) if listed else chosen
         first_label += [num_classes] * len(found)
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
     train, test = [source.train for source in sources], [source.test for source in sources]
-    all_x = [x for x, _ in train + test if isinstance(x, Tensor)]
-    shape = _shape(all_x, settings.image_size)
-    _check_size(all_x, shape, settings.dataset)
-    train_x, test_x = _one_form(all_x, shape, len(sources))
-    if len(shape) == 3:
+    parts = _one_form([x for x, _ in train + test if isinstance(x, Tensor)], settings)
+    splits = (parts[: len(sources)], parts[len(sources) :])
+    train_x, test_x = (part[0] if len(part) == 1 else torch.cat(part) for part in splits)
+    if train_x.ndim == 4:
         train_samples, test_samples = normalised(train_x, test_x, settings.normalise)
     else:
         train_samples, test_samples = Samples(train_x), Samples(test_x)
@@ -112,25 +105,19 @@ def _as_the_task_takes_it(task: Task, data: Dataset) -> Dataset:
     return replace(data, train_y=train_y, test_y=test_y, form=tokens)
 
 
-def _pictures(source: Source) -> Source:
-    """Return a source whose images are looked at one by one."""
-
-    def lazily(split: Split) -> Split:
-        x, y = split
-        return (x if isinstance(x, Pictures) else Pictures.all_of(x)), y
-
-    return replace(source, train=lazily(source.train), test=lazily(source.test))
+def _pictures(split: Split) -> Split:
+    """Return a split whose images are looked at one by one."""
+    x, y = split
+    return (x if isinstance(x, Pictures) else Pictures.all_of(x)), y
 
 
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
-    """Return a source with the features of its images in their place."""
-
     def of(split: Split, random_crops: bool) -> Split:
         x, y = split
         assert isinstance(x, Pictures)
         return features.extracted(name, x, random_crops, settings.features, settings.backbone_dir), y
 
-    return replace(source, train=of(source.train, source.random_crops), test=of(source.test, False))
+    return replace(source, train=of(source.train, name in features.CROPPED), test=of(source.test, False))
 
 
 def _choose(name: str, source: Source, settings: DataSettings) -> Source:
@@ -171,33 +158,25 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
     return torch.cat(chosen).sort().values
 
 
-def _shape(parts: list[Tensor], image_size: int | None) -> tuple[int, ...]:
-    if parts[0].ndim != 4:
-        return tuple(parts[0].shape[1:])
-    channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))
-    return (channels, image_size or height, image_size or width)
+def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:
+    """Bring the sources' samples to one shape: float32, or images that are uint8 and have that shape stay so.
 
-
-def _stay(parts: list[Tensor], shape: tuple[int, ...]) -> bool:
-    """Say whether all samples are images of bytes that have this shape already: they stay so."""
-    return all(part.dtype == torch.uint8 and part.shape[1:] == shape for part in parts)
-
-
-def _check_size(parts: list[Tensor], shape: tuple[int, ...], name: str) -> None:
-    """Raise :class:`UserError` where all samples in one form would not fit into the memory."""
-    count, values = sum(len(part) for part in parts), math.prod(shape)
-    size = 1 if _stay(parts, shape) else torch.float32.itemsize
-    check_memory(f"dataset = {name!r}, samples of {values} values", size * values * count)
-
-
-def _one_form(parts: list[Tensor], shape: tuple[int, ...], num_sources: int) -> tuple[Tensor, Tensor]:
-    """Bring the sources' tensors (all training, then all test) to one shape: float32, or images that are uint8 stay."""
-    if len(shape) == 3 and not _stay(parts, shape):
-        channels, *size = shape
-        for i, part in enumerate(parts):
-            x = in_unit(part)
-            if list(x.shape[2:]) != size:
-                x = interpolate(x, size=size, mode="bilinear", antialias=True)
-            parts[i] = x if x.shape[1] == channels else x.repeat(1, channels, 1, 1)
-    train, test = parts[:num_sources], parts[num_sources:]
-    return (train[0], test[0]) if num_sources == 1 else (torch.cat(train), torch.cat(test))
+    :class:`UserError` where they would not fit into the memory.
+    """
+    shape = tuple(parts[0].shape[1:])
+    if len(shape) == 3:
+        channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))
+        shape = (channels, settings.image_size or height, settings.image_size or width)
+    same = all(part.dtype == torch.uint8 and part.shape[1:] == shape for part in parts)
+    values, size = math.prod(shape), 1 if same else torch.float32.itemsize
+    needed = size * values * sum(map(len, parts))
+    check_memory(f"dataset = {settings.dataset!r}, samples of {values} values", needed)
+    if len(shape) != 3 or same:
+        return parts
+    formed = []
+    for part in parts:
+        x = in_unit(part)
+        if x.shape[2:] != shape[1:]:
+            x = interpolate(x, size=list(shape[1:]), mode="bilinear", antialias=True)
+        formed.append(x if x.shape[1] == shape[0] else x.repeat(1, shape[0], 1, 1))
+    return formed

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedsub")
 
 RANDOM = "-random"
+CROPPED = ("cub200", "flowers102", "fgvc-aircraft", "dtd")  # sets whose training images are cropped at random
 SIZES = {"resnet101": 2048, "densenet121": 1024, "efficientnet-lite0": 1280}  # features of an image
 LITE = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}  # of the pixels that EfficientNet-Lite was trained with
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
@@ -60,12 +61,9 @@ DOWNLOAD_SILENCE_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Images of one split of a data set, or some of them, decoded when they are read.
+    """Images of one split of a data set, those at ``index``, int64, decoded when they are read.
 
-    Attributes
-    ----------
-    images : all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
-    index : positions of the chosen images, int64.
+    ``images``: all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
     """
 
     images: Tensor | Sequence[Path]
@@ -73,7 +71,6 @@ class Pictures:
 
     @classmethod
     def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
-        """Return all images of a split."""
         return cls(images, torch.arange(len(images)))
 
     def __len__(self) -> int:
@@ -150,13 +147,7 @@ class Backbone:
 
 @lru_cache(maxsize=2)
 def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
-    """Return the networks, their weights looked for and, where ``folder`` is None, downloaded.
-
-    Raises
-    ------
-    UserError
-        A file is not there and cannot be downloaded.
-    """
+    """Return the networks, their weights looked for and, where ``folder`` is None, downloaded."""
     if features == "efficientnet-lite0":
         file = packaged(features)
         return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)
@@ -217,11 +208,8 @@ def notes(features: Features, folder: str | None) -> tuple[str, ...]:
 def extracted(name: str, pictures: Pictures, random_crops: bool, features: Features, folder: str | None) -> Tensor:
     """Return the features of some pictures, float32 ``[len(pictures), features]``, from the cache or by the networks.
 
-    Parameters
-    ----------
-    name : name of the data set, for the log.
-    random_crops : cut out and flip at random, each image with draws of its own, instead of the central crop.
-    features, folder : the settings ``features`` and ``backbone-dir``.
+    ``name``: of the data set, for the log. ``random_crops``: cut out and flip at random, each image with draws of its
+    own, instead of the central crop. ``features``, ``folder``: the settings ``features`` and ``backbone-dir``.
     """
     networks = backbones(features, folder)
     weights = hashlib.sha256("".join(f"{net.name} {net.sha256}" for net in networks).encode()).hexdigest()[:16]

@@ -12,9 +12,8 @@ import os
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -135,8 +134,10 @@ def read_idx(path: Path, dimensions: int) -> Array:
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def read_images(path: Path, image_size: int | None = None, classes: Sequence[str] = ()) -> tuple[Split, Split]:
-    """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth.
+def read_images(
+    path: Path, image_size: int | None = None, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
+) -> tuple[Split, Split]:
+    """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth; or the ``listed`` files.
 
     A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
     image (of Mini-ImageNet's 600 a class, 100).
@@ -146,35 +147,19 @@ def read_images(path: Path, image_size: int | None = None, classes: Sequence[str
     of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
     file's size or time changes.
     """
-    if not path.is_file():
-        return decoded(path, list_images(path), image_size, classes)
-    return _decoded_once(path, [path], partial(_archived, path), image_size, classes)
-
-
-def decoded(
-    path: Path, listed: Sequence[Listed], image_size: int | None, classes: Sequence[str] = ()
-) -> tuple[Split, Split]:
-    """Read image files as :func:`read_images` does; ``path`` is the folder in which they are, for the messages."""
-    files = [file for _, file in listed]
-    return _decoded_once(path, files, lambda: ((parts, f.read_bytes()) for parts, f in listed), image_size, classes)
-
-
-def _decoded_once(
-    path: Path,
-    files: Sequence[Path],
-    encoded: Callable[[], Iterator[tuple[tuple[str, ...], bytes]]],
-    image_size: int | None,
-    classes: Sequence[str],
-) -> tuple[Split, Split]:
+    if listed is None and not path.is_file():
+        listed = list_images(path)
+    files = [path] if listed is None else [file for _, file in listed]
     cached = cache_folder() / f"{path.name}-{fingerprint(files, f'{image_size} {classes}')}.npz"
     if cached.exists():
-        try:
+        with suppress(UserError):  # damaged: decode again
             return read_npz(cached)
-        except UserError:  # damaged: decode again
-            pass
-    total = 0 if path.is_file() else len(files)
-    arrays = _stack(path, encoded(), total, image_size, classes, path.is_file() or folder_form(path) != "classes")
-    _keep(cached, partial(_save, arrays))
+    encoded = _archived(path) if listed is None else ((parts, file.read_bytes()) for parts, file in listed)
+    arrays = _stack(path, encoded, len(listed or ()), image_size, classes)
+    try:
+        write_atomic(cached, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    except OSError as error:
+        raise unwritable(cached, error) from error
     return read_npz(cached)
 
 
@@ -195,13 +180,6 @@ def list_images(path: Path) -> list[Listed]:
     return listed
 
 
-def _keep(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    try:
-        write_atomic(path, write)
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
 def unwritable(path: Path, error: OSError) -> UserError:
     """Return the error of a file or folder of the cache that cannot be written."""
     return UserError(f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder")
@@ -214,10 +192,6 @@ def fingerprint(files: Sequence[Path], more: str = "") -> str:
         stat = file.stat()
         digest.update(os.fsencode(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))  # also not Unicode
     return digest.hexdigest()[:16]
-
-
-def _save(arrays: dict[str, Array], target: BinaryIO) -> None:
-    np.savez(target, allow_pickle=False, **arrays)
 
 
 def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
@@ -254,13 +228,31 @@ def _is_image(parts: tuple[str, ...]) -> bool:
     return len(parts) == 3 and parts[0] in ("train", "test") and parts[2].lower().endswith(IMAGES) and not hidden
 
 
+def in_splits(
+    path: Path, images: Iterable[tuple[str, ...]], classes: Sequence[str]
+) -> dict[str, tuple[list[tuple[str, ...]], list[int]]]:
+    """Return the images of ``train`` and ``test`` in order, and their labels; ``path``: where they are."""
+    every = sorted(images)
+    classes = classes or sorted({name for split, name, _ in every if split == "train"})
+    splits = {}
+    for split in ("train", "test"):
+        keys = [parts for parts in every if parts[0] == split]
+        if not keys and every and path.is_dir() and folder_form(path) == "classes":
+            raise UserError(f"{path}: no class has {HOLD_OUT} images, of which every {HOLD_OUT}th is a test image")
+        if not keys:
+            raise UserError(f"{path}: no image in {split}/<class>/ (of type {', '.join(IMAGES)})")
+        if unknown := sorted({name for _, name, _ in keys} - set(classes)):
+            raise UserError(f"{path}: class {unknown[0]} is in {split}/ but not in train/")
+        splits[split] = keys, [classes.index(name) for _, name, _ in keys]
+    return splits
+
+
 def _stack(
     path: Path,
     encoded: Iterator[tuple[tuple[str, ...], bytes]],
     total: int,
     image_size: int | None,
     classes: Sequence[str],
-    split_by_folder: bool,
 ) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
@@ -278,21 +270,13 @@ def _stack(
                 f"{where} is {images[parts].shape[:2]}, the ones before are {size}: expected one size, or image-size"
             )
     rgb = any(image.ndim == 3 for image in images.values())
-    classes = classes or sorted({name for split, name, _ in images if split == "train"})
     arrays: dict[str, Array] = {}
-    for split in ("train", "test"):
-        keys = sorted(parts for parts in images if parts[0] == split)
-        if not keys and images and not split_by_folder:
-            raise UserError(f"{path}: no class has {HOLD_OUT} images, of which every {HOLD_OUT}th is a test image")
-        if not keys:
-            raise UserError(f"{path}: no image in {split}/<class>/ (of type {', '.join(IMAGES)})")
-        unknown = sorted({name for _, name, _ in keys} - set(classes))
-        if unknown:
-            raise UserError(f"{path}: class {unknown[0]} is in {split}/ but not in train/")
+    for split, (keys, labels) in in_splits(path, images, classes).items():
         found = [images[key] for key in keys]
-        grey_to_rgb = [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in found]
-        arrays[f"{split}_images"] = np.stack(grey_to_rgb)
-        arrays[f"{split}_labels"] = np.array([classes.index(name) for _, name, _ in keys], dtype=np.int64)
+        arrays[f"{split}_images"] = np.stack(
+            [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in found]
+        )
+        arrays[f"{split}_labels"] = np.array(labels, dtype=np.int64)
     return arrays
 
 

@@ -15,13 +15,7 @@ from fedsub_app.data.settings import FLWR, PartitionSettings
 
 
 def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Return the training samples of each client, int64: partition = "dirichlet", "shards", "classes" or "flwr:NAME".
-
-    Raises
-    ------
-    UserError
-        There is no such partitioner, it does not take the options, or it finds no partition.
-    """
+    """Return each client's training samples, int64: partition = "dirichlet", "shards", "classes" or "flwr:NAME"."""
     from datasets import Dataset as Table
     from flwr_datasets import partitioner as partitioners
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,20 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
 from fedsub_app.data.features import Pictures, impatient
-from fedsub_app.data.files import HOLD_OUT, Array, Listed, checked, decoded, hold_out, read_idx, read_npy
-from fedsub_app.data.names import EMNIST, MEDMNIST, find
+from fedsub_app.data.files import (
+    HOLD_OUT,
+    Array,
+    Listed,
+    checked,
+    hold_out,
+    in_splits,
+    read_idx,
+    read_images,
+    read_npy,
+)
+from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find
+from fedsub_app.data.settings import DataSettings
 
-NO_DOWNLOAD = "; torchvision cannot download it any more"
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 
 Split = tuple[torch.Tensor | Pictures, torch.Tensor]
@@ -37,29 +47,13 @@ class Source:
     test: Split
     num_classes: int
     notes: tuple[str, ...] = ()
-    random_crops: bool = False  # of training images, where features are extracted from them
-
-
-class Request(NamedTuple):
-    """A data set as the settings ask for it.
-
-    ``domains``: domains to load, none for all; ``listed``: image files are not decoded but listed.
-    """
-
-    name: str
-    data: Path
-    seed: int
-    image_size: int | None
-    domains: Sequence[str]
-    listed: bool
 
 
 class NotHere(UserError):
     """The files of a known data set are missing and cannot be downloaded."""
 
 
-def _synthetic(request: Request) -> Source:
-    return Source(*synthetic.generate(request.name, request.seed), synthetic.NUM_CLASSES)
+Loader = Callable[[str, DataSettings], Source | dict[str, Source]]
 
 
 def _of_sklearn(file: str, delimiter: str | None = None) -> Array:
@@ -70,10 +64,10 @@ def _of_sklearn(file: str, delimiter: str | None = None) -> Array:
     return np.loadtxt(Path(str(package.origin)).parent / "datasets/data" / file, delimiter=delimiter)
 
 
-def _digits(request: Request) -> Source:
+def _digits(name: str, settings: DataSettings) -> Source:
     table = torch.from_numpy(_of_sklearn("digits.csv.gz", ","))
     x, y = (table[:, :-1] / 16).float().reshape(-1, 1, 8, 8), table[:, -1].long()
-    order = torch.randperm(len(y), generator=generator(request.seed, "digits", "split"))
+    order = torch.randperm(len(y), generator=generator(settings.seed, "digits", "split"))
     in_test = torch.zeros(len(y), dtype=torch.bool)
     for label in range(10):
         of_class = order[y[order] == label]
@@ -81,23 +75,23 @@ def _digits(request: Request) -> Source:
     return Source((x[~in_test], y[~in_test]), (x[in_test], y[in_test]), 10)
 
 
-def _diabetes(request: Request) -> Source:
+def _diabetes(name: str, settings: DataSettings) -> Source:
     x, y = (torch.from_numpy(_of_sklearn(f"diabetes_{part}.csv.gz")) for part in ("data_raw", "target"))
     x = ((x - x.mean(0)) / x.std(0, correction=0)).float()  # each feature with mean 0 and deviation 1
-    order = torch.randperm(len(y), generator=generator(request.seed, "diabetes", "split"))
+    order = torch.randperm(len(y), generator=generator(settings.seed, "diabetes", "split"))
     test, train = order.tensor_split([len(y) // 5])
     return Source((x[train], y[train].float()), (x[test], y[test].float()), 1)
 
 
-def _python_sources(request: Request) -> dict[str, Source]:
+def _python_sources(name: str, settings: DataSettings) -> dict[str, Source]:
     packages = text.python_packages()
-    if unknown := [domain for domain in request.domains if domain not in packages]:
+    if unknown := [domain for domain in settings.domains if domain not in packages]:
         raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(packages)}")
     size = len(text.ALPHABET) + 2
-    return {name: Source(*text.source_samples(packages[name]), size) for name in request.domains or packages}
+    return {name: Source(*text.source_samples(packages[name]), size) for name in settings.domains or packages}
 
 
-def _idx(request: Request, kind_name: str, split: str = "") -> Source:
+def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> Source:
     """Read the idx files that torchvision's class ``kind_name`` downloads; ``split``: of EMNIST."""
     prefixes = (f"emnist-{split}-train", f"emnist-{split}-test") if split else ("train", "t10k")
     names = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
@@ -107,10 +101,11 @@ def _idx(request: Request, kind_name: str, split: str = "") -> Source:
         return [next(filter(Path.exists, (folder / name, folder / f"{name}.gz")), folder / name) for name in names]
 
     folder = _located(
-        request,
+        name,
+        settings,
         f"{kind_name}/raw",
         f"{kind_name}/raw/{{{','.join(names)}}}[.gz]",
-        lambda: _torchvision(kind_name)(str(request.data), download=True, **options),
+        lambda root: _torchvision(kind_name)(root, download=True, **options),
         lambda folder: all(map(Path.exists, files(folder))),
     )
     first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
@@ -119,10 +114,10 @@ def _idx(request: Request, kind_name: str, split: str = "") -> Source:
     return _labelled(folder, train, test, EMNIST.get(split, 10))
 
 
-def _cifar(request: Request, kind_name: str) -> Source:
+def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
     kind = _torchvision(kind_name)
     needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
-    folder = _located(request, kind.base_folder, needed, lambda: kind(str(request.data), download=True))
+    folder = _located(name, settings, kind.base_folder, needed, lambda root: kind(root, download=True))
     try:
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
@@ -132,14 +127,13 @@ def _cifar(request: Request, kind_name: str) -> Source:
     )
 
 
-def _medmnist(request: Request) -> Source:
+def _medmnist(name: str, settings: DataSettings) -> Source:
     import medmnist
 
-    name, data = request.name, request.data
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
     needed = f"{name}.npz ({info['url']})"
-    file = _located(request, f"{name}.npz", needed, lambda: kind(split="train", root=str(data), download=True))
+    file = _located(name, settings, f"{name}.npz", needed, lambda root: kind(split="train", root=root, download=True))
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
@@ -164,22 +158,22 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
     return Source(checked(file, "train", *train), checked(file, "test", *test), num_classes)
 
 
-def _cub200(request: Request) -> Source:
+def _cub200(name: str, settings: DataSettings) -> Source:
     """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
     needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-    folder = _located(request, "CUB_200_2011", needed)
+    folder = _located(name, settings, "CUB_200_2011", needed)
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
     if not names.keys() == labels.keys() == in_train.keys():
         raise UserError(f"{folder}: images.txt, image_class_labels.txt and train_test_split.txt number other images")
     splits: dict[str, list[tuple[Path, int]]] = {"1": [], "0": []}
-    for number, name in names.items():
+    for number, image in names.items():
         if in_train[number] not in splits or labels[number] not in classes:
             entry = f"label {labels[number]!r}, training {in_train[number]!r}"
             raise UserError(f"{folder}: image {number} has {entry}, expected a class of classes.txt, and 0 or 1")
-        splits[in_train[number]].append((folder / "images" / name, classes[labels[number]]))
-    return replace(_files(request, folder, splits["1"], splits["0"], len(classes)), random_crops=True)
+        splits[in_train[number]].append((folder / "images" / image, classes[labels[number]]))
+    return _files(settings, folder, splits["1"], splits["0"], len(classes))
 
 
 def _numbered(file: Path) -> dict[str, str]:
@@ -190,30 +184,30 @@ def _numbered(file: Path) -> dict[str, str]:
         raise UserError(f"{file}: not a readable list of numbers and values ({one_line(error)})") from error
 
 
-@dataclass(frozen=True)
-class Published:
-    """A set of image files that torchvision reads: class, folder in the data folder, folders it has, splits."""
+def _published(
+    name: str,
+    settings: DataSettings,
+    kind_name: str,
+    base: str,
+    holds: Sequence[str],
+    test: Sequence[str] = ("val", "test"),
+    downloads: bool = True,
+) -> Source:
+    """Let torchvision's class ``kind_name`` read a set's lists: those of the splits ``test`` are the test images.
 
-    kind_name: str
-    base: str
-    holds: tuple[str, ...]
-    test: tuple[str, ...]
-    random_crops: bool = True
-    downloads: bool = True
-
-
-def _published(request: Request, about: Published) -> Source:
-    """Let torchvision read a set's lists; its validation images go to the test images, as in IST's paper."""
-    kind = _torchvision(about.kind_name)
+    ``base``: its folder, which ``holds`` these; ``downloads``: torchvision can.
+    """
+    kind = _torchvision(kind_name)
     root = _located(
-        request,
-        about.base,
-        f"{about.base}/{{{', '.join(about.holds)}}}" + ("" if about.downloads else NO_DOWNLOAD),
-        (lambda: kind(str(request.data), download=True)) if about.downloads else None,
-        lambda folder: all((folder / name).exists() for name in about.holds),
+        name,
+        settings,
+        base,
+        f"{base}/{{{', '.join(holds)}}}" + ("" if downloads else "; torchvision cannot download it any more"),
+        (lambda root: kind(root, download=True)) if downloads else None,
+        lambda folder: all((folder / name).exists() for name in holds),
     )
     try:
-        splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *about.test)}
+        splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
         samples = {
             split: [
@@ -223,36 +217,20 @@ def _published(request: Request, about: Published) -> Source:
         }
     except Exception as error:  # torchvision and SciPy raise many types on damaged lists
         raise UserError(f"{root}: {one_line(error)}") from error
-    test = [sample for split in about.test for sample in samples[split]]
-    return replace(_files(request, root, samples["train"], test, len(classes)), random_crops=about.random_crops)
+    return _files(settings, root, samples["train"], [s for split in test for s in samples[split]], len(classes))
 
 
-PUBLISHED = {
-    "flowers102": Published("Flowers102", "flowers-102", ("jpg", "imagelabels.mat", "setid.mat"), ("val", "test")),
-    "fgvc-aircraft": Published("FGVCAircraft", "fgvc-aircraft-2013b", ("data",), ("val", "test")),
-    "dtd": Published("DTD", "dtd", ("dtd",), ("val", "test")),
-    "stanford-cars": Published(
-        "StanfordCars",
-        "stanford_cars",
-        ("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat"),
-        ("test",),
-        random_crops=False,
-        downloads=False,
-    ),
-}
-
-
-def _cifar10_c(request: Request) -> dict[str, Source]:
+def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
     """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
 
     Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
     """
     needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
-    folder = _located(request, "CIFAR-10-C", needed)
+    folder = _located(name, settings, "CIFAR-10-C", needed)
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
     labels = read_npy(folder / "labels.npy")
     sources = {}
-    for domain in request.domains or known:
+    for domain in settings.domains or known:
         corruption, _, severity = domain.partition("-")
         number = int(severity or 5) if severity in ("", *"12345") else 0
         if corruption not in known or not number:
@@ -269,7 +247,7 @@ def _cifar10_c(request: Request) -> dict[str, Source]:
 
 
 def _files(
-    request: Request,
+    settings: DataSettings,
     folder: Path,
     train: Iterable[tuple[Path, int]],
     test: Iterable[tuple[Path, int]],
@@ -279,26 +257,21 @@ def _files(
     listed: list[Listed] = []
     for split, samples in (("train", train), ("test", test)):
         listed += [((split, f"{label:04}", file.name), file) for file, label in samples]
-    return Source(*read_listed(request, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
+    return Source(*read_listed(settings, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
 
 
 def read_listed(
-    request: Request, folder: Path, listed: Sequence[Listed], classes: Sequence[str]
+    settings: DataSettings, folder: Path, listed: Sequence[Listed], classes: Sequence[str]
 ) -> tuple[Split, Split]:
-    """Return image files by class and name, decoded or, if ``request`` says so, listed."""
-    if not request.listed:
-        return decoded(folder, listed, request.image_size, classes)
-    splits: list[Split] = []
-    for split in ("train", "test"):
-        of_split = sorted((parts, file) for parts, file in listed if parts[0] == split)
-        if not of_split:
-            raise UserError(f"{folder}: no image in {split}/<class>/")
-        unknown = sorted({parts[1] for parts, _ in of_split} - {*classes})
-        if unknown:
-            raise UserError(f"{folder}: class {unknown[0]} is in {split}/ but not in train/")
-        labels = torch.tensor([classes.index(parts[1]) for parts, _ in of_split])
-        splits.append((Pictures.all_of([file for _, file in of_split]), labels))
-    return splits[0], splits[1]
+    """Return image files by class and name: decoded, or as they are where features are asked for."""
+    if settings.features == "none":
+        return read_images(folder, settings.image_size, classes, listed)
+    files = dict(listed)
+    train, test = (
+        (Pictures.all_of([files[key] for key in keys]), torch.tensor(labels))
+        for keys, labels in in_splits(folder, files, classes).values()
+    )
+    return train, test
 
 
 def _torchvision(kind_name: str) -> Any:
@@ -308,31 +281,33 @@ def _torchvision(kind_name: str) -> Any:
 
 
 def _located(
-    request: Request,
+    name: str,
+    settings: DataSettings,
     base: str,
     needed: str,
-    download: Callable[[], object] | None = None,
+    download: Callable[[str], object] | None = None,
     complete: Callable[[Path], bool] = Path.exists,
 ) -> Path:
     """Return where the file or folder ``base`` is; torchvision or medmnist downloads it where it is not complete."""
-    path = find(request.data, base)
+    data = data_folder(settings.data_dir)
+    path = find(data, base)
     if path and complete(path):
         return path
-    missing = f"dataset = {request.name!r}: {request.data} has no {needed}"
+    missing = f"dataset = {name!r}: {data} has no {needed}"
     if not download:
         raise NotHere(missing)
     try:
-        request.data.mkdir(parents=True, exist_ok=True)
+        data.mkdir(parents=True, exist_ok=True)
         with impatient():
-            download()
+            download(str(data))
     except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
         how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
         raise NotHere(f"{missing}; {how}") from error
-    return request.data / base
+    return data / base
 
 
-LOADERS: dict[str, Callable[[Request], Source | dict[str, Source]]] = {  # of the names of names.py; several: domains
-    **dict.fromkeys(synthetic.NAMES, _synthetic),
+LOADERS: dict[str, Loader] = {  # of the names of names.py; several sources are domains
+    **dict.fromkeys(synthetic.NAMES, lambda name, settings: Source(*synthetic.generate(name, settings.seed), 4)),
     "digits": _digits,
     "diabetes": _diabetes,
     "python-sources": _python_sources,
@@ -345,5 +320,17 @@ LOADERS: dict[str, Callable[[Request], Source | dict[str, Source]]] = {  # of th
     "cifar10-c": _cifar10_c,
     **dict.fromkeys(MEDMNIST, _medmnist),
     "cub200": _cub200,
-    **{name: partial(_published, about=about) for name, about in PUBLISHED.items()},
+    "flowers102": partial(
+        _published, kind_name="Flowers102", base="flowers-102", holds=("jpg", "imagelabels.mat", "setid.mat")
+    ),
+    "fgvc-aircraft": partial(_published, kind_name="FGVCAircraft", base="fgvc-aircraft-2013b", holds=("data",)),
+    "dtd": partial(_published, kind_name="DTD", base="dtd", holds=("dtd",)),
+    "stanford-cars": partial(
+        _published,
+        kind_name="StanfordCars",
+        base="stanford_cars",
+        holds=("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat"),
+        test=("test",),
+        downloads=False,
+    ),
 }

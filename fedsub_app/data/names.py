@@ -64,13 +64,7 @@ def own_files(data: Path) -> dict[str, Path]:
 
 
 def private_name(path: Path) -> str:
-    """Return the ``dataset`` of a table, or of one of our own forms in the folder that it lies in.
-
-    Raises
-    ------
-    UserError
-        It is not there, of another form, or a known data set has its name.
-    """
+    """Return the ``dataset`` of a table, or of one of our own forms in the folder that it lies in."""
     if path.suffix[1:] in READERS and path.is_file():
         return f"{path.suffix[1:]}:{path.absolute()}"
     name = next((name for name, file in own_files(path.parent).items() if file == path), "")

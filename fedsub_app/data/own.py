@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of, joined, shape_shown
@@ -44,11 +45,6 @@ def own_dataset(
     output_for : form of a sample -> shape of the network's output for it; default: what y needs.
     collate : makes a batch of items of a map-style data set; default: stacks each tensor.
     name : of the data set.
-
-    Raises
-    ------
-    UserError
-        One line: which of the two is wrong, what it is and what is allowed.
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")
@@ -158,7 +154,7 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
     def batch(positions: list[int]) -> tuple[Batch, Tensor]:
         try:
             items = [data[position] for position in positions]
-            x, y = _pair(collate(items) if collate else _stacked(items), name)
+            x, y = _pair((collate or default_collate)(items), name)
             return _inputs(x, name), y
         except UserError:
             raise
@@ -188,15 +184,3 @@ def _pair(item: Any, name: str) -> tuple[Any, Tensor]:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UserError(f"{name}: an item is no (x, y) but {shown(item)[:60]}; {ALLOWED}")
     return item[0], torch.as_tensor(item[1])
-
-
-def _stacked(items: list[Any]) -> Any:
-    """Return items as one batch, each tensor stacked."""
-    pairs = [_pair(item, "item") for item in items]
-    x = [pair[0] for pair in pairs]
-    y = torch.stack([pair[1] for pair in pairs])
-    if isinstance(x[0], Mapping):
-        return {key: torch.stack([one[key] for one in x]) for key in x[0]}, y
-    if isinstance(x[0], tuple | list):
-        return tuple(torch.stack(list(column)) for column in zip(*x, strict=True)), y
-    return torch.stack(x), y

@@ -45,13 +45,7 @@ class Partition:
 
 @lru_cache(maxsize=8)
 def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
-    """Return the partition of a data set; made once per process, so treat it as read-only.
-
-    Raises
-    ------
-    UserError
-        Impossible settings, or a client without a training or test sample.
-    """
+    """Return the partition of a data set; made once per process, so treat it as read-only."""
     if settings.private_examples:  # the whole set is one client's, whichever it is
         train = [torch.arange(len(dataset.train_y))] * settings.num_clients
     else:
@@ -84,11 +78,6 @@ def whole_set(dataset: Dataset, settings: PartitionSettings, client: int) -> Par
     """Return the partition of one client's own data: all of its training samples but those for validation, all tests.
 
     Every client has the same indices; the data set is that of ``client`` alone.
-
-    Raises
-    ------
-    UserError
-        No training sample.
     """
     every = torch.arange(len(dataset.train_y))
     train, rest = _split(every, settings.validation_fraction, 0, settings.seed, client, "validation")

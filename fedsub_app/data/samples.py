@@ -53,7 +53,6 @@ class Samples:
 
     @property
     def tensor(self) -> Tensor:
-        """The stored samples, which must be one tensor."""
         assert isinstance(self.stored, Tensor)
         return self.stored
 
@@ -64,7 +63,6 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored samples."""
         return self.stored.nbytes
 
     def darkest(self) -> Tensor:
@@ -87,11 +85,7 @@ class Samples:
 class LazySamples:
     """Samples that are read when they are taken; they need not fit into memory.
 
-    Parameters
-    ----------
-    read : positions -> the samples there, on the CPU.
-    index : position in the source of each sample, int64 [n].
-    device : where samples are returned.
+    ``read``: positions -> the samples there, on the CPU. ``index``: position in the source of each sample, int64 [n].
     """
 
     read: Callable[[list[int]], Batch]
@@ -198,10 +192,7 @@ def pooled(data: Dataset) -> Dataset:
 def normalised(train: Tensor, test: Tensor, how: Normalise) -> tuple[Samples, Samples]:
     """Return images as clients train on them: channels-last in memory, and normalised when they are taken.
 
-    Parameters
-    ----------
-    train, test : uint8, or float32 in [0, 1], ``[n, channels, height, width]``; float32 is changed in place.
-    how : the setting ``normalise``.
+    ``train``, ``test``: uint8, or float32 in [0, 1], ``[n, channels, height, width]``; float32 is changed in place.
     """
     mean, deviation = _statistics(train, how)
     if train.dtype == torch.uint8:

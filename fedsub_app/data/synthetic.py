@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedsub_app.common.seeds import generator
 
-NUM_CLASSES = 4
 TEST_POINTS = 6_400
 
 
@@ -31,21 +30,12 @@ NAMES = tuple(layout + size for layout in LAYOUTS for size in TRAIN_POINTS)
 
 
 def sample(layout: Layout, num_points: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw ``num_points / 16`` points around every centre, in random order.
-
-    Parameters
-    ----------
-    layout : Layout
-    num_points : int
-        A multiple of 16.
-    random : torch.Generator
+    """Draw ``num_points / 16`` points around every centre, in random order; ``num_points`` is a multiple of 16.
 
     Returns
     -------
-    features : Tensor, float32 [num_points, 5]
-        [x, y, x^2, y^2, x*y]
-    labels : Tensor, int64 [num_points]
-        0..3, a quarter of the points each.
+    features : float32 [num_points, 5]: x, y, x^2, y^2, x*y.
+    labels : int64 [num_points], 0..3, a quarter of the points each.
     """
     axis = (torch.arange(4, dtype=torch.float64) - 1.5) * layout.spacing
     rows, columns = torch.meshgrid(axis, axis, indexing="ij")

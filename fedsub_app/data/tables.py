@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line, shown
-from fedsub_app.common.inputs import Inputs, Shape, form_of
+from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of
 from fedsub_app.common.own_code import named_code
 from fedsub_app.data.files import HOLD_OUT, hold_out
 from fedsub_app.data.names import data_folder
@@ -33,13 +33,6 @@ HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class 
 
 
 def load_source(wanted: DataSettings, task: Task) -> Dataset:
-    """Return the data set of a source.
-
-    Raises
-    ------
-    UserError
-        A file, a column or a value of it is not as it must be; one line names it.
-    """
     if wanted.dataset.partition(":")[0] not in SOURCES:
         return _of_code(wanted, task)
     train, test, notes = _rows(wanted, task)
@@ -64,7 +57,6 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
 
 
 def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]":
-    """Return training and test rows, and notes on them."""
     train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
     if test is None:
         held_out = _held_out(train, wanted, task)
@@ -169,6 +161,8 @@ def _dataset(
     y = [] if isinstance(task, NextToken) else _labels(wanted, task, both)
     names = wanted.input or tuple(n for n in train.columns if n not in (*wanted.label, wanted.group, FILE))
     columns = [[_column(rows, wanted, name) for name in names] for rows in both]
+    form: Shape | None = None
+    output: tuple[int, ...] | None = None
     if not names:
         raise UserError(f"dataset = {wanted.dataset!r}: no column of inputs besides {', '.join(train.columns)}")
     if isinstance(columns[0][0].iloc[0], np.ndarray):
@@ -178,34 +172,19 @@ def _dataset(
     elif len(names) == 1:
         texts = [[str(text) for text in part[0]] for part in columns]
         encode, size = tokenizer_of(wanted.tokenizer, texts[0], wanted.vocabulary)
+        stored: list[Batch]
         if isinstance(task, NextToken):
-            return _of_next_tokens(wanted, task, [encode(part) for part in texts], groups, size, notes)
-        stored = [Inputs.of(dict(zip(IDS, padded(encode(part), wanted.tokens), strict=True))) for part in texts]
-        x = [Samples(part) for part in stored]
-        form: Shape = form_of(*stored, tokens=size)
-        splits = [Split(*parts) for parts in zip(x, y, groups, strict=True)]
-        return dataset_of(wanted.dataset, splits[0], splits[1], task, form, None, notes)
+            parts = [next_tokens(encode(part), wanted.tokens) for part in texts]
+            stored, y, output = [part.x for part in parts], [part.y for part in parts], (wanted.tokens, size)
+            groups = [[of[n] for n in part.text.tolist()] if of else [] for of, part in zip(groups, parts, strict=True)]
+        else:
+            stored = [Inputs.of(dict(zip(IDS, padded(encode(part), wanted.tokens), strict=True))) for part in texts]
+        x, form = [Samples(part) for part in stored], form_of(*stored, tokens=size)
     else:
         kinds = ", ".join(f"{name} ({column.dtype})" for name, column in zip(names, columns[0], strict=True))
         raise UserError(f"input = {', '.join(names)!r}: must be numbers, or one column of texts; they are {kinds}")
-    splits = [Split(*parts) for parts in zip(x, y, groups, strict=True)]
-    return dataset_of(wanted.dataset, splits[0], splits[1], task, tuple(x[0].shape[1:]), None, notes)
-
-
-def _of_next_tokens(
-    wanted: DataSettings,
-    task: Task,
-    tokens: Sequence[list[list[int]]],
-    groups: Sequence[Sequence[str]],
-    size: int,
-    notes: tuple[str, ...],
-) -> Dataset:
-    splits = []
-    for texts, of in zip(tokens, groups, strict=True):
-        x, y, text = next_tokens(texts, wanted.tokens)
-        splits.append(Split(Samples(x), y, [of[number] for number in text.tolist()] if of else ()))
-    form = form_of(*(torch.as_tensor(one.x[:]) for one in splits), tokens=size)
-    return dataset_of(wanted.dataset, splits[0], splits[1], task, form, (wanted.tokens, size), notes)
+    first, second = (Split(*split) for split in zip(x, y, groups, strict=True))
+    return dataset_of(wanted.dataset, first, second, task, form or tuple(x[0].shape[1:]), output, notes)
 
 
 def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series[Any]":

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +27,8 @@ TEST_SHARE = 6  # every sixth sample of a package is for testing
 def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, int]:
     """Return a function from texts to tokens, and the number of tokens.
 
-    Parameters
-    ----------
-    name : one of ``TRAINED``, made of the texts, or ``transformers:FOLDER`` or a name on the hub.
-    texts : the training texts.
-    vocabulary : greatest number of tokens of one that is made.
-
-    Raises
-    ------
-    UserError
-        There is none of this name, or its package is missing.
+    ``name``: one of ``TRAINED``, made of the training texts with at most ``vocabulary`` tokens, or
+    ``transformers:FOLDER`` or a name on the hub.
     """
     if name == "characters":
         return _of_characters([letter for letter, _ in Counter("".join(texts)).most_common(vocabulary - 2)])
@@ -94,21 +87,26 @@ def padded(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor
     return ids, mask
 
 
-def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return samples of the texts in a row, without overlap.
+class NextTokens(NamedTuple):
+    """Samples of texts: tokens ``x`` and the next ones ``y``, int64 [n, length], and the ``text`` of each, int64 [n].
 
-    Returns
-    -------
-    x, y : tokens and the next ones, int64 [n, length]; y is -100 behind the end of a text.
-    text : number of the text that a sample is of, int64 [n].
+    ``y`` is -100 behind the end of a text.
     """
+
+    x: Tensor
+    y: Tensor
+    text: Tensor
+
+
+def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> NextTokens:
+    """Return samples of the texts in a row, without overlap."""
     starts = [(number, k) for number, text in enumerate(tokens) for k in range(0, max(len(text) - 1, 0), length)]
     x = torch.zeros(len(starts), length, dtype=torch.int64)
     y = torch.full((len(starts), length), IGNORED)
     for row, (number, k) in enumerate(starts):
         some = torch.tensor(tokens[number][k : k + length + 1], dtype=torch.int64)
         x[row, : len(some) - 1], y[row, : len(some) - 1] = some[:-1], some[1:]
-    return x, y, torch.tensor([number for number, _ in starts], dtype=torch.int64)
+    return NextTokens(x, y, torch.tensor([number for number, _ in starts], dtype=torch.int64))
 
 
 def python_packages() -> dict[str, Path]:
@@ -120,15 +118,13 @@ def python_packages() -> dict[str, Path]:
     return {folder.name: folder for folder in folders if sum(f.stat().st_size for f in folder.glob("*.py")) > enough}
 
 
-def package_text(folder: Path) -> str:
-    """Return the sources of a package in the order of their names, cut to ``PACKAGE_CHARACTERS``."""
-    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.py")))
-    return text[:PACKAGE_CHARACTERS]
-
-
 def source_samples(folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (x, y) of a package for training and for testing: characters and the next ones, int64 [n, 80]."""
+    """Return (x, y) of a package for training and for testing: characters and the next ones, int64 [n, 80].
+
+    They are of its sources in the order of their names, cut to ``PACKAGE_CHARACTERS``.
+    """
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.py")))
     encode, _ = _of_characters(ALPHABET)
-    x, y, _ = next_tokens(encode([package_text(folder)]), SOURCE_LENGTH)
+    x, y, _ = next_tokens(encode([text[:PACKAGE_CHARACTERS]]), SOURCE_LENGTH)
     test = torch.arange(1, len(x) + 1) % TEST_SHARE == 0
     return (x[~test], y[~test]), (x[test], y[test])

@@ -46,16 +46,8 @@ class Trained(NamedTuple):
 def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
     """Return the network, modified: all but the trained tensors are its frozen base.
 
-    Parameters
-    ----------
-    model : a network on the CPU; adapters are drawn from torch's global generator.
-    trained : what is trained; the head of the network is, too, unless names say otherwise.
-    name : the setting ``model``, for errors.
-
-    Raises
-    ------
-    UserError
-        Nothing is trained by this, or the package peft is missing.
+    The head of the network is trained as well, unless names say otherwise. Adapters are drawn from torch's global
+    generator on the CPU. ``name``: the setting ``model``, for errors.
     """
     names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
     if trained.what == "lora":
@@ -102,13 +94,11 @@ def other_base(here: str, wanted: str) -> str:
 
 
 def base_bytes(model: nn.Module) -> int:
-    """Return the bytes of a network's base."""
     every = model.state_dict()
     return sum(every[name].nbytes for name in base_names(model))
 
 
 def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
-    """Return the names of the network's own tensors that are trained."""
     every = tuple(tensors_of(model))
     head = {*head_names(model), *fresh_names(model)} & {*every}
     if trained.what in ("lora", "head"):
@@ -202,12 +192,10 @@ class _Cast:
         self.running: list[torch.autocast] = []
 
     def enter(self, module: nn.Module, inputs: object) -> None:
-        """Begin."""
         device = next(module.parameters()).device.type
         self.running.append(torch.autocast(device, torch.bfloat16))
         self.running[-1].__enter__()
 
     def leave(self, module: nn.Module, inputs: object, output: Any) -> Any:
-        """End, also after an error."""
         self.running.pop().__exit__(None, None, None)
         return output.float() if isinstance(output, Tensor) else output

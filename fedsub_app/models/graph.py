@@ -29,17 +29,9 @@ EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 s
 
 
 def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
-    """Return the groups of units that can be removed, in order of execution.
+    """Return the groups of units that can be removed, in order of execution; TypeError says why there are none.
 
-    Parameters
-    ----------
-    model : a network that answers with a tensor. Not modified.
-    in_shape : form of one input, without the batch axis.
-
-    Raises
-    ------
-    TypeError
-        There are none; the message says why.
+    The network answers with a tensor, and is not modified.
     """
     x = drawn(4, in_shape, torch.Generator().manual_seed(0), torch.float64)
     reasons: dict[str, str] = {}
@@ -162,13 +154,7 @@ def _places(
 def _group(
     name: str, positions: Mapping[tuple[str, int], Positions], together: int, tensors: Mapping[str, Tensor]
 ) -> UnitGroup:
-    """Return the group of these positions.
-
-    Raises
-    ------
-    TypeError
-        They are in no order that a :class:`~fedsub_app.models.units.Place` can tell, or there is one unit alone.
-    """
+    """Return the group of these positions; TypeError where they are in no order that a ``Place`` can tell."""
     channels = len(next(iter(positions.values())))
     size = channels // together
     places = []

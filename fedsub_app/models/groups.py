@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.inputs import Shape, blank
-from fedsub_app.models.sources import about
+from fedsub_app.models.sources import in_shape_of
 
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
@@ -20,13 +20,8 @@ _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 class Place(NamedTuple):
     """Positions of a group's units along an axis of a tensor: unit j has ``start + j * repeat`` and what follows it.
 
-    Attributes
-    ----------
-    name : of the tensor.
-    axis : 0 for rows, 1 for columns.
-    start : position of unit 0.
-    repeat : consecutive positions of one unit.
-    length : of the whole axis; positions before and behind the units are those of others.
+    ``axis``: 0 for rows, 1 for columns; ``repeat``: consecutive positions of one unit; ``length``: of the whole axis,
+    of which positions before and behind the units are those of others.
     """
 
     name: str
@@ -66,7 +61,6 @@ class UnitGroup:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """All places of the units."""
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
         cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
         return (*rows, *cols, *self.blocks)
@@ -89,13 +83,12 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     are not known here, are registered in that order.
     """
     named = dict(model.named_modules())
-    if (known := about(model)) is not None and model not in _orders:
-        _orders[model] = _order(model, known.in_shape)
+    if (shape := in_shape_of(model)) is not None and model not in _orders:
+        _orders[model] = _order(model, shape)
     return [(name, named[name]) for name in _orders.get(model, named)]
 
 
 def forget_order(model: nn.Module) -> None:
-    """Forget the order of a network whose modules have changed."""
     _orders.pop(model, None)
 
 

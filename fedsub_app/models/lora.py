@@ -20,7 +20,6 @@ class Adapter(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Name of the layer."""
         return self.weight.removesuffix(_W)
 
 

@@ -22,7 +22,6 @@ NETWORKS = {  # name → what it is; networks.py builds them
 
 
 def model_names() -> dict[str, str]:
-    """Return every network's name with a one-line description."""
     return dict(NETWORKS)
 
 

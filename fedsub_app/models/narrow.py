@@ -13,14 +13,8 @@ from fedsub_app.models.networks import tensors_of
 def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
     """Return which positions along which axis of a tensor are left when only the units that are on are.
 
-    Parameters
-    ----------
-    groups : the full network's unit groups.
-    units : group name -> bool ``[group.size]``; a group that is lacking keeps all its units.
-
-    Returns
-    -------
-    (tensor name, axis) -> bool of the axis' length, for the places of the groups that ``units`` has.
+    ``units``: group name -> bool ``[group.size]``; a group that is lacking keeps all its units and has no positions
+    here.
     """
     kept: dict[tuple[str, int], Tensor] = {}
     for group in groups:
@@ -42,13 +36,7 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
     ----------
     model : a network that :func:`~fedsub_app.models.units.unit_groups` knows, without hooks. Not modified; the copy
         shares no memory with it, is in the same mode and on the same device, and has no gradients yet.
-    groups : its unit groups.
-    widths : group name -> number of units kept, 1 to ``group.size``; a group that is lacking keeps all.
-
-    Raises
-    ------
-    ValueError
-        If a width is of no group or out of range.
+    widths : group name -> number of units kept, 1 to ``group.size``, else ValueError; one that is lacking keeps all.
     """
     if unknown := widths.keys() - {group.name for group in groups}:
         allowed = ", ".join(group.name for group in groups)
@@ -99,12 +87,6 @@ def _read_sizes(module: nn.Module) -> None:
 
 
 def widths_of(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of units of every group in a narrow network: group name -> width.
-
-    Parameters
-    ----------
-    groups : the full network's unit groups.
-    tensors : tensor name -> tensor, of the narrow network: :func:`~fedsub_app.models.networks.tensors_of`.
-    """
+    """Return the number of units of every group in a narrow network of these tensors: group name -> width."""
     whole = {group.name: next(place for place in group.places if place.whole(group.size)) for group in groups}
     return {name: tensors[place.name].shape[place.axis] // place.repeat for name, place in whole.items()}

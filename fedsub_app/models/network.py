@@ -26,14 +26,10 @@ class Output(NamedTuple):
 
 
 class Gate:
-    """A hook that multiplies the output of a layer by a factor for each unit while it has one.
+    """A hook that multiplies the output of a layer by ``factor``, float ``[units]``, while it has one.
 
     It stays on its layer: putting a hook on and off costs a tenth of a small network's step. A copy of the layer has a
     gate of its own.
-
-    Attributes
-    ----------
-    factor : float ``[units]``, or None.
     """
 
     factor: Tensor | None = None
@@ -47,13 +43,9 @@ class Gate:
 
 
 class Tap:
-    """A hook that keeps what enters a layer while it is open; it stays on its layer, as a gate does.
+    """A hook that keeps what ``entered`` a layer last while it is open; it stays on its layer, as a gate does.
 
     A copy of the layer has a closed one of its own.
-
-    Attributes
-    ----------
-    entered : the last input, None while nothing has entered the open layer.
     """
 
     is_open = False
@@ -71,11 +63,9 @@ class Tap:
 class Network:
     """One model object, whose weights are loaded before each use.
 
-    Attributes
-    ----------
-    module : the model; after the first use of :attr:`gates` with a gate, open or not, behind each layer of units.
-    tensors : its parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`).
-    parameters : tensors that can be trained.
+    ``module`` has, after the first use of :attr:`gates`, a gate behind each layer of units. ``tensors`` are its
+    parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`), ``parameters`` those
+    that are trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +75,6 @@ class Network:
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:
-        """Its hidden units."""
         return unit_groups(self.module)
 
     @cached_property
@@ -98,12 +87,10 @@ class Network:
 
     @cached_property
     def head(self) -> tuple[str, ...]:
-        """Names of the head's tensors."""
         return head_names(self.module)
 
     @cached_property
     def normalisations(self) -> dict[str, nn.Module]:
-        """Its BatchNorm layers by name."""
         return {name: module for name, module in self.module.named_modules() if isinstance(module, _BATCH_NORM)}
 
     @cached_property
@@ -145,11 +132,9 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
         return next(iter(self.tensors.values())).device
 
     def copy(self) -> Tensors:
-        """Return a copy of its tensors, on the CPU."""
         if self.device.type == "cpu":
             return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return brought(self.tensors)
@@ -162,11 +147,9 @@ class Network:
     def training_mode(self, trained: Collection[str] | None = None, batch_statistics: bool | None = None) -> None:
         """Put the model in training mode, frozen BatchNorm in evaluation mode.
 
-        Parameters
-        ----------
-        trained : names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight is not among them
-            uses its running statistics and leaves them as they are.
-        batch_statistics : ``True`` or ``False`` for training or evaluation mode of the whole model instead.
+        ``trained``: names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight is not among them
+        uses its running statistics and leaves them as they are. ``batch_statistics``: training or evaluation mode of
+        the whole model instead.
         """
         self.module.train(batch_statistics is not False)
         if batch_statistics is None and trained is not None:

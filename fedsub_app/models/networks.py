@@ -6,11 +6,12 @@ Every network but ResNet-18 is one ``nn.Sequential`` with named children (``conv
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.tensors import brought
 from fedsub_app.models.base import base_names
-from fedsub_app.models.names import is_sourced
+from fedsub_app.models.names import NETWORKS, is_sourced
 from fedsub_app.models.sources import adopted, from_source, numbers
 
 
@@ -52,12 +53,6 @@ def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: b
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     return _fully_connected(layers, [in_features, *hidden, num_classes], batch_norm=batch_norm)
-
-
-def _mlp(
-    name: str, in_shape: tuple[int, ...], num_classes: int, *, hidden: Sequence[int], batch_norm: bool = False
-) -> nn.Module:
-    return mlp(math.prod(in_shape), num_classes, hidden, batch_norm)
 
 
 def _image_shape(name: str, in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
@@ -103,17 +98,17 @@ def _conv_net(
     return _fully_connected(layers, [flat, *hidden, num_classes], relus=len(channels))
 
 
-def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int, pretrained: bool = False) -> nn.Module:
+def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """torchvision's ResNet-18, with its 7 x 7 stem also for small images (as FedSelect's code has it).
 
-    ``pretrained``: with ImageNet's weights, read from torch's hub folder or downloaded, and a fresh output layer.
+    ``resnet18-imagenet``: with ImageNet's weights, read from torch's hub folder or downloaded, and a fresh output
+    layer. ``resnet18-gn``: with GroupNorm of 32 groups (Wu, He 2018) in the place of BatchNorm.
     """
     channels, _, _ = _image_shape(name, in_shape, 1)
-    # Imported here because it takes a second, and only this network needs it.
-    from torchvision.models import ResNet18_Weights, resnet18
+    from torchvision.models import ResNet18_Weights, resnet18  # on demand: it takes a second
 
     net: nn.Module
-    if pretrained:
+    if name == "resnet18-imagenet":
         weights = ResNet18_Weights.IMAGENET1K_V1
         if channels != 3:
             raise UserError(f"model = {name!r}: trained on RGB images, these have {channels} channels")
@@ -124,39 +119,29 @@ def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int, pretrained
             raise UserError(f"model = {name!r}: needs {file}, from {weights.url} ({one_line(error)[:200]})") from error
         net.fc = nn.Linear(512, num_classes)
         return net
-    net = resnet18(weights=None, num_classes=num_classes)
-    if channels != 3:
+    group_norm = {"norm_layer": partial(nn.GroupNorm, 32)} if name == "resnet18-gn" else {}
+    net = resnet18(weights=None, num_classes=num_classes, **group_norm)
+    if group_norm or channels != 3:
         stem = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # torchvision's own rule
-        net.conv1 = stem
-    return net
+        net.set_submodule("conv1", stem)
+        if not group_norm:
+            nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # torchvision's own rule
+    return adopted(net, in_shape) if group_norm else net
 
 
-def _resnet18_gn(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """torchvision's ResNet-18 with GroupNorm of 32 groups (Wu, He 2018) in the place of BatchNorm."""
-    channels, _, _ = _image_shape(name, in_shape, 1)
-    from torchvision.models import resnet18
-
-    net: nn.Module = resnet18(weights=None, num_classes=num_classes, norm_layer=partial(nn.GroupNorm, 32))
-    net.set_submodule("conv1", nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False))
-    return adopted(net, in_shape)
-
-
-# name: (builder, the builder's settings)
-_NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, object]]] = {
-    "fedpews-mlp": (_mlp, {"hidden": (32, 64, 128, 32)}),
-    "fedpews-cnn": (_conv_net, {"channels": (32, 64, 128), "kernel": 3, "padding": 1}),
-    "lenet5": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (120, 84)}),
-    "lenet5-bn": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (120, 84), "batch_norm": True}),
-    "mnist-cnn": (_conv_net, {"channels": (10, 20), "kernel": 5, "hidden": (50,)}),
-    "mnist-cnn-bn": (_conv_net, {"channels": (10, 20), "kernel": 5, "hidden": (50,), "batch_norm": True}),
-    "fedpart-cnn": (_conv_net, {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)}),
-    "pfllib-cnn": (_conv_net, {"channels": (32, 64), "kernel": 5, "hidden": (512,)}),
-    "resnet18": (_resnet18, {}),
-    "resnet18-imagenet": (_resnet18, {"pretrained": True}),
-    "resnet18-gn": (_resnet18_gn, {}),
-    "feature-mlp": (_mlp, {"hidden": (1000,), "batch_norm": True}),
-    "feature-mlp2": (_mlp, {"hidden": (1000, 1000), "batch_norm": True}),
+_MLPS: dict[str, dict[str, Any]] = {  # settings of multi-layer perceptrons
+    "fedpews-mlp": {"hidden": (32, 64, 128, 32)},
+    "feature-mlp": {"hidden": (1000,), "batch_norm": True},
+    "feature-mlp2": {"hidden": (1000, 1000), "batch_norm": True},
+}
+_CONV_NETS: dict[str, dict[str, Any]] = {
+    "fedpews-cnn": {"channels": (32, 64, 128), "kernel": 3, "padding": 1},
+    "lenet5": {"channels": (6, 16), "kernel": 5, "hidden": (120, 84)},
+    "lenet5-bn": {"channels": (6, 16), "kernel": 5, "hidden": (120, 84), "batch_norm": True},
+    "mnist-cnn": {"channels": (10, 20), "kernel": 5, "hidden": (50,)},
+    "mnist-cnn-bn": {"channels": (10, 20), "kernel": 5, "hidden": (50,), "batch_norm": True},
+    "fedpart-cnn": {"channels": (6, 16), "kernel": 5, "hidden": (180, 160, 140, 120, 84)},
+    "pfllib-cnn": {"channels": (32, 64), "kernel": 5, "hidden": (512,)},
 }
 
 
@@ -174,38 +159,33 @@ def build_model(
         A network of a source draws from torch's generator on the CPU, or its weights are not of the seed.
     width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
     options : arguments of a network of a source, as one text: ``"width=32, norm='group'"``.
-
-    Raises
-    ------
-    UserError
-        If the name is unknown, or the network cannot take inputs of this shape, or has no width to be set.
     """
-    if is_sourced(name):
-        return _sourced(name, in_shape, num_classes, seed, width, options)
-    if name not in _NETWORKS:
+    if not is_sourced(name) and name not in NETWORKS:
         of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
-        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(_NETWORKS)}; {of_others}")
+        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(NETWORKS)}; {of_others}")
+    if width and name not in _MLPS:
+        allowed = ", ".join(_MLPS)
+        raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {allowed}")
+    if is_sourced(name):
+        with seeded(seed, "model"):
+            return from_source(name, in_shape, num_classes, read_options(options))
     if options:
         raise UserError(f"model-options = {options!r}: must be '' with model = {name!r}, whose settings are its own")
-    builder, settings = _NETWORKS[name]
-    if width:
-        if builder is not _mlp:
-            names = ", ".join(other for other, (made_by, _) in _NETWORKS.items() if made_by is _mlp)
-            raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {names}")
-        settings = settings | {"hidden": [width] * len(settings["hidden"])}  # type: ignore[arg-type]
-    if builder not in (_resnet18, _resnet18_gn):  # whose size does not depend on the images'
+    shape = numbers(in_shape, name)
+
+    def build() -> nn.Module:
+        if name in _CONV_NETS:
+            return _conv_net(name, shape, num_classes, **_CONV_NETS[name])
+        if name not in _MLPS:
+            return _resnet18(name, shape, num_classes)
+        settings = _MLPS[name] | ({"hidden": [width] * len(_MLPS[name]["hidden"])} if width else {})
+        return mlp(math.prod(shape), num_classes, **settings)
+
+    if not name.startswith("resnet"):  # whose size does not depend on the images'
         with torch.device("meta"):  # without values
-            shapes = builder(name, numbers(in_shape, name), num_classes, **settings)
-        check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in shapes.parameters()))
+            check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in build().parameters()))
     with seeded(seed, "model"):
-        return builder(name, numbers(in_shape, name), num_classes, **settings)
-
-
-def _sourced(name: str, in_shape: Shape, num_classes: int, seed: int, width: int | None, options: str) -> nn.Module:
-    if width:
-        raise UserError(f"model = {name!r}: with a width set, allowed are listed multi-layer perceptrons")
-    with seeded(seed, "model"):
-        return from_source(name, in_shape, num_classes, read_options(options))
+        return build()
 
 
 @contextmanager
@@ -238,10 +218,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Copy ``new`` into the model (or its :func:`tensors_of`), in place: exactly their names and shapes, any device.
 
-    Raises
-    ------
-    ValueError
-        If a name is missing, unknown, or has another shape; nothing has been copied then.
+    ValueError if a name is missing, unknown, or has another shape; nothing has been copied then.
     """
     own = tensors_of(model) if isinstance(model, nn.Module) else model
     if own.keys() != new.keys():

@@ -9,37 +9,26 @@ import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.inputs import Form, Shape, blank, shape_shown, unpacking
+from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
 from fedsub_app.common.own_code import named_code
 from fedsub_app.common.packaged import packaged
 from fedsub_app.models.base import base_names
 
 Options = Mapping[str, Any]
-_ABOUT, _FRESH = "_fedsub_about", "_fedsub_fresh"
+_IN_SHAPE, _FRESH = "_fedsub_in_shape", "_fedsub_fresh"
 MOST_FRESH = 4  # tensors that published weights may lack: those of an output layer or two
 
 
-class About(NamedTuple):
-    """Facts that a network from a source carries along, also in its copies.
-
-    Attributes
-    ----------
-    in_shape : form of one input without the batch axis: the network is traced with such inputs.
-    """
-
-    in_shape: Shape
-
-
-def about(model: nn.Module) -> About | None:
-    """Return the facts of a network that came through :func:`adopted`; ``None`` for one that a method's paper has."""
-    return getattr(model, _ABOUT, None)
+def in_shape_of(model: nn.Module) -> Shape | None:
+    """Return the form of one input of a network that came through :func:`adopted`; ``None`` for a paper's own."""
+    return getattr(model, _IN_SHAPE, None)
 
 
 def fresh_names(model: nn.Module) -> frozenset[str]:
@@ -48,13 +37,7 @@ def fresh_names(model: nn.Module) -> frozenset[str]:
 
 
 def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator.
-
-    Raises
-    ------
-    UserError
-        The source or the name is not there, or the options do not fit.
-    """
+    """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator."""
     source, _, name = model.partition(":")
     try:
         build = PACKAGES.get(source) or _own
@@ -71,31 +54,20 @@ def from_source(model: str, in_shape: Shape, num_classes: int, options: Options)
 
 
 def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
-    """Return the network with its logits as its output, and with what :func:`about` returns of it.
-
-    Parameters
-    ----------
-    model : modified: its output becomes a tensor where it was a mapping or an object that holds ``logits``.
-    in_shape : form of one input without the batch axis.
-    """
-    setattr(model, _ABOUT, About(in_shape))
+    """Return the network, modified: it answers with its logits, and knows the form of an input, for tracing it."""
+    setattr(model, _IN_SHAPE, in_shape)
     return with_logits(model)
 
 
 def with_logits(model: nn.Module) -> nn.Module:
     """Return the network, modified: it takes several tensors, and answers a tensor where it answered ``logits``."""
     model.register_forward_hook(_logits)
-    return unpacking(model)
+    model.register_forward_pre_hook(_arguments, with_kwargs=True)
+    return model
 
 
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
-    """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was.
-
-    Raises
-    ------
-    UserError
-        It cannot take such inputs, does not answer with [2, *outputs], or has no float32 parameters to train.
-    """
+    """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was."""
     who = f"model = {name!r}"
     base = base_names(model)
     odd = {str(p.dtype) for n, p in model.named_parameters() if p.dtype != torch.float32 and n not in base}
@@ -121,6 +93,12 @@ def numbers(in_shape: Shape, model: str) -> tuple[int, ...]:
         allowed = "a network of yours, 'FILE.py:NAME', or transformers:NAME"
         raise UserError(f"model = {model!r}: takes one tensor of numbers, these inputs are tokens; allowed: {allowed}")
     return tuple(in_shape)
+
+
+def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if not inputs or not isinstance(x := inputs[0], Inputs):
+        return None
+    return ((), dict(zip(x.names, x.tensors, strict=True)) | named) if x.names else (x.tensors, named)
 
 
 def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
@@ -167,10 +145,7 @@ def _read(file: str) -> Mapping[str, Tensor]:
 def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Return a network with published weights; tensors of another shape, as of the output layer, stay fresh.
 
-    Raises
-    ------
-    ValueError
-        More than the tensors of two layers do not fit: these are the weights of another network.
+    ValueError where more than the tensors of two layers do not fit: these are the weights of another network.
     """
     own = net.state_dict()
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}

@@ -15,7 +15,7 @@ from fedsub_app.models.graph import traced_groups
 from fedsub_app.models.groups import UnitGroup, executed
 from fedsub_app.models.lora import adapters, rank_groups
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import about
+from fedsub_app.models.sources import in_shape_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"
@@ -44,24 +44,19 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
     A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
-    (:func:`~fedsub_app.models.graph.traced_groups`). Of listed networks:
+    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. Of listed networks:
 
     ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
     of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each
     other through the additions, so they cannot be removed one layer at a time, and belong to no group.
 
-    Units of a network with LoRA are its adapters' ranks.
-
-    Raises
-    ------
-    TypeError
-        If the structure holds a layer that this function does not know, or no unit can be removed.
+    TypeError where a layer is not known, or no unit can be removed.
     """
     if ranks := rank_groups(model):
         return ranks
-    if known := about(model):
+    if (shape := in_shape_of(model)) is not None:
         if model not in _traced:
-            _traced[model] = traced_groups(model, known.in_shape)
+            _traced[model] = traced_groups(model, shape)
         return _traced[model]
     if base_names(model):
         raise TypeError("a part of its units is frozen")
@@ -135,10 +130,7 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def with_head(model: nn.Module, head: str) -> nn.Module:
     """Return the model, of which ``head`` is the head from now on: the name of a layer or of a module with several.
 
-    Raises
-    ------
-    ValueError
-        The name is of no layer, or of the whole model.
+    ValueError where it is of no layer, or of the whole model.
     """
     part_names(model, head)
     if head not in dict(model.named_modules()):
@@ -167,13 +159,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def output_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the head's tensors where it is one layer, whose rows are the classes.
-
-    Raises
-    ------
-    TypeError
-        The head has several layers.
-    """
+    """Return the names of the head's tensors where it is one layer, whose rows are the classes; else TypeError."""
     if any(True for _ in model.get_submodule(head_layer(model)).children()):
         raise TypeError(f"its head {head_layer(model)!r} has several layers; allowed is one")
     return head_names(model)
@@ -182,15 +168,9 @@ def output_names(model: nn.Module) -> tuple[str, ...]:
 def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
     """Return the names of a part of the model, in the order of :func:`tensors_of`: what is shared or personal.
 
-    Parameters
-    ----------
-    part : ``"head"`` (:func:`head_layer`), ``"body"`` (all but the head), or names of layers and tensors,
-        comma-separated: ``"conv1, layer4.1"`` is all tensors of these layers.
-
-    Raises
-    ------
-    ValueError
-        A name is of no layer or tensor, or the part is empty or the whole model.
+    ``part``: ``"head"`` (:func:`head_layer`), ``"body"`` (all but the head), or names of layers and tensors,
+    comma-separated: ``"conv1, layer4.1"`` is all tensors of these layers. ValueError where a name is of none, or the
+    part is empty or the whole model.
     """
     every = tuple(tensors_of(model))
     head = head_names(model)

@@ -1,67 +1,92 @@
-"""Several runs beside each other, as Markdown."""
+"""Tables of runs beside each other: results, costs, who is served, in words."""
 
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from fedsub_app.common.score import Score, kind_of
-from fedsub_app.common.text import markdown
-from fedsub_app.reports.cost_to_accuracy import about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.records import (
-    OPTIONAL,
-    Group,
-    Record,
-    costs_of,
-    kinds_of,
-    named_runs,
-    read_run,
-    summary_table,
-)
+from fedsub_app.common.section import Json
+from fedsub_app.common.text import markdown, three_digits
+from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, cells, columns, costs_to_accuracy
+from fedsub_app.reports.records import OPTIONAL, Group, costs_of, deviation, kinds_of
+
+TOTALS = {  # a column of the summary: key of the rounds' lines, unit
+    "MB down": ("formula-bytes-down", 1e6),
+    "MB up": ("formula-bytes-up", 1e6),
+    "GFLOPs": ("flops", 1e9),
+    "seconds": ("seconds", 1),
+    OPTIONAL: ("device-seconds", 1),
+}
 
 
-def comparisons(folders: Sequence[Path]) -> str:
-    """Return :func:`compare` and the costs to accuracy of the runs of each data set, in the order given."""
-    sections: dict[str, list[Record]] = {}
-    for record in map(read_run, folders):
-        sections.setdefault(str(record.settings.get("dataset", "")), []).append(record)
-    texts = []
-    for section, records in sections.items():
-        if len(records) > 1:
-            runs = named_runs(records)
-            texts += [f"{section}:"] * (len(sections) > 1) + [compare(runs)]
-            if costs := cost_table([Group(name, (record,)) for name, record in runs]):
-                score, rows = records[0].score, [[name, *texts] for name, texts in costs.rows]
-                texts.append(f"Cost to {score.name}. {about(score)}\n\n{markdown(('run', *costs.header), rows)}")
-    return "\n\n".join(texts)
+class Cell(NamedTuple):
+    text: str
+    value: float | str
+    best: bool = False
 
 
-def compare(runs: Sequence[tuple[str, Record]]) -> str:
-    """Return a Markdown table: each run's last score beside the first run's at the same cost.
+Rows = list[tuple[str, list[Cell]]]  # a label and cells for each group
 
-    For every score that both have, and each of bytes (by the papers' formula, both ways), FLOPs and seconds; "–"
-    where the first run had not been evaluated yet.
-    """
-    first, score, axes = runs[0][1].lines, runs[0][1].score, costs_of(record for _, record in runs)
-    header = (
-        "run",
-        score.name,
-        score.titled("at the end"),
-        *(text for cost in axes for text in (cost, score.titled("first run by then"))),
-    )
+
+def _scored(values: Sequence[float], score: Score) -> Cell:
+    if not values:
+        return Cell("–", -1.0)
+    mean, spread = fmean(values), f" ± {score.number(deviation(values))}" if len(values) > 1 else ""
+    return Cell(f"{score.number(mean)}{spread}", mean)
+
+
+def _amount(values: Sequence[float]) -> Cell:
+    mean, spread = fmean(values), deviation(values)
+    return Cell(f"{three_digits(mean)} ± {three_digits(spread)}" if spread else three_digits(mean), mean)
+
+
+def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
+    """Return the results and costs of some groups: the header, and rows."""
+    records = [record for group in groups for record in group.records]
+    scores, several = kinds_of(records), len({group.section for group in groups}) > 1
+    totals = {name: total for name, total in TOTALS.items() if name != OPTIONAL or OPTIONAL in costs_of(records)}
+    alone = all(score.unit and score.name == next(iter(scores.values())).name for score in scores.values())
+    titles = [score.titled(kind_of(key) if alone else f"{kind_of(key)} {score.name}") for key, score in scores.items()]
     rows = []
-    for name, record in runs:
-        lines = record.lines
-        for key in score.keys:
-            if not any(key in line for line in first) or not any(key in line for line in lines):
-                continue
-            row = [name, kind_of(key), score.number([line[key] for line in lines if key in line][-1])]
-            for cost in axes:
-                spent = lines[-1][cost]
-                by_then = [line[key] for line in first if key in line and line[cost] <= spent]
-                row += [f"{spent:.1f}", score.number(by_then[-1]) if by_then else "–"]
-            rows.append(row)
-    return markdown(header, rows)
+    for group in groups:
+        lines = [record.lines for record in group.records]
+        dropped = sum(len(record.dropped) for record in group.records)
+        abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
+        states = Counter(record.status for record in group.records)
+        status = ", ".join(f"{count} {state}" if len(lines) > 1 else state for state, count in states.items())
+        row = [Cell(str(len(lines)), len(lines))]
+        row += [_scored(group.last(key), score) for key, score in scores.items()]
+        row += [_amount([of[-1]["round"] for of in lines if of] or [0])]
+        row += [
+            _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines]) for key, unit in totals.values()
+        ]
+        row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned), Cell(status, status)]
+        rows.append((f"{group.section}: {group.label}" if several else group.label, row))
+    for column, score in enumerate(scores.values(), 1) if len(rows) > 1 else ():
+        best = score.best(float(row[column].value) for _, row in rows if row[column].text != "–")
+        for _, row in rows:
+            row[column] = row[column]._replace(best=row[column].value == best)
+    return ["seeds", *titles, "rounds", *totals, "replies dropped", "rounds abandoned", "status"], rows
+
+
+def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
+    """Return the last scores by width, device class and so on (strategies/served.py): the header, and rows.
+
+    Both are empty where no run has any.
+    """
+    last: list[list[Json]] = [
+        [next((line["served"] for line in reversed(record.lines) if "served" in line), {}) for record in group.records]
+        for group in groups
+    ]
+    places = dict.fromkeys((key, name) for of in last for served in of for key in served for name in served[key])
+    score = groups[0].records[0].score if groups else Score()
+    rows = [
+        (group.label, [_scored([s[key][name] for s in of if name in s.get(key, {})], score) for key, name in places])
+        for group, of in zip(groups, last, strict=True)
+        if places
+    ]
+    return [score.titled(f"{kind_of(key)}, {name}") for key, name in places], rows
 
 
 class CostTable(NamedTuple):
@@ -71,25 +96,45 @@ class CostTable(NamedTuple):
     rows: list[tuple[str, list[str]]]
 
 
-def cost_table(groups: Sequence[Group]) -> CostTable | None:
-    """Return what 90 % of the best run's score has cost, in each section by itself; ``None`` for less than two rows."""
-    rows, timed = [], OPTIONAL in costs_of(record for group in groups for record in group.records)
-    for section in dict.fromkeys(group.section for group in groups):
-        mine = [group for group in groups if group.section == section]
-        runs = {f"{k} {i}": r.lines for k, group in enumerate(mine) for i, r in enumerate(group.records)}
-        for key, score in shared_scores([record for group in mine for record in group.records]).items():
-            threshold, costs = costs_to_accuracy(runs, key, score)
-            for k, group in enumerate(mine):
-                label = f"{section}: {group.label}" if len(groups) > len(mine) else group.label
-                texts = cells([costs[f"{k} {i}"] for i in range(len(group.records))], score, timed)
-                rows.append((label, [score.number(threshold), kind_of(key), *texts]))
+def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list[str]]:
+    """Return the threshold and its costs of each group, compared among the runs of a section and a seed.
+
+    A group that has not measured ``key`` has empty cells.
+    """
     score = groups[0].records[0].score
+    found: list[list[tuple[float, Cost]]] = [[] for _ in groups]
+    runs = [(k, group.section, record) for k, group in enumerate(groups) for record in group.records]
+    for place in dict.fromkeys((section, record.settings["seed"]) for _, section, record in runs):
+        mine = [(k, record) for k, section, record in runs if (section, record.settings["seed"]) == place]
+        lines = {f"{k} {record.folder}": record.lines for k, record in mine if averages(record.lines, key)}
+        threshold, costs = costs_to_accuracy(lines, key, score) if lines else (0.0, {})
+        for name, cost in costs.items():
+            found[int(name.partition(" ")[0])].append((threshold, cost))
+    return [
+        [", ".join(score.number(threshold) for threshold, _ in of), *cells([cost for _, cost in of], score, timed)]
+        for of in found
+    ]
+
+
+def cost_table(groups: Sequence[Group]) -> CostTable | None:
+    """Return what 90 % of the best run's score has cost; ``None`` for less than two rows."""
+    records = [record for group in groups for record in group.records]
+    timed, several = OPTIONAL in costs_of(records), len({group.section for group in groups}) > 1
+    rows = []
+    for key in kinds_of(records):
+        for group, texts in zip(groups, costs_of_groups(groups, key, timed), strict=True):
+            label = f"{group.section}: {group.label}" if several else group.label
+            rows += [(label, [texts[0], kind_of(key), *texts[1:]])] if texts[0] else []
+    score = records[0].score
     return CostTable((score.titled("threshold"), score.name, *columns(score, timed)), rows) if len(rows) > 1 else None
 
 
-def shared_scores(records: Sequence[Record]) -> dict[str, Score]:
-    """Return the scores that all of some runs have measured after round 0, by the key of the line."""
-    return {k: score for k, score in kinds_of(records).items() if all(averages(run.lines, k) for run in records)}
+def cost_text(groups: Sequence[Group]) -> str:
+    """Return :func:`cost_table` as Markdown, "" where there is none."""
+    if not (costs := cost_table(groups)):
+        return ""
+    score, rows = groups[0].records[0].score, [[label, *texts] for label, texts in costs.rows]
+    return f"Cost to {score.name}. {about(score)}\n\n{markdown(('run', *costs.header), rows)}"
 
 
 def summary_text(groups: Sequence[Group]) -> str:

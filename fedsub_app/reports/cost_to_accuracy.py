@@ -56,13 +56,7 @@ class Cost(NamedTuple):
 
 
 def averages(lines: Sequence[Json], key: str) -> Averages:
-    """Return the mean of ``key`` over the evaluations of the last ten rounds, at each evaluated round.
-
-    Parameters
-    ----------
-    lines : lines of a run's rounds, in order.
-    key : a score, such as ``global-accuracy``.
-    """
+    """Return the mean of a key of a run's lines over the last ten rounds, at each evaluated round."""
     measured = [(line["round"], line[key]) for line in lines if line["round"] > 0 and key in line]
     means = []
     for last, (number, _) in enumerate(measured, 1):
@@ -95,11 +89,8 @@ def costs_to_accuracy(
 ) -> tuple[float, dict[str, Cost]]:
     """Return the threshold that the best of some runs sets, and what it has cost each of them.
 
-    Parameters
-    ----------
-    runs : name -> the lines of its rounds, of which one after round 0 at least has ``key``.
-    key : a score, such as ``global-accuracy``.
-    score : its direction; where a low one is good the threshold is the best value over ``FRACTION``.
+    ``runs``: name -> the lines of its rounds, of which one after round 0 at least has ``key``. Where a low score is
+    good the threshold is the best value over ``FRACTION``.
     """
     smooth = {name: averages(lines, key) for name, lines in runs.items()}
     top = score.best(best(means, score) for means in smooth.values())
@@ -134,7 +125,6 @@ def columns(score: Score, timed: bool = False) -> tuple[str, ...]:
 
 
 def about(score: Score) -> str:
-    """Return what the columns mean."""
     best = (f"highest mean {score.name}", "90 % of the highest", "at or above")
     if not score.high_is_good:
         best = (f"lowest mean {score.name}", "the lowest over 0.9", "at or below")

@@ -57,7 +57,6 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Write :func:`csv_text` to a file; returns its path."""
     path.write_text(csv_text(header, rows))
     return path
 

@@ -11,15 +11,15 @@ from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.score import KINDS, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.methods import reported
-from fedsub_app.reports.compare import cost_table
+from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.export import csv_text, table_of_rounds
 from fedsub_app.reports.pictures import (
     MAX_LABELS,
-    against_bytes_svg,
     axes_of,
     colour,
     dashes,
+    draw_against_bytes,
     short_names,
     svg_of_curves,
     svg_of_lines,
@@ -28,13 +28,11 @@ from fedsub_app.reports.records import (
     NOT_COMPARED,
     Curve,
     Group,
-    Record,
     curves,
     differing_keys,
     kinds_of,
     losses_of,
-    served_table,
-    summary_table,
+    named_runs,
 )
 from fedsub_app.runs.masks import Masks, last_masks
 
@@ -45,6 +43,7 @@ MEANING = {
     "global-local-validation": "the global model on each client's validation samples, mean over the clients",
     "personal-validation": "each client's own model on its validation samples, mean over the clients",
 }
+PARTS = ("train", "validation", "test")  # of a client's samples
 MAX_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 
 
@@ -58,50 +57,38 @@ def write_html(
 ) -> list[Path]:
     """Write the report of some runs, and its numbers beside it as CSV (a row a round) and JSON; returns the files.
 
+    :class:`UserError`: a file of a run is damaged.
+
     Parameters
     ----------
     title, note : heading and first paragraph.
     command : the command that writes the same report.
     drawings : further pictures, heading -> SVG, at the top of the page.
-
-    Raises
-    ------
-    UserError
-        A file of a run is damaged.
-    OSError
-        A file cannot be written.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
-    content["drawings"] = against_bytes_svg(groups) | dict(drawings or {})
-    runs = {f"{group.label}, seed {record.settings['seed']}": record for group in groups for record in group.records}
-    if len(runs) < sum(len(group.records) for group in groups):  # the same run twice, or sections with equal labels
-        runs = {os.path.relpath(record.folder, target.parent): record for group in groups for record in group.records}
-    numbers = {"title": title, "command": command, "runs": [_numbers(name, record) for name, record in runs.items()]}
+    pictures = {f"{content['score'].capitalize()} against bytes": draw_against_bytes(groups)}
+    content["drawings"] = pictures | dict(drawings or {})
+    runs = dict(named_runs([record for group in groups for record in group.records]))
+    made = ("commit", "code", "versions", "machine")
+    numbers = [
+        {"run": name, "folder": str(record.folder), "status": record.status, "command": record.command}
+        | {"settings": record.settings, "dropped": record.dropped}
+        | {"summary": {key: value for key, value in record.summary.items() if key != "run-dir"}}
+        | {key: record.provenance.get(key) for key in made}
+        for name, record in runs.items()
+    ]
     files = {
         target: page.get_template("report.html").render(content),
         target.with_suffix(".csv"): csv_text(*table_of_rounds(runs)),
-        target.with_suffix(".json"): to_json(numbers, indent=2) + "\n",
+        target.with_suffix(".json"): to_json({"title": title, "command": command, "runs": numbers}, indent=2) + "\n",
     }
     for path, text in files.items():
         write_atomic(path, text.encode())
     return list(files)
-
-
-def _numbers(name: str, record: Record) -> Json:
-    return {
-        "run": name,
-        "folder": str(record.folder),
-        "status": record.status,
-        "command": record.command,
-        "settings": record.settings,
-        "summary": {key: value for key, value in record.summary.items() if key != "run-dir"},
-        "dropped": record.dropped,
-        **{key: record.provenance.get(key) for key in ("commit", "code", "versions", "machine")},
-    }
 
 
 def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
@@ -122,8 +109,9 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "clients": _clients(groups),
         "subnetworks": _subnetworks(groups),
         "partitions": _partitions(groups),
-        "differing": _differing(groups),
-        "settings": [(group.label, _shown(group.records[0].settings)) for group in groups],
+        "differing": differing_keys([group.records[0] for group in groups]),
+        "settings": [(group.label, group.records[0].settings) for group in groups],
+        "not_compared": NOT_COMPARED,
         "dropped": _dropped(groups),
         "asked": sum(len(line.get("clients", ())) for record in records for line in record.lines),
         "runs": [
@@ -216,7 +204,8 @@ def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
         {
             "seeds": ", ".join(map(str, entry["of"])),
             "labels": ", ".join(dict.fromkeys(label for labels in entry["of"].values() for label in labels)),
-            "about": _partition_settings(entry["about"]),
+            "about": f"{entry['about'].settings.get('dataset')}, {entry['about'].settings.get('partition')}",
+            "sizes": {part: sizes for part in PARTS if max(sizes := entry["about"].partition.get(part) or [0])},
             "small": len(entry["counts"]) <= MAX_CELLS,
             "counts": entry["counts"],
         }
@@ -224,52 +213,13 @@ def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def _partition_settings(record: Record) -> str:
-    settings, partition = record.settings, record.partition
-    kind = str(settings.get("partition", ""))
-    parameter = {
-        "dirichlet": f"alpha {settings.get('dirichlet-alpha')}",
-        "shards": f"{settings.get('shards-per-client')} shards a client",
-        "classes": f"{settings.get('classes-per-client')} classes a client",
-        "source-classes": f"{settings.get('classes-per-client')} classes a client",
-    }.get(kind)
-    words = [f"{settings.get('dataset')}, {kind}" + (f" ({parameter})" if parameter else "")]
-    for part in ("train", "validation", "test"):
-        sizes = partition.get(part) or [0]
-        if max(sizes):
-            words.append(f"{part} {min(sizes)} to {max(sizes)} samples a client")
-    return "; ".join(words)
-
-
-def _differing(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    firsts = [group.records[0] for group in groups]
-    keys = [key for key in differing_keys(firsts) if key not in ("target-accuracy", "target-score")]
-    return keys, [
-        (group.label, [str(record.settings.get(key, "–")) for key in keys])
-        for group, record in zip(groups, firsts, strict=True)
-    ]
-
-
-def _shown(settings: Json) -> list[tuple[str, str]]:
-    return [(key, json.dumps(value)) for key, value in settings.items() if key not in NOT_COMPARED]
-
-
-def _dropped(groups: Sequence[Group]) -> list[tuple[str, str, int, str, str]]:
-    """Return for each reason: whose run, the reason, how often, which rounds, which clients."""
+def _dropped(groups: Sequence[Group]) -> dict[tuple[str, str], list[Json]]:
+    """Return whose run and the reason -> the replies."""
     by_reason: dict[tuple[str, str], list[Json]] = {}
     for group in groups:
-        for record in group.records:
-            for drop in record.dropped:
-                by_reason.setdefault((group.label, str(drop["reason"])), []).append(drop)
-    return [
-        (label, reason, len(drops), *(_few([drop[key] for drop in drops]) for key in ("round", "client")))  # type: ignore[misc]
-        for (label, reason), drops in by_reason.items()
-    ]
-
-
-def _few(numbers: Sequence[int], limit: int = 8) -> str:
-    once = sorted(set(numbers))
-    return ", ".join(map(str, once[:limit])) + (f" and {len(once) - limit} more" if len(once) > limit else "")
+        for drop in (drop for record in group.records for drop in record.dropped):
+            by_reason.setdefault((group.label, str(drop["reason"])), []).append(drop)
+    return by_reason
 
 
 def _made(groups: Sequence[Group]) -> list[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """Pictures of runs, drawn with matplotlib: learning curves, a partition. PNG files and the report's SVG look alike."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
-from fedsub_app.common.score import Score
 from fedsub_app.reports.records import COSTS, LOSS, Curve, Group, costs_of, curves, grouped, losses_of
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ MAX_LABELS = 22  # beside one picture
 
 
 def colour(number: int) -> str:
-    """Return the colour of the curve ``number``."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -39,7 +36,6 @@ def dashes(number: int) -> str:
 
 
 def figure(width: float, height: float) -> "Figure":
-    """Return an empty figure, size in inches."""
     from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -48,11 +44,6 @@ def figure(width: float, height: float) -> "Figure":
 def legend_beside(drawing: "Figure") -> None:
     """Add the legend of all axes of a figure, where it covers none of them."""
     drawing.legend(loc="outside right upper", fontsize="small")
-
-
-def spaced(numbers: Sequence[int], limit: int) -> list[int]:
-    """Return at most ``limit`` of the numbers, evenly from the first one, so that their labels do not touch."""
-    return list(numbers[:: -(-len(numbers) // limit)])
 
 
 @contextmanager
@@ -65,12 +56,7 @@ def _as_text() -> Iterator[None]:
 
 
 def spread_out(places: Sequence[float], gap: float) -> list[float]:
-    """Return places near those given, in the same order, at least ``gap`` apart and within 0 to 1 if they fit.
-
-    Parameters
-    ----------
-    places : in any order, 0 to 1.
-    """
+    """Return places near those given, in the same order, ``gap`` apart or more, and within 0 to 1 if they fit."""
     order = sorted(range(len(places)), key=lambda index: places[index])
     spread = [min(1.0, max(0.0, places[index])) for index in order]
     for low, high in pairwise(range(len(spread))):
@@ -140,13 +126,6 @@ def axes_of(groups: Sequence[Group]) -> list[str]:
 
 
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
-    """Draw :func:`figure_of_curves` into a file; returns it.
-
-    Raises
-    ------
-    UserError
-        No run holds an evaluated round, or the picture's suffix is of no known format.
-    """
     drawing = figure_of_curves(groups)
     try:
         with _as_text():
@@ -160,11 +139,6 @@ def figure_of_curves(groups: Sequence[Group]) -> "Figure":
     """Return the score against rounds, bytes, FLOPs and seconds, a curve a group.
 
     One group, whose curves are alike but for the axis, has score and loss against rounds.
-
-    Raises
-    ------
-    UserError
-        No run holds an evaluated round.
     """
     rows = curves(groups)
     if not rows:
@@ -217,21 +191,16 @@ def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
     return drawing
 
 
-def draw_against_bytes(groups: Sequence[Group], target: Path) -> Path | None:
-    """Draw the score against bytes, what a sub-network saves; returns the picture, ``None`` where there is none."""
-    with _as_text():
-        if drawing := _against_bytes(groups):
-            drawing.savefig(target, dpi=160)
-            return target
-    return None
+def draw_against_bytes(groups: Sequence[Group], target: Path | None = None) -> str:
+    """Return the score against bytes, what a sub-network saves, as SVG; "" where there is no picture.
 
-
-def against_bytes_svg(groups: Sequence[Group]) -> dict[str, str]:
-    """Return the same picture for an HTML page, under its heading; empty where there is none."""
+    ``target``: a file for it as well.
+    """
     with _as_text():
-        title = f"{groups[0].records[0].score.name.capitalize()} against bytes"
         drawing = _against_bytes(groups)
-        return {title: svg(drawing, title)} if drawing else {}
+        if drawing and target:
+            drawing.savefig(target, dpi=160)
+        return svg(drawing, f"{groups[0].records[0].score.name.capitalize()} against bytes") if drawing else ""
 
 
 def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "") -> str:
@@ -292,58 +261,6 @@ def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
     }
     spans = "".join(f' data-{name}="{" ".join(f"{v:.6g}" for v in values)}"' for name, values in numbers.items())
     return f'{spans} data-labels="{escape(json.dumps({line.number: line.label for line in lines}), quote=True)}"'
-
-
-def draw_sweep(
-    points: Sequence[tuple[Mapping[str, Any], float]],
-    keys: Sequence[str],
-    score: Score,
-    metric: str,
-    logs: set[str],
-    grid: bool,
-) -> "Figure":
-    """Draw the results of a sweep's trials: a grid of two keys as a heat map, else a panel a key.
-
-    Parameters
-    ----------
-    points : values of the searched keys, and the metric in percent.
-    logs : keys on a logarithmic axis.
-    """
-    best, ylabel = score.best(value for _, value in points), score.titled(metric)
-    if grid and len(keys) == 2:
-        (rows, columns), (down, right) = [list(dict.fromkeys(at.get(key) for at, _ in points)) for key in keys], keys
-        drawing = figure(3 + 0.8 * len(columns), 1.6 + 0.5 * len(rows))
-        axes = drawing.subplots()
-        place = [(columns.index(at.get(right)), rows.index(at.get(down)), value) for at, value in points]
-        values = [
-            [next((v for x, y, v in place if (x, y) == (i, k)), math.nan) for i in range(len(columns))]
-            for k in range(len(rows))
-        ]
-        low = min(value for _, value in points)
-        top = max(max(value for _, value in points), low + (1 if score.unit else 1e-9))
-        shown = axes.imshow(values, cmap="cividis", aspect="auto", vmin=low, vmax=top)
-        for column, row, value in place:
-            dark = value < (low + top) / 2
-            text = score.number(value) + " ★" * (value == best)
-            axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
-        axes.set_xticks(range(len(columns)), [str(word) for word in columns])
-        axes.set_yticks(range(len(rows)), [str(word) for word in rows])
-        axes.set(xlabel=right, ylabel=down)
-        drawing.colorbar(shown, label=ylabel)
-        return drawing
-    drawing = figure(max(4.2, 3.2 * len(keys)), 3)
-    panels = drawing.subplots(1, len(keys), sharey=True, squeeze=False)[0]
-    for panel, key in zip(panels, keys, strict=True):
-        numbers = all(isinstance(at.get(key), int | float) and not isinstance(at.get(key), bool) for at, _ in points)
-        for at, value in points:
-            where: Any = at[key] if numbers else str(at.get(key, "–"))
-            panel.plot([where], [value], marker="*" if value == best else "o", color=COLOURS[1 if value == best else 0])
-        if key in logs:
-            panel.set_xscale("log")
-        panel.set_xlabel(key)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(ylabel)
-    return drawing
 
 
 def draw_partition(folder: Path) -> Path:

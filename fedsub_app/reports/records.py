@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,6 @@ from fedsub_app.common.files import read_json
 from fedsub_app.common.score import KINDS, Score, kind_of
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.common.text import three_digits
 from fedsub_app.config import base_keys, defaults
 from fedsub_app.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
@@ -41,13 +39,10 @@ NOT_COMPARED = (*LOCATION_KEYS, "seed")
 
 @dataclass(frozen=True)
 class Record:
-    """The content of a run's directory.
+    """The content of a run's directory, ``folder``.
 
-    Attributes
-    ----------
-    folder : the directory.
-    provenance : the content of settings.json: settings, command, commit, versions, machine.
-    lines : lines of rounds.jsonl, each with the costs of the run up to its round (``COSTS``).
+    ``provenance``: the content of settings.json: settings, command, commit, versions, machine. ``lines``: those of
+    rounds.jsonl, each with the costs of the run up to its round (``COSTS``).
     """
 
     folder: Path
@@ -112,13 +107,11 @@ class Record:
         return pd.DataFrame(plain).set_index("round")
 
     def plot(self) -> "Figure":
-        """Return the learning curves, as in the run's curve.png."""
         from fedsub_app.reports.pictures import figure_of_curves
 
         return figure_of_curves([Group(str(self.settings["method"]), (self,))])
 
     def _repr_png_(self) -> bytes | None:
-        """Return the picture of a notebook's cell that ends in a record."""
         picture = BytesIO()
         if kinds_of([self]):
             self.plot().savefig(picture, format="png", dpi=90)
@@ -149,13 +142,7 @@ def as_argument(key: str, value: Value) -> str:
 
 
 def read_run(folder: Path) -> Record:
-    """Return the record of the run in a directory.
-
-    Raises
-    ------
-    UserError
-        It is not the directory of a run, or one of its files is damaged.
-    """
+    """Return the record of the run in a directory; :class:`UserError` where it is none, or a file is damaged."""
     path = folder / "settings.json"
     if not path.is_file():
         raise UserError(f"{folder}: not the directory of a run (no readable settings.json)")
@@ -178,33 +165,11 @@ def costs_of(records: Iterable[Record]) -> list[str]:
     return [cost for cost in COSTS if cost != OPTIONAL or spent]
 
 
-def served_table(groups: Sequence["Group"]) -> tuple[list[str], list[tuple[str, list["Cell"]]]]:
-    """Return the last scores by width, device class and so on: the header, and a label and cells for each group.
-
-    Both are empty where no run has any (strategies/served.py).
-    """
-    last: dict[Path, Json] = {
-        record.folder: next((line["served"] for line in reversed(record.lines) if "served" in line), {})
-        for group in groups
-        for record in group.records
-    }
-    places = dict.fromkeys((key, name) for served in last.values() for key in served for name in served[key])
-    rows = []
-    for group in groups if places else ():
-        mine = [last[record.folder] for record in group.records]
-        values = [[served[key][name] for served in mine if name in served.get(key, {})] for key, name in places]
-        rows.append((group.label, [_scored(each, group.records[0].score) for each in values]))
-    scores = [group.records[0].score for group in groups]
-    return [scores[0].titled(f"{kind_of(key)}, {name}") for key, name in places], rows
-
-
 @dataclass(frozen=True)
 class Group:
     """Runs that differ in nothing but their seed, under one label.
 
-    Attributes
-    ----------
-    section : runs of different sections (data sets, settings of a table) are not drawn into one picture.
+    Runs of different sections (data sets, settings of a table) are not drawn into one picture.
     """
 
     label: str
@@ -217,7 +182,6 @@ class Group:
         return [values[-1] for values in measured if values]
 
     def cost(self, cost: str) -> list[float]:
-        """Return what each run has cost so far (``COSTS``)."""
         return [record.lines[-1].get(cost, 0.0) for record in self.records if record.lines]
 
 
@@ -240,22 +204,18 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
         record = read_run(folder)
         compared = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
         by_settings.setdefault(json.dumps(compared, sort_keys=True), []).append(record)
-    groups = list(by_settings.values())
-    sections = [str(records[0].settings.get("dataset", "")) for records in groups]
-    labels = []
-    for records, section in zip(groups, sections, strict=True):
-        settings = records[0].settings
-        alike = [
-            others[0]
-            for others, of in zip(groups, sections, strict=True)
-            if (of, others[0].settings["method"]) == (section, settings["method"])
-        ]
-        words = [f"{key}={settings.get(key, '–')}" for key in differing_keys(alike)]
-        labels.append(" ".join([str(settings["method"]), *words]))
-    return [
-        Group(label, tuple(sorted(records, key=lambda record: record.settings["seed"])), section)
-        for label, records, section in zip(labels, groups, sections, strict=True)
-    ]
+
+    def kind(record: Record) -> tuple[str, str]:
+        return str(record.settings.get("dataset", "")), str(record.settings["method"])
+
+    groups = []
+    for records in by_settings.values():
+        section, method = kind(records[0])
+        alike = [others[0] for others in by_settings.values() if kind(others[0]) == (section, method)]
+        words = [f"{key}={records[0].settings.get(key, '–')}" for key in differing_keys(alike)]
+        by_seed = tuple(sorted(records, key=lambda record: record.settings["seed"]))
+        groups.append(Group(" ".join([method, *words]), by_seed, section))
+    return groups
 
 
 class Curve(NamedTuple):
@@ -295,7 +255,6 @@ def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curv
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation; 0 of one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
@@ -331,75 +290,6 @@ def curves(groups: Sequence[Group], kinds: Callable[[Iterable[Record]], dict[str
             lines = (curve(group, key, group.label, number, score) for number, group in numbered)
             rows[title] = [line for line in lines if line]
     return {title: lines for title, lines in rows.items() if lines}
-
-
-def _title(key: str, score: Score, others: Mapping[str, Score]) -> str:
-    """Return the title of a score's column: with its name where it is no accuracy, or others stand beside it."""
-    alone = all(other.name == score.name for other in others.values())
-    return kind_of(key) if alone and score.unit else f"{kind_of(key)} {score.name}"
-
-
-class Cell(NamedTuple):
-    """A cell of a table: its text, and what it is sorted by."""
-
-    text: str
-    value: float | str
-    best: bool = False
-
-
-def _scored(values: Sequence[float], score: Score) -> Cell:
-    if not values:
-        return Cell("–", -1.0)
-    mean, spread = statistics.fmean(values), f" ± {score.number(deviation(values))}" if len(values) > 1 else ""
-    return Cell(f"{score.number(mean)}{spread}", mean)
-
-
-def _amount(values: Sequence[float]) -> Cell:
-    mean, spread = statistics.fmean(values), deviation(values)
-    return Cell(f"{three_digits(mean)} ± {three_digits(spread)}" if spread else three_digits(mean), mean)
-
-
-def summary_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
-    """Return a table of the results and costs of some groups: its header, and a label and cells for each group."""
-    measured = kinds_of(record for group in groups for record in group.records)
-    header = [
-        "seeds",
-        *(score.titled(_title(key, score, measured)) for key, score in measured.items()),
-        "rounds",
-        "MB down",
-        "MB up",
-        "GFLOPs",
-        "seconds",
-    ]
-    timed = OPTIONAL in costs_of(record for group in groups for record in group.records)
-    several = len({group.section for group in groups}) > 1
-    rows = []
-    for group in groups:
-        lines = [record.lines for record in group.records]
-
-        def total(key: str, unit: float, lines: Sequence[list[Json]] = lines) -> Cell:
-            return _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines])
-
-        last = [of[-1]["round"] for of in lines if of]
-        states = Counter(record.status for record in group.records)
-        row = [
-            Cell(str(len(group.records)), len(group.records)),
-            *(_scored(group.last(key), score) for key, score in measured.items()),
-        ]
-        row += [_amount(last or [0])]
-        row += [total(f"formula-bytes-{direction}", 1e6) for direction in ("down", "up")]
-        row += [total("flops", 1e9), total("seconds", 1), *([total("device-seconds", 1)] if timed else [])]
-        dropped = sum(len(record.dropped) for record in group.records)
-        abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
-        row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned)]
-        status = ", ".join(f"{count} {state}" if len(group.records) > 1 else state for state, count in states.items())
-        row += [Cell(status, status)]
-        rows.append((f"{group.section}: {group.label}" if several else group.label, row))
-    for column, score in enumerate(measured.values(), 1) if len(rows) > 1 else ():
-        best = score.best(float(row[column].value) for _, row in rows if row[column].text != "–")
-        for _, row in rows:
-            row[column] = row[column]._replace(best=row[column].value == best)
-    return [*header, *([OPTIONAL] if timed else []), "replies dropped", "rounds abandoned", "status"], rows
 
 
 def named_runs(records: Sequence[Record]) -> list[tuple[str, Record]]:

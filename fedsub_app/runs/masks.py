@@ -44,13 +44,6 @@ def _over_union(both: Tensor) -> Tensor:
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
 
 
-def overlap_by_chance(masks: Sequence[Tensor]) -> Tensor:
-    """Return the expected :func:`overlap` of independent masks of the same sizes: ``pq / (p + q - pq)``."""
-    parts = torch.stack([mask.float().mean() for mask in masks])
-    both = torch.outer(parts, parts)
-    return torch.nan_to_num(both / (parts[:, None] + parts[None, :] - both), nan=1.0)
-
-
 class Masks(NamedTuple):
     """The clients' masks at a run's last checkpoint.
 

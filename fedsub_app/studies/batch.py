@@ -42,20 +42,19 @@ def gpus_of(settings: Iterable[Settings]) -> list[str]:
 
 
 def run_all(
-    jobs: Iterable[Job], workers: int | None = None, gpus: Sequence[str] = (), total: int | None = None
+    jobs: Iterable[Job], total: int, workers: int | None = None, gpus: Sequence[str] = ()
 ) -> list[tuple[Job, str]]:
     """Run the jobs, say what is done and how long is left; returns those that failed and why.
 
-    A process that is killed takes the others with it: what they ran, and what waited, has failed.
+    A process that is killed takes the others with it: what they ran has failed, and no further job is asked for.
 
     Parameters
     ----------
     jobs : asked for the next one whenever there is room for it, so that it may depend on those that have ended.
+    total : number of jobs, or how many there are at most.
     workers : runs at a time; ``None``: as many as there are GPUs, without any as there are cores.
     gpus : each process takes one of these, in turn (:func:`gpus_of`).
-    total : how many jobs there are at most; ``None``: as many as the sequence has.
     """
-    total = len(jobs) if total is None and isinstance(jobs, Sequence) else total or 0
     if not total:
         return []
     workers = min(workers or len(gpus) or cores(), total)
@@ -75,8 +74,7 @@ def run_all(
                 try:
                     running[pool.submit(run_job, job.overrides, job.folder)] = job
                 except BrokenProcessPool:
-                    # Jobs that are made one by one are not asked for: what Optuna proposes depends on those before.
-                    failures += [(each, KILLED) for each in (job, *(waiting if isinstance(jobs, Sequence) else ()))]
+                    failures.append((job, KILLED))
                     waiting = iter(())
                     break
                 progress.start(job)
@@ -94,15 +92,10 @@ def run_all(
 
 
 def _begin(turns: "SimpleQueue[str] | None") -> None:
-    """Prepare a process that runs jobs: it takes a GPU, and it ends with the one that started it."""
-    _end_with_parent()
+    """Prepare a process that runs jobs: it sees the GPU whose turn it is, and it ends with the one that started it."""
     if turns is not None:
-        take_gpu(turns)
-
-
-def take_gpu(turns: "SimpleQueue[str]") -> None:
-    """Let this process, which has not used CUDA yet, see the GPU whose turn it is and no other."""
-    os.environ[VISIBLE] = turns.get()
+        os.environ[VISIBLE] = turns.get()
+    _end_with_parent()
 
 
 def _end_with_parent() -> None:

@@ -23,12 +23,9 @@ MEASURED = ("seed", "commit", "versions", "machine", "device")
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's metric over seeds.
+    """A row's metric over ``n`` seeds; ``sd`` is 0 with one.
 
-    Attributes
-    ----------
-    mean, sd, n : mean, standard deviation (0 with one seed) and number of seeds.
-    values : seed -> its number; empty where only mean and standard deviation were kept.
+    ``values``: seed -> its number; empty where only mean and standard deviation were kept.
     """
 
     mean: float
@@ -62,20 +59,13 @@ class Estimate:
 
 
 def half_width(error: float, freedom: float, intervals: int = 1) -> float:
-    """Return half of a t-interval; of several, all hold together with 95 % (Bonferroni).
-
-    Parameters
-    ----------
-    error : standard error.
-    freedom : degrees of freedom.
-    """
+    """Return half of a t-interval from a standard error; of several, all hold together with 95 % (Bonferroni)."""
     from scipy.stats import t  # on demand: it costs half a second
 
     return float(t.ppf(1 - 0.025 / intervals, freedom)) * error
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Return the mean of some numbers with its 95 % t-interval."""
     n, mean = len(values), statistics.fmean(values)
     return Estimate(mean, half_width(statistics.stdev(values) / math.sqrt(n), n - 1) if n > 1 else math.inf, n)
 
@@ -100,12 +90,7 @@ def pooled(samples: Sequence[Sample]) -> tuple[float, int]:
 
 
 def run_entry(folder: Path, metric: str) -> Json:
-    """Return what the file holds of one finished run.
-
-    Parameters
-    ----------
-    metric : such as ``global-accuracy``.
-    """
+    """Return what the file holds of one finished run; ``metric``: such as ``global-accuracy``."""
     record = read_run(folder)
     summary, kept = record.summary, record.provenance | {"seed": record.settings["seed"]}
     lines = [line for line in record.lines if metric in line]
@@ -131,13 +116,6 @@ def write_evidence(path: Path, content: Json) -> Path:
 
 
 def read_evidence(path: Path) -> Json:
-    """Return the content of a table's file.
-
-    Raises
-    ------
-    UserError
-        It cannot be read, or is not such a file.
-    """
     content = read_json(path)
     if not isinstance(content.get("rows"), list):
         raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")
@@ -152,10 +130,8 @@ def row_of(content: Json, setting: str, method: str) -> Json | None:
 def sample_of(row: Json, metric: str = "final") -> Sample | None:
     """Return a row's metric over seeds; ``None`` where no run has it.
 
-    Parameters
-    ----------
-    metric : ``final`` (percent), ``rounds-to-target`` (a target that was not reached counts as the last round), ``MB``
-        (both ways, by the papers' formula), ``GFLOPs``, or another key of a run.
+    ``metric``: ``final`` (percent), ``rounds-to-target`` (a target that was not reached counts as the last round),
+    ``MB`` (both ways, by the papers' formula), ``GFLOPs``, or another key of a run.
     """
     values: dict[int, float] = {}
     for run in row["runs"]:

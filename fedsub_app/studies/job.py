@@ -25,7 +25,6 @@ class Job:
 
     @cached_property
     def settings(self) -> Settings:
-        """Resolved settings of the run."""
         return resolve(self.overrides)
 
     def summary(self) -> Json | None:

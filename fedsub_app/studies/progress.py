@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
@@ -18,31 +17,23 @@ class BatchProgress:
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._running: dict[str, Job] = {}
-        self._rounds: dict[str, tuple[float, float, float]] = {}  # of a job: at its begin, now, at its end
-        self._ended = 0
+        self._begun: dict[str, tuple[Job, float]] = {}  # and the round in which it did
+        self._ended: set[str] = set()
         self._start = self._last = time.monotonic()
         self._line = LiveLine(sys.stdout) if sys.stdout.isatty() else None
 
     def __enter__(self) -> "BatchProgress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._line:
             self._line.end()
 
     def start(self, job: Job) -> None:
-        """Count a run that starts or is resumed."""
-        done = _last(_lines(job), "round") or 0
-        self._running[job.name] = job
-        self._rounds[job.name] = (done, done, job.settings.num_rounds)
+        self._begun[job.name] = (job, _last(_lines(job), "round") or 0)
 
     def end(self, job: Job, failed: bool) -> None:
-        """Say that a run has ended."""
-        del self._running[job.name]
-        before, _, rounds = self._rounds[job.name]
-        self._rounds[job.name] = (before, rounds, rounds)
-        self._ended += 1
+        self._ended.add(job.name)
         text = f"{'FAILED' if failed else 'done'}  {job.name}"
         if self._line:
             self._line.say(text)
@@ -52,26 +43,26 @@ class BatchProgress:
     def look(self) -> None:
         """Say how far the running ones are."""
         now = time.monotonic()
-        if not self._running or (not self._line and now - self._last <= PLAIN_SECONDS):
+        if len(self._begun) == len(self._ended) or (not self._line and now - self._last <= PLAIN_SECONDS):
             return
         self._last = now
         below = []
-        for job in self._running.values():
-            lines = _lines(job)
-            before, _, rounds = self._rounds[job.name]
-            done = _last(lines, "round") or 0
-            self._rounds[job.name] = (before, done, rounds)
-            score = job.settings.score
-            numbers = {key: _last(lines, key) for key in (*score.keys, "train-loss")}
-            scores = measured({key: value for key, value in numbers.items() if value is not None}, score)
-            dropped = sum(len(line.get("dropped", ())) for line in lines)
-            below.append("  ".join([f"  {job.name}  round {done:.0f}/{rounds:.0f}", *scores, f"dropped {dropped}"]))
-        before, done, known = (sum(counts) for counts in zip(*self._rounds.values(), strict=True))
-        total = known + (self._total - len(self._rounds)) * known / len(self._rounds)
+        before = done = known = 0.0
+        for name, (job, first) in self._begun.items():
+            rounds, lines = job.settings.num_rounds, [] if name in self._ended else _lines(job)
+            reached = rounds if name in self._ended else _last(lines, "round") or 0
+            before, done, known = before + first, done + reached, known + rounds
+            if name not in self._ended:
+                numbers = {key: _last(lines, key) for key in (*job.settings.score.keys, "train-loss")}
+                kept = {key: value for key, value in numbers.items() if value is not None}
+                dropped = f"dropped {sum(len(line.get('dropped', ())) for line in lines)}"
+                words = [f"  {name}  round {reached:.0f}/{rounds}", *measured(kept, job.settings.score), dropped]
+                below.append("  ".join(words))
+        total = known + (self._total - len(self._begun)) * known / len(self._begun)
         # A resumed run first goes back to its last checkpoint.
         rate = (done - before) / (now - self._start)
         left = human_seconds((total - done) / rate) if rate > 0 else "unknown"
-        to_go = f"{done:.0f} of {total:.0f} rounds, {self._total - self._ended} runs to go, left {left}"
+        to_go = f"{done:.0f} of {total:.0f} rounds, {self._total - len(self._ended)} runs to go, left {left}"
         if self._line:
             self._line.show(done, total, f"{to_go}, {rate:.1f} rounds/s", below)
         else:

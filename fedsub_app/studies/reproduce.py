@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedsub_app.common.code import code_digest
@@ -19,14 +18,12 @@ from fedsub_app.common.score import KINDS, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
 from fedsub_app.config import applicable_keys
-from fedsub_app.reports.compare import summary_text, verdicts
-from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, columns, costs_to_accuracy
-from fedsub_app.reports.cost_to_accuracy import cells as reached_cells
+from fedsub_app.reports.compare import costs_of_groups, served_table, summary_text, verdicts
+from fedsub_app.reports.cost_to_accuracy import about, columns
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
-from fedsub_app.reports.records import Group, as_argument, read_run, served_table
+from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies.batch import facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.job import Job
@@ -35,18 +32,12 @@ from fedsub_app.studies.tables import Row, Table, read_table
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
 
 
-@dataclass(frozen=True)
-class RowJob(Job):
-    """One run of a row with one seed."""
-
-    row: Row
-    seed: int
+Runs = list[tuple[Row, list[Job]]]  # a table's rows, each with one run a seed
 
 
-def job_of(row: Row, seed: int, folder: Path) -> RowJob:
-    """Return the run of a row with one seed in a directory."""
+def job_of(row: Row, seed: int, folder: Path) -> Job:
     keys = dict(row.overrides) | {"seed": seed, "run-dir": str(folder)}
-    return RowJob(f"{row.setting}  {row.label}  seed {seed}", keys, folder, row, seed)
+    return Job(f"{row.setting}  {row.label}  seed {seed}", keys, folder)
 
 
 def reproduce(
@@ -61,13 +52,8 @@ def reproduce(
 ) -> int:
     """Run a table's rows over its seeds; write ``<name>.md``, .csv and .json, report.html; returns the exit code.
 
-    Parameters
-    ----------
-    name : a table of conf/, or the path of a table's file, ``<name>.toml``.
-    only : settings and methods; rows of these alone are run and written.
-    dry_run : check every row's settings and print the runs, no more.
-    against : a table's JSON file. Its keys and seeds are run anew, in a folder of this code, and compared with it
-        (:func:`~fedsub_app.studies.evidence.check`); the exit code is 1 where a row is different.
+    The arguments are the command's options. ``against``: a table's JSON file. Its keys and seeds are run anew, in a
+    folder of this code, and compared with it (:func:`~fedsub_app.studies.evidence.check`).
     """
     for key in TABLE_KEYS & overrides.keys():
         raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")
@@ -90,7 +76,8 @@ def reproduce(
     for key, value in overrides.items():
         if not any(key in row.overrides for row in rows):
             raise UserError(f"{key} = {shown(value)}: does nothing: no row of the table runs that method")
-    jobs = [job_of(row, seed, (out / row.slug / f"seed{seed}").resolve()) for seed in numbers for row in rows]
+    runs = [(row, [job_of(row, s, (out / row.slug / f"seed{s}").resolve()) for s in numbers]) for row in rows]
+    jobs = [job for of_seed in zip(*(mine for _, mine in runs), strict=True) for job in of_seed]
     for job in jobs:
         _ = job.settings  # bad input is reported before the first run starts
         if dry_run:
@@ -98,21 +85,22 @@ def reproduce(
             print(f"{job.name}: {job.settings.method} on {job.settings.dataset}, {what}")
     if dry_run:
         return 0
-    failures = run_all([job for job in jobs if job.summary() is None], workers, gpus_of(job.settings for job in jobs))
+    todo = [job for job in jobs if job.summary() is None]
+    failures = run_all(todo, len(todo), workers, gpus_of(job.settings for job in jobs))
     words = [f"-s {shlex.quote(f'{key}={as_argument(key, value)}')}" for key, value in overrides.items()]
     words += [f"--seeds {seeds}"] if seeds else []
     words += [f"--only {shlex.quote(word)}" for word in only]
     command = " ".join([f"fedsub reproduce {named}", *words])
     reference = table.reference or table.methods[0].label
     content: Json = {"table": named, "title": table.title, "command": command, "set": dict(overrides)}
-    content |= {"seeds": len(numbers), "reference": reference, "rows": [_entry(row, jobs) for row in rows]}
-    _write(out, name, table, facts(command, numbers, jobs), rows, jobs, content)
+    content |= {"seeds": len(numbers), "reference": reference, "rows": [_entry(row, mine) for row, mine in runs]}
+    _write(out, name, table, facts(command, numbers, jobs), runs, content)
     write_evidence(out / f"{name}.json", content)
-    if groups := _groups(rows, jobs):
+    if groups := _groups(runs):
         page, *_ = write_html(groups, out / "report.html", table.title, command, table.about)
         print("", summary_text(groups), *_differences(content), "", *verdicts(groups), "", sep="\n")
-        picture = draw_against_bytes(groups, out / f"{name}.png")
-        print(*map(link, filter(None, (page, picture))), sep="\n")
+        picture = out / f"{name}.png"
+        print(*map(link, [page, picture] if draw_against_bytes(groups, picture) else [page]), sep="\n")
     print(link(out / f"{name}.md"))
     for command in _next(rows):
         print(f"next: {command}")
@@ -121,9 +109,8 @@ def reproduce(
     return 1 if failures or (against and not _agrees(kept, content)) else 0
 
 
-def _entry(row: Row, jobs: Sequence[RowJob]) -> Json:
+def _entry(row: Row, mine: Sequence[Job]) -> Json:
     """Return what the table's JSON file holds of a row."""
-    mine = [job for job in jobs if job.row is row]
     settings = mine[0].settings
     metric = f"{settings.evaluations[0]}-{settings.score.name}"
     entry: Json = {"setting": row.setting, "method": row.label, "paper": row.paper.model_dump(exclude_defaults=True)}
@@ -165,23 +152,20 @@ def _next(rows: Sequence[Row]) -> list[str]:
     return [" ".join(["fedsub run", experiment, *words]), *([f"fedsub help {method}"] if method else [])]
 
 
-def _groups(rows: Sequence[Row], jobs: Sequence[RowJob]) -> list[Group]:
-    """Return the runs of each row that have begun."""
-    begun = {
-        row.slug: [job for job in jobs if job.row is row and (job.folder / "settings.json").exists()] for row in rows
-    }
-    return [
-        Group(row.label, tuple(read_run(job.folder) for job in begun[row.slug]), row.setting)
-        for row in rows
-        if begun[row.slug]
-    ]
+def _groups(runs: Runs, finished: bool = False) -> list[Group]:
+    """Return the runs of each row that have begun, or have finished."""
+    groups = []
+    for row, mine in runs:
+        begun = [job for job in mine if (job.folder / "settings.json").exists()]
+        records = tuple(read_run(job.folder) for job in begun if not finished or job.summary())
+        groups += [Group(row.label, records, row.setting)] if records else []
+    return groups
 
 
 ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
 
 
 def table_header(score: Score) -> tuple[str, ...]:
-    """Return the titles of a table's columns."""
     return (
         *("setting", "method", "rounds to target", "paper", score.titled(f"final {score.name}"), "paper"),
         *("difference (95 %)", *(score.titled(f"final {kind}") for kind in ON_TEST_DATA)),
@@ -194,8 +178,7 @@ SPREADS = {"deviation": "mean ± standard deviation", "range": "median (minimum 
 COSTS = (("formula-bytes-down", 1e6), ("formula-bytes-up", 1e6), ("flops", 1e9), ("seconds", 60), ("device-seconds", 1))
 
 
-def _cells(row: Row, jobs: list[RowJob], spread: str, apart: str) -> list[str]:
-    mine = [job for job in jobs if job.row is row]
+def _cells(row: Row, mine: list[Job], spread: str, apart: str) -> list[str]:
     summaries = [job.summary() for job in mine]
     good = [summary for summary in summaries if summary]
     if not good:
@@ -230,52 +213,31 @@ def _over_seeds(summaries: Sequence[Json], key: str, score: Score, spread: str) 
     return f"{score.number(statistics.mean(values))} ± {score.number(statistics.stdev(values))} ({len(values)})"
 
 
-def _cost_header(score: Score, timed: bool) -> tuple[str, ...]:
+def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
+    """Return header and rows of the costs to accuracy: compared among the finished runs, beside the paper's."""
+    first, timed = runs[0][1][0].settings, any(job.settings.devices for _, mine in runs for job in mine)
+    score, groups = first.score, _groups(runs, finished=True)
     names = columns(score, timed)
-    return ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
-
-
-def _cost_cells(rows: list[Row], jobs: list[RowJob], timed: bool) -> list[list[str]]:
-    """Return the rows of the costs to accuracy, compared among the finished runs of a setting and a seed.
-
-    The score is the one that the first of them names first; a row that has not measured it has empty cells.
-    """
-    costs_of: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
-    score = jobs[0].settings.score
-    for setting, seed in dict.fromkeys((job.row.setting, job.seed) for job in jobs):
-        group = [job for job in jobs if (job.row.setting, job.seed) == (setting, seed) and job.summary()]
-        if group:
-            key = f"{group[0].settings.evaluations[0]}-{score.name}"
-            runs = {job.row.label: read_rounds(job.folder) for job in group}
-            runs = {label: lines for label, lines in runs.items() if averages(lines, key)}
-            threshold, costs = costs_to_accuracy(runs, key, score) if runs else (0.0, {})
-            for label, cost in costs.items():
-                costs_of.setdefault((setting, label), []).append((threshold, cost))
+    header = ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
+    key = f"{first.evaluations[0]}-{score.name}"
+    costs = costs_of_groups(groups, key, timed) if groups else []
+    of_row = {(group.section, group.label): texts for group, texts in zip(groups, costs, strict=True)}
     cells = []
-    for row in rows:
-        mine = costs_of.get((row.setting, row.label), [])
-        finished = any(job.summary() for job in jobs if job.row is row)
-        thresholds = ", ".join(score.number(threshold) for threshold, _ in mine) or "failed" * (not finished)
-        best, rounds, gigabytes, published, gflops, *clock = reached_cells([cost for _, cost in mine], score, timed)
-        shown = [thresholds, best, rounds, gigabytes, row.paper.gigabytes, published, gflops, row.paper.gflops]
-        cells.append([row.setting, row.label, *shown, *clock])
-    return cells
+    for row, _ in runs:
+        texts = of_row.get((row.setting, row.label), ["failed", *[""] * len(names)])
+        cells.append(
+            [row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]
+        )
+    return header, cells
 
 
-def _write(
-    out: Path,
-    name: str,
-    table: Table,
-    made: Mapping[str, str],
-    rows: list[Row],
-    jobs: list[RowJob],
-    content: Json,
-) -> None:
-    spread, score = table.spread, jobs[0].settings.score
-    apart = [compared(content, row) for row in content["rows"]]
-    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
-        name: (table_header(score), [_cells(row, jobs, spread, text) for row, text in zip(rows, apart, strict=True)])
-    }
+def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Runs, content: Json) -> None:
+    spread, score = table.spread, runs[0][1][0].settings.score
+    of_rows = [
+        _cells(row, mine, spread, compared(content, entry))
+        for (row, mine), entry in zip(runs, content["rows"], strict=True)
+    ]
+    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {name: (table_header(score), of_rows)}
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in made.items()), ""]
     lines += [
         f"Rounds to target: per seed, × = not reached. {score.name.capitalize()} at the end: {SPREADS[spread]} over (n)"
@@ -287,11 +249,10 @@ def _write(
         "",
     ]
     if table.cost_to_accuracy:
-        timed = any(job.settings.devices for job in jobs)
-        costs = tables[f"{name}-cost-to-accuracy"] = (_cost_header(score, timed), _cost_cells(rows, jobs, timed))
+        costs = tables[f"{name}-cost-to-accuracy"] = _cost_table(runs)
         lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
         lines += [_filled_columns(*costs), ""]
-    groups = _groups(rows, jobs)
+    groups = _groups(runs)
     names, served = served_table(groups)
     if served:
         shown = [

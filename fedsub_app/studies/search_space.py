@@ -23,11 +23,6 @@ def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
     """Return the keys that have one value, and those to search: ``lr=0.1``; ``lr=0.01,0.1``, ``lr=0.01..0.1:log``.
 
     A comma belongs to the value of keys that are lists themselves; several such values are a TOML array.
-
-    Raises
-    ------
-    UserError
-        A range is none or is of a key that is no number, or there is nothing to search.
     """
     fixed: dict[str, Value] = {}
     space: Space = {}
@@ -78,19 +73,6 @@ def as_written(values: Values) -> Any:
     return f"{values.low:g}..{values.high:g}" + ":log" * values.log
 
 
-def each_value(space: Space) -> list[dict[str, Value]]:
-    """Return trials in which each value of a list, and both ends of a range, are tried beside the first of the others.
-
-    A key of a method that is itself searched is tried with that method.
-    """
-    values_of: dict[str, list[Any]] = {
-        key: list(values.choices) if isinstance(values, CategoricalDistribution) else [values.low, values.high]
-        for key, values in space.items()
-    }
-    trials = []
-    for key, values in values_of.items():
-        keys = {each: others[0] for each, others in values_of.items()}
-        if (method := key.partition(".")[0]) in values_of.get("method", ()):
-            keys["method"] = method
-        trials += [keys | {key: value} for value in values]
-    return trials
+def values_of(values: Values) -> list[Any]:
+    """Return the values of a list, or both ends of a range."""
+    return list(values.choices) if isinstance(values, CategoricalDistribution) else [values.low, values.high]

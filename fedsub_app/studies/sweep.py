@@ -36,26 +36,9 @@ def sweep(
     workers: int | None = None,
     out: Path | None = None,
 ) -> int:
-    """Run or continue a sweep; write its tables, picture, page and best settings.
+    """Run or continue a sweep; write its tables, picture, page and best settings; returns the exit code.
 
-    Parameters
-    ----------
-    pairs : ``key=values``, see :func:`~fedsub_app.studies.search_space.read_space`.
-    trials : how many settings to try, ``None`` for all points of a space without ranges.
-    method : ``"grid"``, ``"random"`` or ``"optuna"``; ``None``: random with ranges or ``trials``, else a grid.
-    metric : score at the end that ranks the trials, ``None`` for the first one of validation data.
-    seeds : runs of a trial.
-    workers : runs at a time, ``None`` for the number of GPUs or cores.
-    out : folder of the sweep, ``None`` for one named by its content.
-
-    Returns
-    -------
-    The exit code: 1 where a run failed.
-
-    Raises
-    ------
-    UserError
-        Bad input, before the first run.
+    The arguments are the command's options; ``pairs``: see :func:`~fedsub_app.studies.search_space.read_space`.
     """
     fixed, space = read_space(pairs)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
@@ -65,8 +48,7 @@ def sweep(
     done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
     chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
     print(f"{search.count} trials in {planned.out}, chosen by {chosen_by}", flush=True)
-    jobs = planned.jobs() if search.points is None else list(planned.jobs())
-    failures = run_all(jobs, workers, gpus_of(settings), seeds * search.count - done)
+    failures = run_all(planned.jobs(), seeds * search.count - done, workers, gpus_of(settings))
     planned.tell()
     for job, reason in failures:
         print(f"failed: {' '.join(job.name.split())}: {reason}", file=sys.stderr)
@@ -75,13 +57,7 @@ def sweep(
 
 
 def metric_of(settings: Settings, metric: str | None) -> str:
-    """Return the score that ranks the trials; ``None`` chooses the first one of validation data.
-
-    Raises
-    ------
-    UserError
-        The runs do not measure it; without ``metric``, they measure no validation score.
-    """
+    """Return the score that ranks the trials; ``None`` chooses the first one of validation data."""
     client_kinds = [kind for kind in settings.evaluations if kind != "global"]
     if metric is None:
         if not settings.validation_fraction:
@@ -111,7 +87,6 @@ def _search_method(space: Space, method: str | None, trials: int | None) -> str:
 
 
 def _folder(search: Search, metric: str) -> Path:
-    """Return the default folder, which is the same for the same sweep."""
     text = json.dumps(search.describe(metric), sort_keys=True)
     name = (search.experiment or "sweep").removesuffix(".toml").strip("/").replace("/", "-")
     return runs_folder() / "sweeps" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

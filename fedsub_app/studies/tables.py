@@ -94,7 +94,6 @@ class Table(Entry):
 
     @property
     def rows(self) -> list["Row"]:
-        """Every setting with every method."""
         return [
             Row(
                 setting.name,
@@ -118,18 +117,11 @@ class Row:
 
     @property
     def slug(self) -> str:
-        """The row's folder name."""
         return re.sub(r"[^a-z0-9.]+", "-", f"{self.setting} {self.label}".lower()).strip("-")
 
 
 def read_table(name: str) -> Table:
-    """Return the content of a table of conf/, or of the file that ``name`` is the path of.
-
-    Raises
-    ------
-    UserError
-        There is no such table, a key is missing, unknown or has a wrong value, or two rows would share a folder.
-    """
+    """Return the content of a table of conf/, or of the file that ``name`` is the path of."""
     path = Path(name) if is_file(name) else tables().get(name)
     if path is None:
         raise UserError(f"table {name!r}: allowed are {', '.join(tables())}, or a file of your own, <name>.toml")

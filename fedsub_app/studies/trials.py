@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import optuna
 from optuna.distributions import CategoricalDistribution
@@ -18,26 +18,21 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState, create_trial
 
 from fedsub_app.common.errors import UserError, shown
-from fedsub_app.common.files import read_json
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.config import applicable_keys, defaults
 from fedsub_app.studies.job import Job
-from fedsub_app.studies.search_space import Space, as_written, each_value
+from fedsub_app.studies.search_space import Space, as_written, values_of
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 @dataclass(frozen=True)
 class Search:
-    """The settings that are tried.
+    """The settings that are tried: ``fixed`` in all trials, those of ``space`` searched by grid, random or optuna.
 
-    Parameters
-    ----------
-    fixed : keys that all trials share.
-    method : ``"grid"``, ``"random"`` or ``"optuna"``.
-    trials : how many settings to try, ``None`` for all points of a space without ranges.
+    ``trials``: how many settings to try, ``None`` for all points of a space without ranges.
     """
 
     experiment: str
@@ -53,7 +48,6 @@ class Search:
 
     @property
     def count(self) -> int:
-        """Number of trials."""
         return len(self.points) if self.points is not None else self.trials or 0
 
     def overrides(self, keys: Mapping[str, Value]) -> dict[str, Value]:
@@ -75,8 +69,18 @@ class Search:
         return grid[: self.trials]
 
     def examples(self) -> list[dict[str, Value]]:
-        """Return searched keys in which every value occurs that is known before the first trial ends."""
-        return each_value(self.space) + (self.points or [])
+        """Return searched keys in which each value of a list and both ends of each range occur.
+
+        A key of a method that is itself searched is tried with that method.
+        """
+        values = {key: values_of(distribution) for key, distribution in self.space.items()}
+        examples = list(self.points or [])
+        for key, tried in values.items():
+            keys = {each: others[0] for each, others in values.items()}
+            if (method := key.partition(".")[0]) in values.get("method", ()):
+                keys["method"] = method
+            examples += [keys | {key: value} for value in tried]
+        return examples
 
     def describe(self, metric: str) -> dict[str, Any]:
         """Return the identity of a sweep by ``metric``; the number of trials does not belong to it."""
@@ -89,40 +93,25 @@ class Search:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
+class Trial(NamedTuple):
     """Values of the searched keys, and the runs with them, one for each seed."""
 
     number: int
     keys: Mapping[str, Value]
     jobs: tuple[Job, ...]
 
-    @property
-    def label(self) -> str:
-        """The searched keys in one line."""
-        return _label(self.keys)
-
-    @property
-    def score(self) -> Score:
-        """The score of its runs' task."""
-        return self.jobs[0].settings.score
-
     def values(self, metric: str) -> list[float]:
         """Return the final metric of every run; empty unless all runs are complete."""
-        values = [(job.summary() or {}).get(f"final-{metric}-{self.score.name}") for job in self.jobs]
-        return [] if None in values else [float(value) for value in values if value is not None]
+        name = f"final-{metric}-{self.jobs[0].settings.score.name}"
+        summaries = [job.summary() or {} for job in self.jobs]
+        return [summary[name] for summary in summaries] if all(name in summary for summary in summaries) else []
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search whose trials are kept in a folder and ranked by a metric.
+    """A search whose trials and their runs are kept in the folder ``out``, and ranked by a metric.
 
-    Parameters
-    ----------
-    metric : a kind of score at the end of a run, such as ``"personal-validation"``.
-    score : that of the runs' task.
-    seeds : runs of a trial.
-    out : folder of the trials and their runs.
+    ``metric``: a kind of score at the end of a run, such as ``"personal-validation"``.
     """
 
     search: Search
@@ -133,32 +122,17 @@ class Sweep:
 
     @cached_property
     def study(self) -> optuna.Study:
-        """The study, which is made, with the identity of the sweep, where the folder has none.
-
-        Raises
-        ------
-        UserError
-            The folder belongs to another sweep.
-        """
+        """The study, which is made, with the identity of the sweep, where the folder has none."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = str(self.out / "sweep.journal")
         storage = JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
         direction: Literal["maximize", "minimize"] = "maximize" if self.score.high_is_good else "minimize"
         study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
-        earlier = self.out / "sweep.json"  # as it was written before, with a file for each trial
-        other = study.user_attrs or (read_json(earlier) if earlier.exists() else {})
         for key, value in self.search.describe(self.metric).items():
-            if other.get(key, value) != value:
-                raise UserError(f"--out {self.out}: has another sweep, with {key} = {shown(other.get(key))}")
-            if key not in study.user_attrs:
-                study.set_user_attr(key, value)
-        for file in sorted(self.out.glob("trial-*.json"))[len(study.trials) :]:
-            self._add(study, read_json(file)["keys"])
+            if (other := study.user_attrs.get(key, value)) != value:
+                raise UserError(f"--out {self.out}: has another sweep, with {key} = {shown(other)}")
+            study.set_user_attr(key, value)
         return study
-
-    def _add(self, study: optuna.Study, keys: Mapping[str, Any]) -> None:
-        distributions: dict[str, Any] = {key: self.search.space[key] for key in keys}
-        study.add_trial(create_trial(state=TrialState.RUNNING, params=dict(keys), distributions=distributions))
 
     def trial(self, number: int) -> Trial:
         """Return a trial; the next one is drawn first."""
@@ -168,7 +142,7 @@ class Sweep:
         jobs = []
         for seed in range(self.search.seed, self.search.seed + self.seeds):
             folder = (self.out / f"trial-{number:03d}-seed{seed}").resolve()
-            name = f"trial {number}  {_label(keys)}" + f"  seed {seed}" * (self.seeds > 1)
+            name = f"trial {number}  {label(keys)}" + f"  seed {seed}" * (self.seeds > 1)
             jobs.append(Job(name, self.search.overrides(keys) | {"seed": seed, "run-dir": str(folder)}, folder))
         return Trial(number, keys, tuple(jobs))
 
@@ -179,7 +153,9 @@ class Sweep:
     def _draw(self, number: int) -> None:
         """Add a trial. It depends on the seed and the trials that have ended, not on when the sweep was continued."""
         if self.search.points is not None:
-            self._add(self.study, self.search.points[number])
+            keys: dict[str, Any] = self.search.points[number]
+            trial = create_trial(state=TrialState.RUNNING, params=keys, distributions={**self.search.space})
+            self.study.add_trial(trial)
             return
         seed = derive(self.search.seed, "sweep", number) % 2**32
         self.study.sampler = RandomSampler(seed)
@@ -195,7 +171,6 @@ class Sweep:
                 self.study.tell(frozen.number, statistics.fmean(values))
 
     def started(self) -> list[Trial]:
-        """Return the trials that have begun."""
         return [self.trial(number) for number in range(min(self._begun, self.search.count))]
 
     def jobs(self) -> Iterator[Job]:
@@ -204,7 +179,7 @@ class Sweep:
             yield from (job for job in self.trial(number).jobs if job.summary() is None)
 
 
-def _label(keys: Mapping[str, Value]) -> str:
+def label(keys: Mapping[str, Value]) -> str:
     return "  ".join(f"{key}={text_of(value)}" for key, value in keys.items())
 
 

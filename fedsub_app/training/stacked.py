@@ -25,7 +25,7 @@ from fedsub_app.common.errors import one_line
 from fedsub_app.common.inputs import Batch, blank, joined
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Network, Output
-from fedsub_app.models.sources import about
+from fedsub_app.models.sources import in_shape_of
 from fedsub_app.settings import Settings
 from fedsub_app.training.client import Training, side_by_side
 
@@ -39,9 +39,9 @@ def unstackable(settings: Settings, network: Network) -> str:
     """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or ""."""
     if settings.augment != "none":
         return f"augment = {settings.augment}: drawn client by client"
-    if known := about(network.module):
+    if (shape := in_shape_of(network.module)) is not None:
         stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
-        x = joined([blank(2, known.in_shape, network.device)] * 2, torch.stack)
+        x = joined([blank(2, shape, network.device)] * 2, torch.stack)
         network.training_mode()
         try:
             vmap(lambda own, batch: functional_call(network.module, own, (batch,)))(stacked, x)
