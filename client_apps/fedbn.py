@@ -11,5 +11,4 @@ class FedBNClient(PartClient):
 
     @cached_property
     def personal_names(self) -> tuple[str, ...]:
-        """Names of the tensors of the normalisation layers."""
         return normalisation_names(self.network.module)

@@ -8,7 +8,6 @@ class LocalClient(Client):
     """Trains its own model round after round."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Continue training; nothing leaves the client."""
         self.load(self.own or self.initial())
         self.fit()
         self.keep_own()

@@ -15,7 +15,6 @@ class TunedClient(Client):
     options: TuningSettings
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the global model, fine-tuned on the client's training data."""
         self.load(sent)
         self.fit(epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()
@@ -42,7 +41,6 @@ class PartClient(Client):
         return known if known.keys() == self.network.tensors.keys() else self.initial() | known
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the shared part with the client's personal part."""
         return self.completed(sent)
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
@@ -64,7 +62,6 @@ class FedRepClient(PartClient):
     options: FedRepSettings
 
     def train_parts(self) -> None:
-        """Train the personal part first, then the shared one; the other one is frozen."""
         self.fit(self.personal_names, epochs=self.options.personal_epochs, purpose="personal batches")
         self.fit(self.shared_names, epochs=self.options.shared_epochs)
 
@@ -75,7 +72,6 @@ class FedBABUClient(PartClient):
     options: FedBABUSettings
 
     def train_parts(self) -> None:
-        """Train the shared part alone."""
         self.fit(self.shared_names)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:

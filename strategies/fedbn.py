@@ -31,7 +31,6 @@ class FedBN(SharedPart):
         self.shared = [name for name in self.current if name not in personal]
 
     def summary(self) -> None:
-        """Log the settings, and a warning where the method is FedAvg."""
         super().summary()
         if len(self.shared) == len(self.current):
             log.warning("model = %r has no normalisation layer: fedbn is FedAvg", self.settings.model)

@@ -74,12 +74,10 @@ class FedNova(SubnetStrategy):
         self.parameters = list(trainable(model))
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Require the number of steps that a client made."""
         limit = min(MAX_STEPS, self.settings.local_steps or self.max_samples(client))
         return {**super().metrics(client), "steps": Range(0, limit, integer=True, needed=True)}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Add the norm of the change a step, which is averaged."""
         norms = super().norms(update, super().contribution(update))
         return {**norms, "update a step": norms["update"] / self.distance_of_steps(update)}
 

@@ -54,7 +54,6 @@ class FedAdagrad(SubnetStrategy):
         return v + square
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
-        """Make the optimizer's step."""
         options, rate = self.options, self.settings.server_lr
         model = mean.result()
         first, second = {}, {}
@@ -74,7 +73,6 @@ class FedAdam(FedAdagrad):
     options: FedAdamSettings
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """Move v towards D²."""
         return torch.lerp(square, v, self.options.beta2)
 
 
@@ -84,5 +82,4 @@ class FedYogi(FedAdagrad):
     options: FedAdamSettings
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """Move v by a part of D²."""
         return v - (1 - self.options.beta2) * square * torch.sign(v - square)

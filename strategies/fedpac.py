@@ -58,15 +58,12 @@ class FedPAC(SubnetStrategy):
         self.known = torch.zeros(len(self.centroids), dtype=torch.bool)
 
     def task(self, client: int) -> Task:
-        """Send the body, the client's head and the centroids."""
         return Task(client, self.personal_download(client) | {CENTROIDS: self.centroids, KNOWN: self.known})
 
     def personal_download(self, client: int) -> Tensors:
-        """Send the body with the client's head."""
         return self.current | {name: heads[client] for name, heads in self.heads.items()}
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the model and its features' statistics."""
         matrix, counts = Spec(tuple(self.centroids.shape)), Spec((len(self.centroids),), low=0)
         return {**self.specs, MEANS: matrix, COUNTS: counts, H: matrix, V: Spec((1,), low=0)}
 
@@ -78,7 +75,6 @@ class FedPAC(SubnetStrategy):
         return super().contribution(update)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Add the norms of the features' statistics."""
         statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
         return {**super().norms(update, contribution), **statistics}
 

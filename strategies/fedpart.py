@@ -112,7 +112,6 @@ class FedPart(SubnetStrategy):
     # --- replies and their merge ----------------------------------------------------------------------------------
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the trained group's tensors and moments."""
         specs = {name: self.specs[name] for name in self.trained}
         if self.options.momentum != "none":
             trained = self.trained_parameters
@@ -130,7 +129,6 @@ class FedPart(SubnetStrategy):
         return {**super().norms(update, contribution), **(moments if first else {})}
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences with shared moments, which are averaged without them."""
         refused = () if self.options.momentum == "none" else DEFENCES
         clients = {"dp-noise-by": "its clients are not sent the group that they train"}
         return clients | dict.fromkeys(refused, "its server also averages Adam's moments")

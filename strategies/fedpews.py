@@ -83,7 +83,6 @@ class FedPeWS(SubnetStrategy):
         return bool(self.stage(self.round))
 
     def stage(self, server_round: int) -> str:
-        """Return "warm-up" for the first W rounds."""
         return "warm-up" if server_round <= self.options.warmup_rounds else ""
 
     def task(self, client: int) -> Task:
@@ -115,7 +114,6 @@ class FedPeWS(SubnetStrategy):
         return specs
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Add, in the warm-up, the fraction of the hidden units that is on."""
         metrics = super().metrics(client)
         return {**metrics, "mask-density": Range(0, 1)} if self.warming_up else metrics
 
@@ -130,7 +128,6 @@ class FedPeWS(SubnetStrategy):
         return self.contribution_at(update, self.positions(self.mask_of(update)))
 
     def origin(self, update: Update) -> Tensors:
-        """Return the client's last probabilities."""
         return {**super().origin(update), "theta": self.theta[update.client]}
 
     def refuses(self) -> Mapping[str, str]:

@@ -76,12 +76,10 @@ class FedPM(SubnetStrategy):
         return model | {name: w * torch.bernoulli(theta[name], generator=draws) for name, w in self.signed.items()}
 
     def task(self, client: int) -> Task:
-        """Send theta, and the tensors that have no mask."""
         others = {name: tensor for name, tensor in self.current.items() if name not in self.signed}
         return Task(client, others | prefixed(THETA, self.theta))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect a mask, and the tensors that have none."""
         masks = {f"{MASK}{name}": Spec(tuple(w.shape), torch.bool) for name, w in self.signed.items()}
         return {name: spec for name, spec in self.specs.items() if name not in self.signed} | masks
 

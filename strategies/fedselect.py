@@ -114,12 +114,10 @@ class FedSelect(SubnetStrategy):
         return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, report)
 
     def forget(self, client: int) -> None:
-        """Make all positions of the client global again."""
         super().forget(client)
         self.masks[client] = self.held[client] = self.empty
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return every client's mask."""
         return self.masks
 
 

@@ -58,19 +58,15 @@ class FIARSE(WidthBased, Masked):
         return self._largest[1][width]
 
     def kept(self, client: int) -> Tensors:
-        """Return the masks of the client's weights."""
         return self.submodel(self.width(client))[0]
 
     def network_at(self, width: float) -> Tensors:
-        """Return the model with 0 at the other weights."""
         masks = self.submodel(width)[0]
         return self.current | {name: self.current[name] * mask for name, mask in masks.items()}
 
     def task(self, client: int) -> Task:
-        """Send the largest weights, where they are, and the thresholds."""
         masks, thetas = self.submodel(self.width(client))
         return Task(client, self.values(client) | prefixed(MASK, masks), {"thresholds": thetas})
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the client's weights and where they are."""
         return self.task(client).tensors

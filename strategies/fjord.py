@@ -38,6 +38,5 @@ class FjORD(Narrow):
         self.needs_classes("distill")
 
     def task(self, client: int) -> Task:
-        """Send the client's network, and the widths up to its own."""
         widths = sorted(width for width in {*self.held_widths} if width <= self.width(client))
         return Task(client, self.network_of(client), {"widths": widths})

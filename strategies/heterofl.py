@@ -70,12 +70,10 @@ class HeteroFL(Narrow):
             raise UserError(f"model = {settings.model!r}: {error}") from None
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the client's network, and the rows of the output layer that count."""
         rows = self.current[self.output[0]].shape[:1]
         return {**super().expected(client), CLASSES: Spec(tuple(rows), torch.bool)}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the rows of the output layer for the client's classes alone."""
         added, classes = super().contribution(update), update.tensors[CLASSES].nonzero().flatten()
         tensors, slices = dict(added.tensors), dict(added.slices or {})
         for name in self.output:
@@ -99,5 +97,4 @@ class FedDrop(HeteroFL):
     """HeteroFL with random units, other ones for each client and round."""
 
     def ranks(self, group: UnitGroup, client: int) -> Tensor:
-        """Return a permutation that is drawn."""
         return torch.randperm(group.size, generator=generator(self.settings.seed, self.round, client, group.name))

@@ -66,7 +66,6 @@ class IST(Sliced):
         self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only."""
         return self._deal(self.round)[client]
 
     @lru_cache(maxsize=1)  # noqa: B019  (a strategy lives as long as its run)

@@ -65,18 +65,15 @@ class FedIT(SubnetStrategy):
         self.adapters, self.scale = adapters(self.current), scale_of(model)
 
     def summary(self) -> None:
-        """Log the settings, and a warning where the method is FedAvg."""
         super().summary()
         if not self.adapters:
             log.warning("trainable = %r: without 'lora' %s is FedAvg", self.settings.trainable, self.settings.method)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect no weights W, which clients do not change."""
         fixed = {adapter.weight for adapter in self.adapters}
         return {name: spec for name, spec in super().expected(client).items() if name not in fixed}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
-        """Keep the adapters as well."""
         names = {name for adapter in self.adapters for name in adapter[:2]}
         adapted = {name: tensor for name, tensor in update.tensors.items() if name in names}
         return super().remembered(update, contribution) | adapted
@@ -141,7 +138,6 @@ class FedExLoRA(FedIT):
     refused: ClassVar = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
-        """Return W with the residual."""
         residual = exact[0] @ exact[1] - self.change(adapter, model)
         return {adapter.weight: self.current[adapter.weight].double().flatten(1) + self.scale * residual}
 
@@ -157,7 +153,6 @@ class Ranked(FedIT, Sliced):
         return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the first ranks; a client of width 1 has all."""
         width = self.held_width(client)
         groups = self.units if self.adapters and width < 1 else ()
         return {group.name: torch.arange(group.size) < group.kept(width) for group in groups}
@@ -205,20 +200,16 @@ class HetLoRA(Ranked):
         self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the ranks that the client has not pruned."""
         groups = self.units if self.adapters else ()
         return {g.name: torch.arange(g.size) < self.ranks[client] for g in groups if self.ranks[client] < g.size}
 
     def task(self, client: int) -> Task:
-        """Send the client's network and its rank."""
         return Task(client, self.network_of(client), {"rank": int(self.ranks[client])})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the client's network, and whether it prunes."""
         return {**super().expected(client), PRUNES: Spec((1,), torch.bool)}
 
     def weight(self, update: Update) -> float:
-        """Return the norm of the client's products."""
         if not self.adapters:
             return super().weight(update)
         pairs = [

@@ -49,11 +49,9 @@ class SharedPart(SubnetStrategy):
         return Task(client, self.personal_download(client), {"answer": "all" if self.stage(self.round) else "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the shared part; in a warm-up the whole model."""
         return self.specs if self.stage(self.round) else {name: self.specs[name] for name in self.shared}
 
     def personal_download(self, client: int) -> Tensors:
-        """Send the shared part."""
         return chosen(self.current, self.shared)
 
 
@@ -63,7 +61,6 @@ class LGFedAvg(SharedPart):
     options: LGFedAvgSettings
 
     def stage(self, server_round: int) -> str:
-        """Return "warm-up" for the first ``warm_rounds``, which are FedAvg."""
         return "warm-up" if server_round <= self.options.warm_rounds else ""
 
     def personal_download(self, client: int) -> Tensors:

@@ -57,11 +57,9 @@ class Scaffold(SubnetStrategy):
         self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name in trainable(model)}
 
     def task(self, client: int) -> Task:
-        """Send x and c."""
         return Task(client, self.current | prefixed(VARIATE, self.variate))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect y_i and the change of c_i."""
         return self.specs | {f"{VARIATE}{name}": Spec(tuple(c.shape)) for name, c in self.variate.items()}
 
     def contribution(self, update: Update) -> Contribution:
@@ -78,7 +76,6 @@ class Scaffold(SubnetStrategy):
         return added
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Add the norm of the change of c_i."""
         return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:

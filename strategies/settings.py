@@ -162,7 +162,6 @@ class ISTSettings(MethodSettings):
     """
 
     def hidden_width(self, settings: Settings) -> int | None:
-        """Return the global width: a client's width times the clients of a round."""
         return self.width and self.width * settings.sample_size
 
 
@@ -215,7 +214,6 @@ class FedPartSettings(MethodSettings):
     """Tensors for a client that missed rounds: a full model if it has none, the last group, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
-        """Refuse shared moments without Adam."""
         if self.momentum != "none" and settings.optimizer != "adam":
             raise ValueError(f"optimizer = {settings.optimizer!r}: fedpart.momentum = {self.momentum!r} needs 'adam'")
 
@@ -241,7 +239,6 @@ class FedPeWSSettings(MethodSettings):
     """Gradient of the loss in the mask: of f(x ∘ m), 0 for units that are off; or of outputs times m, for all units."""
 
     def check(self, settings: Settings) -> None:
-        """Refuse shares that do not fit the clients, or that no fixed mask uses."""
         if self.shares and self.masks != "fixed":
             raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)

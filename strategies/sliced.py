@@ -54,7 +54,6 @@ class Sliced(SubnetStrategy):
         return indices(self.units, self.units_of(client))
 
     def network_of(self, client: int) -> Tensors:
-        """Return the tensors of a client's network."""
         if self._slices[0] is not self.current:
             self._slices = (self.current, WeakValueDictionary())
         network = dict(self.current)
@@ -66,24 +65,19 @@ class Sliced(SubnetStrategy):
         return network
 
     def task(self, client: int) -> Task:
-        """Send the client's network."""
         return Task(client, self.network_of(client))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the client's network back."""
         slices = {name: sliced_shape(self.current[name].shape, index) for name, index in self.slices_of(client).items()}
         return self.specs | {name: self.specs[name].of_shape(shape) for name, shape in slices.items()}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the client's network at the rows and columns that it was taken from."""
         return super().contribution(update)._replace(slices=self.slices_of(update.client))
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the client's network."""
         return self.network_of(client)
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse the defences that compare whole updates."""
         return {**super().refuses(), **WITHOUT_MASKS}
 
 
@@ -128,11 +122,9 @@ class Statistics(Measurement):
         return [client for client, able in enumerate(there) if able]
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the tensors that are no parameters."""
         return {name: self.specs[name] for name, _ in self.model.named_buffers() if name in self.specs}
 
     def weight(self, update: Update) -> float:
-        """Return the number of samples."""
         return update.num_examples
 
 
@@ -149,11 +141,9 @@ class Narrow(WidthBased, Sliced):
         return torch.arange(group.size)
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of the client's width; at width 1 all."""
         width = self.width(client)
         groups = self.units if width < 1 else ()
         return {group.name: self.ranks(group, client) < group.kept(width) for group in groups}
 
     def task(self, client: int) -> Task:
-        """Send the client's network and its width."""
         return Task(client, self.network_of(client), {"width": self.width(client)})

@@ -49,7 +49,6 @@ class Masked(SubnetStrategy):
         return self._values[1][id(masks)][1]
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect as many values as were sent."""
         return self.specs | {n: self.specs[n].of_shape([int(mask.sum())]) for n, mask in self.kept(client).items()}
 
     def contribution(self, update: Update) -> Contribution:
@@ -62,7 +61,6 @@ class Masked(SubnetStrategy):
         return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
         return {**super().refuses(), **WITHOUT_MASKS}
 
 
@@ -100,7 +98,6 @@ class Sparse(Masked):
         return self.masks
 
     def kept(self, client: int) -> Tensors:
-        """Return the masks, the same for all clients."""
         if self._cut[0] is not self.masks:
             self._cut = (self.masks, {name: mask for name, mask in self.masks.items() if not mask.all()})
         return self._cut[1]
@@ -116,7 +113,6 @@ class Sparse(Masked):
         return Task(client, self.values(client) | bits, {"adjust": self.adjusts(self.round)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect as many values as were sent and, where masks are adjusted, the client's own."""
         masks = {f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool) for name, mask in self.kept(client).items()}
         return {**super().expected(client), **(masks if self.adjusts(self.round) else {})}
 
@@ -129,7 +125,6 @@ class Sparse(Masked):
         return Merged(self.pruned(merged.model, masks), {"masks": masks, "made": torch.tensor(self.round)})
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return the masks, the same for all clients."""
         return [self.masks] * self.settings.num_clients if self.masks else None
 
 

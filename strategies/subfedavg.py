@@ -98,18 +98,15 @@ class SubFedAvg(SubnetStrategy):
         return Task(client, values, {"width": self.held_width(client)} if self.devices else {})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the values at the positions that the client keeps after pruning, and the masks that shrank."""
         specs = self.specs | {name: self.specs[name].gathered() for name in self.cuttable}
         return specs | {
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
 
     def max_samples(self, client: int) -> int:
-        """Add the gate's samples."""
         return super().max_samples(client) + (self.facts.held_out if self.facts else 0)
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Add the distance between the masks of the first and the last epoch."""
         return {**super().metrics(client), "mask-distance": Range(0, 1)}
 
     def contribution(self, update: Update) -> Contribution:
@@ -136,7 +133,6 @@ class SubFedAvg(SubnetStrategy):
         return Merged(super().merge(mean, updates).model, {"masks": masks, "fractions": fractions}, report)
 
     def forget(self, client: int) -> None:
-        """Give the client the whole network again."""
         super().forget(client)
         self.masks[client], self.fractions[client] = self.plan.everything(), 0.0
 
@@ -148,7 +144,6 @@ class SubFedAvg(SubnetStrategy):
         return torch.stack([torch.cat([masks.get(name, all_) for name, all_ in whole.items()]) for masks in self.masks])
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return every client's kept positions of convolutions and linear layers."""
         every = (self.plan.positions(masks) for masks in self.masks)
         return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]
 

@@ -107,7 +107,6 @@ class OwnOptimizer(Optimizer):
         self.own = make(list(self.parameters.values()), lr) if parameters else None  # torch's want one at least
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Move the parameters, in place, by one step of the user's optimizer."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
         if self.own:
