@@ -55,21 +55,24 @@ class MLflow:
         self._mlflow: Any = importlib.import_module("mlflow")
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
         self._mlflow.set_tracking_uri(place)
-        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        earlier = self._mlflow.search_runs(filter_string=f"tags.`fedsub.run-id` = '{run_id}'", output_format="list")
+        experiment = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)).experiment_id
+        self._client = self._mlflow.MlflowClient()
+        earlier = self._client.search_runs([experiment], f"tags.`fedsub.run-id` = '{run_id}'")
         tags = {"fedsub.run-id": run_id, "fedsub.folder": str(folder)}
-        self._mlflow.start_run(earlier[0].info.run_id if earlier else None, run_name=_name(folder), tags=tags)
+        run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags, run_name=_name(folder))
+        self._id = run.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
         params = [] if earlier else list(settings.items())
         for start in range(0, len(params), 100):  # MLflow's limit
-            self._mlflow.log_params(dict(params[start : start + 100]))
+            self._mlflow.log_params(dict(params[start : start + 100]), run_id=self._id)
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write a metric for each number, in one batch."""
-        self._mlflow.log_metrics(dict(numbers), step=server_round)
+        self._mlflow.log_metrics(dict(numbers), step=server_round, run_id=self._id)
 
     def end(self, completed: bool) -> None:
         """Set the status with which the run has ended."""
-        self._mlflow.end_run("FINISHED" if completed else "FAILED")
+        self._client.set_terminated(self._id, "FINISHED" if completed else "FAILED")
 
 
 class Wandb:
