@@ -1,6 +1,5 @@
 """Tasks: the loss of a network's output, the metrics that are reported of it, and the one that is the score."""
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -96,8 +95,8 @@ class Classification(Task):
         return F.cross_entropy(output, y, reduction=reduction)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
-        correct = int((output.argmax(1) == y).sum())
-        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": len(y)}
+        correct = int((output.argmax(-1) == y).sum())
+        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": self.count(y)}
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         return {"accuracy": float(100.0 * sums["correct"] / sums["count"]), "loss": _mean(sums)}
@@ -153,8 +152,7 @@ class MultiLabel(Task):
     others, losses = ("f1",), CROSS_ENTROPIES
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        each = F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1)
-        return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+        return _reduced(F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1), reduction)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
         true, said = y.bool(), output > 0
@@ -184,8 +182,7 @@ class Regression(Task):
     others, losses = ("mae",), (0.0, 1e12)
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        each = F.mse_loss(output, y, reduction="none").flatten(1).mean(1)
-        return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+        return _reduced(F.mse_loss(output, y, reduction="none").flatten(1).mean(1), reduction)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
         errors = (output - y).flatten(1).double()
@@ -209,14 +206,13 @@ class Regression(Task):
         return y
 
 
-class NextToken(Task):
+class NextToken(Classification):
     """Cross-entropy of the logits [n, length, tokens] with the next tokens, int64 [n, length]; -100 does not count.
 
     The score is the accuracy of the next token in percent; ``perplexity`` is e to the mean loss, at most e^20.
     """
 
-    score, unit, low, high = "accuracy", "%", 0.0, 100.0
-    others, losses = ("perplexity",), CROSS_ENTROPIES
+    others, classes = ("perplexity",), False
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy over all tokens that count, with ``"none"`` each sample's mean over its own."""
@@ -230,10 +226,6 @@ class NextToken(Task):
             return each.sum(1) / counted.sum(1).clamp(min=1)
         return each.sum() / counted.sum().clamp(min=1)
 
-    def sums(self, output: Tensor, y: Tensor) -> Sums:
-        correct = int((output.argmax(-1) == y).sum())
-        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": self.count(y)}
-
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         count = max(float(sums["count"]), 1.0)
         loss = float(sums["loss"]) / count
@@ -241,9 +233,6 @@ class NextToken(Task):
 
     def count(self, y: Tensor) -> int:
         return int((y != IGNORED).sum())
-
-    def outputs(self, y: Tensor) -> int:
-        return _above(y)
 
     def output(self, y: Tensor, outputs: int) -> tuple[int, ...]:
         return (*y.shape[1:], outputs)
@@ -286,6 +275,10 @@ def _above(y: Tensor) -> int:
     if y.is_floating_point():
         raise ValueError(f"y of {y.dtype}: must be integers")
     return max(int(y.max()) if y.numel() else 0, 0) + 1
+
+
+def _reduced(each: Tensor, reduction: Reduction) -> Tensor:
+    return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
 
 
 def _mean(sums: Mapping[str, float | Tensor]) -> float:
@@ -341,32 +334,3 @@ def task_of(name: str, metrics: Sequence[str] = ()) -> Task:
     if not isinstance(task, Task) or "-" in task.score:
         raise UserError(f"task = {name!r}: must be a class derived from fedsub.Task, whose score is one word")
     return task
-
-
-def with_loss(task: Task, mean: Loss) -> Task:
-    """Return a task with another loss, of which the mean of a batch alone is known: one number a sample is refused."""
-
-    def loss(output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        if reduction == "none":
-            raise ValueError("loss=: gives the mean of a batch, not one number a sample")
-        return mean(output, y) * (task.count(y) if reduction == "sum" else 1)
-
-    changed = copy.copy(task)
-    changed.__dict__["loss"] = loss
-    return changed
-
-
-def with_metrics(task: Task, means: Metrics) -> Task:
-    """Return a task that reports further metrics, each the mean over the samples of a batch's means."""
-
-    def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
-        further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
-        return {**task.sums(output, y), **further, "own/": len(y)}
-
-    def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
-        return {name: value for name, value in further.items() if name} | task.metrics(sums)
-
-    changed = copy.copy(task)
-    changed.__dict__ |= {"sums": sums, "metrics": metrics}
-    return changed

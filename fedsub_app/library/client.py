@@ -1,12 +1,14 @@
 """The ClientApp of a user's own network and data."""
 
+import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from flwr.app import Context
+from torch import Tensor
 
 from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
@@ -23,7 +25,7 @@ from fedsub_app.models import Network
 from fedsub_app.node import Places, Source, initial_file, settings_from, state_folder
 from fedsub_app.problem import Model, Problem
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Loss, Metrics, Task, registered, task_of, with_loss, with_metrics
+from fedsub_app.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
 from fedsub_app.training.workplace import Workplace
 
@@ -101,6 +103,35 @@ class Parts(NamedTuple):
         used = task_of(settings.task, settings.metrics)
         used = with_loss(used, self.loss) if self.loss else used
         return with_metrics(used, self.metrics) if self.metrics else used
+
+
+def with_loss(task: Task, mean: Loss) -> Task:
+    """Return a task with another loss, of which the mean of a batch alone is known: one number a sample is refused."""
+
+    def loss(output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        if reduction == "none":
+            raise ValueError("loss=: gives the mean of a batch, not one number a sample")
+        return mean(output, y) * (task.count(y) if reduction == "sum" else 1)
+
+    changed = copy.copy(task)
+    changed.__dict__["loss"] = loss
+    return changed
+
+
+def with_metrics(task: Task, means: Metrics) -> Task:
+    """Return a task that reports further metrics, each the mean over the samples of a batch's means."""
+
+    def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
+        further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
+        return {**task.sums(output, y), **further, "own/": len(y)}
+
+    def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
+        return {name: value for name, value in further.items() if name} | task.metrics(sums)
+
+    changed = copy.copy(task)
+    changed.__dict__ |= {"sums": sums, "metrics": metrics}
+    return changed
 
 
 PARTS = Parts()
