@@ -1,7 +1,7 @@
 """FedDST, client side; the paper and deviations from it: ``strategies/feddst.py``."""
 
 from client_apps.sparse import SparseClient
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.subnets.sparsity import exchanged
 from strategies.settings import FedDSTSettings
 
@@ -13,6 +13,7 @@ class FedDSTClient(SparseClient):
 
     def adjust(self, model: Tensors, masks: Tensors) -> tuple[Tensors, Tensors]:
         """Return the model with 0 at the positions that have grown, and the new masks."""
-        _, slopes = self.slopes(masks)
-        new, survived = exchanged(model, slopes, masks, self.options.share_at(self.round))
+        self.network.training_mode()
+        _, slopes = self.slopes({name: self.network.tensors[name] for name in masks}, next(self.batches(1, "slopes")))
+        new, survived = exchanged(model, brought(slopes), masks, self.options.share_at(self.round))
         return model | {name: model[name] * kept for name, kept in survived.items()}, new

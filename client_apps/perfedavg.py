@@ -1,6 +1,5 @@
 """Per-FedAvg, client side; the paper and deviations from it: ``strategies/perfedavg.py``."""
 
-from collections.abc import Mapping
 from itertools import islice
 
 from torch import Tensor
@@ -10,7 +9,6 @@ from fedsub_app.common.inputs import Batch
 from fedsub_app.common.section import MILLION
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.training.client import Training
-from fedsub_app.training.optimizer import Optimizer
 from strategies.settings import PerFedAvgSettings
 
 
@@ -26,13 +24,13 @@ class PerFedAvgClient(Client):
         others = self.batches(MILLION, "adaptation")  # D, D''
 
         def step(training: Training, x: Batch, y: Tensor) -> Tensor:
-            slopes = self.slopes(w, next(others))
+            _, slopes = self.slopes(w, next(others))
             adapted = {name: tensor - alpha * slopes[name] for name, tensor in w.items()}
             return training.descend(x, y, lambda x, tensors: self.network(x, adapted if tensors is None else tensors))
 
         def correct(u: Tensors) -> None:
             batch = next(others)
-            above, below = (
+            (_, above), (_, below) = (
                 self.slopes({name: tensor + shift * u[name] for name, tensor in w.items()}, batch)
                 for shift in (delta, -delta)
             )
@@ -48,14 +46,6 @@ class PerFedAvgClient(Client):
         self.load(sent)
         self.network.training_mode()
         for batch in islice(self.batches(MILLION, "tuning"), self.options.tune_steps):
-            for name, slope in self.slopes(self.network.parameters, batch).items():
+            for name, slope in self.slopes(self.network.parameters, batch)[1].items():
                 self.network.parameters[name].data.sub_(self.options.alpha * slope)
         return self.trained()
-
-    def slopes(self, model: Mapping[str, Tensor], batch: Tensor) -> Tensors:
-        """Return the gradient of the loss on a mini-batch, given as indices, at other weights; no statistics change."""
-        weights = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
-        statistics = {n: t.clone() for n, t in self.network.tensors.items() if n not in weights}
-        loss = self.loss(self.network(self.x[batch], statistics | weights), self.y[batch])
-        self.flops += len(batch) * self.place.training_flops(self.network)
-        return Optimizer(self.settings, weights, 0).gradients(loss)

@@ -15,6 +15,8 @@ class SSFLClient(SparseClient):
         if "saliency" not in config:
             return super().train(sent, config)
         self.load(sent)
-        loss, slopes = self.slopes(config["saliency"])
+        self.network.training_mode()
+        weights = {name: self.network.tensors[name] for name in config["saliency"]}
+        loss, slopes = self.slopes(weights, next(self.batches(1, "slopes")))
         self.metrics["train-loss"] = float(loss)
-        return {name: (sent[name] * slope).abs() for name, slope in slopes.items()}
+        return {name: (weight.detach() * slopes[name]).abs() for name, weight in weights.items()}

@@ -159,7 +159,7 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         if merged and not state:
             worker.lost_state()
         if header["phase"] == MEASURE:
-            return replace(worker.run_measurement(sent, task), state=(before, before))
+            return replace(worker.run_training(sent, task, measuring=True), state=(before, before))
         update = worker.run_training(sent, task)
         if worker.state:
             store.save(header["round"], worker.state, merged, header["checkpoints"])

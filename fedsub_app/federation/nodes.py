@@ -120,13 +120,10 @@ class Federation:
         return placement == "pinned" or (placement == "auto" and not self.simulated)
 
     def meet(self, grid: Grid) -> None:
-        """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`)."""
-        self._forget_late(grid)
-        self.roll.meet(grid)
-
-    def _forget_late(self, grid: Grid) -> None:
+        """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`); discard late replies."""
         for reply in grid.pull_messages(list(self.late)) if self.late else ():
             self.late.discard(reply.metadata.reply_to_message_id)
+        self.roll.meet(grid)
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
         """Return node id -> queue of the clients that it serves, and the clients whose node is away, dropped.
@@ -176,13 +173,12 @@ class Federation:
         queues, dropped = self.hosts(order)
         stamp = {"phase": kind, "round": server_round, NONCE: secrets.token_urlsafe(8)}  # no reply can be sent twice
         header = self.header | extra | stamp
-        outbox = Outbox(
-            header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work, blocks
-        )
-        return Phase(outbox, dropped)
 
-    def _initial_for(self, node_id: int) -> Tensors:
-        return {} if node_id in self._have_initial else self.initial
+        def initial(node_id: int) -> Tensors:
+            return {} if node_id in self._have_initial else self.initial
+
+        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, initial, work, blocks)
+        return Phase(outbox, dropped)
 
     def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
         """Send a phase's messages and yield the replies as they come, until all are there or the time is over.
@@ -199,9 +195,8 @@ class Federation:
             self.late |= flying.keys()
 
     def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> Iterator[Message]:
-        start = time.monotonic()
-        again: set[str] = set()
-        waiting = Waiting(self.simulated)
+        start, again, waiting = time.monotonic(), set[str](), Waiting(self.simulated)
+        wait = getattr(grid, "wait", time.sleep)  # that of a grid that is notified of replies
         while self._hand_out(grid, phase, flying):
             ready = []
             waiting.look(flying)
@@ -211,7 +206,7 @@ class Federation:
                     continue
                 if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
                     phase.give_up(sent.dst_node_id)
-                if sent.message_id not in again and _lost_settings(reply):
+                if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
                     again.add(_push(grid, phase, phase.outbox.again(sent), flying))
                 else:
                     ready.append(reply)
@@ -223,7 +218,8 @@ class Federation:
                 return
             else:
                 self._give_up_silent(phase, flying, waiting)
-                _wait(grid, elapsed)
+                # Not Flower's 0.1 s (simulation) or 3 s (deployment) between looks, which would dominate short rounds.
+                wait(pause(elapsed))
 
     def _give_up_silent(self, phase: Phase, flying: dict[str, Metadata], waiting: "Waiting") -> None:
         """Drop the clients of nodes that take longer than is fair; their replies are late ones then."""
@@ -363,16 +359,3 @@ def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata
         refused = message_id is None and message.metadata.dst_node_id in set(grid.get_node_ids())
         phase.undelivered(message, REFUSED if refused else AWAY)
     return message_id or ""
-
-
-def _wait(grid: Grid, elapsed: float) -> None:
-    """Wait before the next look for replies; a grid that is notified of replies has a ``wait`` of its own.
-
-    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks. This wait starts at 5 ms
-    and backs off to 0.5 s, so short rounds are not dominated by it.
-    """
-    getattr(grid, "wait", time.sleep)(pause(elapsed))
-
-
-def _lost_settings(reply: Message) -> bool:
-    return not reply.has_error() and asks_for_settings(reply.content)

@@ -195,6 +195,17 @@ class ClientTools:
         training.run(self.batches(epochs, purpose))
         return training
 
+    def slopes(self, model: Mapping[str, Tensor], batch: Tensor) -> tuple[Tensor, Tensors]:
+        """Return the loss on a mini-batch, given as indices, at other weights, and its gradients in these.
+
+        Tensors that ``model`` lacks are the network's; nothing of it changes.
+        """
+        weights = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
+        others = {name: tensor.detach().clone() for name, tensor in self.network.tensors.items() if name not in weights}
+        loss = self.loss(self.network(self.x[batch], others | weights), self.y[batch])
+        self.flops += len(batch) * self.place.training_flops(self.network, frozenset(weights))
+        return loss.detach(), Optimizer(self.settings, weights, 0).gradients(loss)
+
     @torch.no_grad()
     def outputs(self, split: Split = "train") -> Output:
         """Return the network's logits and features on a split, in evaluation mode."""
