@@ -132,8 +132,7 @@ class Federation:
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         if not self.pinned and nodes:
-            queue = deque(clients)
-            return {node.node_id: queue for node in nodes}, []
+            return dict.fromkeys((node.node_id for node in nodes), deque(clients)), []
         queues: dict[int, deque[int]] = {}
         dropped = []
         hosts = {node.partition_id: node for node in nodes}
@@ -189,47 +188,42 @@ class Federation:
         others did is given up in this phase; a log line names the nodes that are silent for ``SILENT_S``.
         """
         flying: dict[str, Metadata] = {}  # without the messages' content, which may be a model each
-        try:
-            yield from self._replies(grid, phase, flying)
-        finally:
-            self.late |= flying.keys()
-
-    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> Iterator[Message]:
         start, again, waiting = time.monotonic(), set[str](), Waiting(self.simulated)
         wait = getattr(grid, "wait", time.sleep)  # that of a grid that is notified of replies
-        while self._hand_out(grid, phase, flying):
-            ready = []
-            waiting.look(flying)
-            for reply in grid.pull_messages(list(flying)):
-                sent = flying.pop(reply.metadata.reply_to_message_id, None)
-                if sent is None:
-                    continue
-                if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
-                    phase.give_up(sent.dst_node_id)
-                if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
-                    again.add(_push(grid, phase, phase.outbox.again(sent), flying))
+        try:
+            while self._hand_out(grid, phase, flying):
+                ready = []
+                waiting.look(flying)
+                for reply in grid.pull_messages(list(flying)):
+                    sent = flying.pop(reply.metadata.reply_to_message_id, None)
+                    if sent is None:
+                        continue
+                    if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
+                        phase.give_up(sent.dst_node_id)
+                    if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
+                        again.add(_push(grid, phase, phase.outbox.again(sent), flying))
+                    else:
+                        ready.append(reply)
+                elapsed = time.monotonic() - start
+                if ready:
+                    self._hand_out(grid, phase, flying)  # before the replies are read, so that no node idles
+                    yield from ready
+                elif elapsed > self.settings.round_timeout:
+                    return
                 else:
-                    ready.append(reply)
-            elapsed = time.monotonic() - start
-            if ready:
-                self._hand_out(grid, phase, flying)  # before the replies are read, so that no node idles
-                yield from ready
-            elif elapsed > self.settings.round_timeout:
-                return
-            else:
-                self._give_up_silent(phase, flying, waiting)
-                # Not Flower's 0.1 s (simulation) or 3 s (deployment) between looks, which would dominate short rounds.
-                wait(pause(elapsed))
+                    self._give_up_silent(phase, flying, waiting)
+                    # Not Flower's 0.1 s (simulation) or 3 s (deployment), which would dominate short rounds.
+                    wait(pause(elapsed))
+        finally:
+            self.late |= flying.keys()
 
     def _give_up_silent(self, phase: Phase, flying: dict[str, Metadata], waiting: "Waiting") -> None:
         """Drop the clients of nodes that take longer than is fair; their replies are late ones then."""
         for message_id in waiting.unfair():
-            node_id = flying[message_id].dst_node_id
             reason = f"no reply within {waiting.fair:.0f} s, {FAIR} times as long as the other nodes took"
             phase.drop(phase.clients_of_message(message_id), reason)
-            phase.give_up(node_id, reason)
+            phase.give_up(flying.pop(message_id).dst_node_id, reason)
             self.late.add(message_id)
-            del flying[message_id]
 
     def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
         """Send the nodes' next messages; returns whether any message is not answered yet."""
@@ -254,12 +248,9 @@ class Federation:
         """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
 
         ``in_order=False``: parts are yielded as they come. The caller may stop iterating when it needs no more. At the
-        end the clients without a part are in ``phase.dropped``.
-
-        ``expected`` returns the tensors that a client was asked for; none is decoded here. A reply is matched by the
-        message that it answers (the error reply for a dead node has another source id). A reply without the phase's
-        nonce, as one of another run, round or phase, drops its node's clients. A second reply, a reply that was not
-        asked for, and parts of clients that were not asked are ignored and logged.
+        end the clients without a part are in ``phase.dropped``. A reply is matched by the message that it answers (the
+        error reply for a dead node has another source id). One without the phase's nonce drops its node's clients; a
+        second one, one that was not asked for, and parts of other clients are ignored and logged.
         """
         waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
@@ -314,9 +305,7 @@ class Federation:
 class Waiting:
     """How long the messages of a phase wait for their replies.
 
-    Parameters
-    ----------
-    simulated : all nodes are; then all replies are waited for, so that no result depends on a machine's speed.
+    Where all nodes are ``simulated`` all replies are waited for, so that no result depends on a machine's speed.
     """
 
     def __init__(self, simulated: bool) -> None:

@@ -282,12 +282,8 @@ def wire_bytes(content: RecordDict) -> int:
 
 def update_part(update: Update) -> tuple[Json, Tensors]:
     """Return an update as the part of a message."""
-    config = {
-        "client": update.client,
-        "metrics": update.metrics,
-        "num-examples": update.num_examples,
-        "state": update.state,
-    }
+    config: Json = {"client": update.client, "metrics": update.metrics}
+    config |= {"num-examples": update.num_examples, "state": update.state}
     config |= {"error": update.error} if update.error else {}
     return config | {kind: True for kind in FAILURES if getattr(update, kind)}, update.tensors
 
