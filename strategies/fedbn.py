@@ -10,8 +10,6 @@ has BatchNorm alone. The normalisation layers of the global model keep their ini
 accuracy of the method. A network without such layers is trained as with FedAvg, bit for bit.
 """
 
-import logging
-
 from torch import nn
 
 from fedsub_app.models import tensors_of
@@ -19,7 +17,6 @@ from fedsub_app.settings import Settings
 from strategies.parts import SharedPart
 
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)  # _NormBase: BatchNorm, InstanceNorm
-log = logging.getLogger("fedsub")
 
 
 class FedBN(SharedPart):
@@ -27,13 +24,11 @@ class FedBN(SharedPart):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
-        personal = normalisation_names(model)
-        self.shared = [name for name in self.current if name not in personal]
-
-    def summary(self) -> None:
-        super().summary()
         if len(self.shared) == len(self.current):
-            log.warning("model = %r has no normalisation layer: fedbn is FedAvg", self.settings.model)
+            self.warning = f"model = {settings.model!r} has no normalisation layer: fedbn is FedAvg"
+
+    def personal_names(self) -> tuple[str, ...]:
+        return normalisation_names(self.model)
 
 
 def normalisation_names(model: nn.Module) -> tuple[str, ...]:

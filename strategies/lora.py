@@ -27,9 +27,8 @@ Deviations:
 - A network without adapters is trained as with FedAvg, bit for bit, and the log says so.
 """
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -50,7 +49,6 @@ from strategies.parts import SharedPart
 from strategies.settings import HetLoRASettings, RankSettings
 from strategies.sliced import Sliced
 
-log = logging.getLogger("fedsub")
 USES_ALL = dict.fromkeys(DEFENCES, "its server uses the products of each client's adapters")
 PRUNES = "prunes"  # tensor of a reply, bool [1]: the client gives up its last ranks
 
@@ -63,11 +61,8 @@ class FedIT(SubnetStrategy):
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
         self.adapters, self.scale = adapters(self.current), scale_of(model)
-
-    def summary(self) -> None:
-        super().summary()
         if not self.adapters:
-            log.warning("trainable = %r: without 'lora' %s is FedAvg", self.settings.trainable, self.settings.method)
+            self.warning = f"trainable = {settings.trainable!r}: without 'lora' {settings.method} is FedAvg"
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         fixed = {adapter.weight for adapter in self.adapters}
@@ -117,19 +112,15 @@ class FedIT(SubnetStrategy):
 class FFALoRA(FedIT, SharedPart):
     """Shares all but A, which stays at its common start."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        frozen = {adapter.a for adapter in self.adapters}
-        self.shared = [name for name in self.current if name not in frozen]
+    def personal_names(self) -> Collection[str]:
+        return {adapter.a for adapter in adapters(self.current)}
 
 
 class FedSALoRA(SharedPart):
     """Shares all but B, which stays with its client: there is no product to be merged."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        personal = {adapter.b for adapter in adapters(self.current)}
-        self.shared = [name for name in self.current if name not in personal]
+    def personal_names(self) -> Collection[str]:
+        return {adapter.b for adapter in adapters(self.current)}
 
 
 class FedExLoRA(FedIT):

@@ -15,7 +15,7 @@ All average clients without weights by default (``weighting``), as FedSelect's c
 part that it stands in, statistics included.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -36,13 +36,18 @@ class SharedPart(SubnetStrategy):
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         super().__init__(settings, model)
+        personal = self.personal_names()
+        self.shared = [name for name in self.current if name not in personal]
+
+    def personal_names(self) -> Collection[str]:
+        """Return the names of the tensors that stay with the clients."""
         for key in ("tune", "personal"):
             part = getattr(self.options, key, "all")
             try:
-                personal = part_names(model, part) if part != "all" else ()
+                personal = part_names(self.model, part) if part != "all" else ()
             except ValueError as error:
-                raise UserError(f"{settings.method}.{key} = {part!r}: {error}") from None
-        self.shared = [name for name in self.current if name not in personal]
+                raise UserError(f"{self.settings.method}.{key} = {part!r}: {error}") from None
+        return personal
 
     def task(self, client: int) -> Task:
         """Send the tensors that the client's personal model needs; ask for the shared part, or all in a warm-up."""

@@ -31,7 +31,6 @@ leave a layer with nothing is undone. A client that has lost its state is droppe
 whole network.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -51,7 +50,6 @@ from strategies.hooks import Merged
 from strategies.settings import SubFedAvgSettings
 
 MASK = "mask/"
-log = logging.getLogger("fedsub")
 
 
 class SubFedAvg(SubnetStrategy):
@@ -86,6 +84,8 @@ class SubFedAvg(SubnetStrategy):
             raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
             raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
+        if self.options.gate_data == "test":
+            self.warning = "subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published"
         self.narrows = bool(self.options.target)
         self.cuttable = list(self.plan.positions(self.plan.everything()))
         self.masks = [self.plan.everything()] * settings.num_clients
@@ -146,9 +146,3 @@ class SubFedAvg(SubnetStrategy):
     def position_masks(self) -> list[Tensors] | None:
         every = (self.plan.positions(masks) for masks in self.masks)
         return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]
-
-    def summary(self) -> None:
-        """Log the settings, and a warning where test data choose the networks."""
-        super().summary()
-        if self.options.gate_data == "test":
-            log.warning("subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published")

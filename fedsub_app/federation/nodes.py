@@ -132,9 +132,9 @@ class Federation:
         """
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         if not self.pinned and nodes:
-            return dict.fromkeys((node.node_id for node in nodes), deque(clients)), []
-        queues: dict[int, deque[int]] = {}
-        dropped = []
+            queue = deque(clients)
+            return {node.node_id: queue for node in nodes}, []
+        queues, dropped = dict[int, deque[int]](), list[Dropped]()
         hosts = {node.partition_id: node for node in nodes}
         count = nodes[0].num_partitions if nodes else 1  # all say the same
         for client in clients:
