@@ -1,4 +1,4 @@
-"""Methods that share a part of the model, client side; papers and deviations: ``strategies/parts.py``."""
+"""Methods that share a part of the model, client side; papers and deviations: ``strategies/parts.py``, ``fedbn.py``."""
 
 from functools import cached_property
 
@@ -6,6 +6,7 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.models import part_names
 from fedsub_app.training.objectives import Objective
+from strategies.fedbn import normalisation_names
 from strategies.settings import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
 
 
@@ -80,3 +81,11 @@ class FedBABUClient(PartClient):
         tuned = None if self.options.tune == "all" else part_names(self.network.module, self.options.tune)
         self.fit(tuned, epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()
+
+
+class FedBNClient(PartClient):
+    """Keeps its normalisation layers, trains the whole model, returns the other layers."""
+
+    @cached_property
+    def personal_names(self) -> tuple[str, ...]:
+        return normalisation_names(self.network.module)
