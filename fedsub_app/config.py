@@ -140,7 +140,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     check_experiment(name, source)
     keys = renamed(flatten(read_toml(path)))
     base = keys.pop("extends", None)
-    _check_known(keys, f" in {conf_name(path)}")
+    check_keys(keys, defaults(), f" in {conf_name(path)}")
     if base is None:
         return keys
     if not isinstance(base, str) or not base:
@@ -161,10 +161,6 @@ def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
     keys = applicable_keys(_read_experiment(name) | given)
     preset = METHODS[str(keys.get("method", defaults()["method"]))].preset
     return {key: value for key, value in keys.items() if key in given or key not in preset}
-
-
-def _check_known(values: Mapping[str, Value], source: str) -> None:
-    check_keys(values, defaults(), source)
 
 
 def _check_values(values: Mapping[str, Value]) -> None:
@@ -211,7 +207,7 @@ def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
         A key or the experiment is unknown.
     """
     overrides = renamed(overrides)
-    _check_known(overrides, "")
+    check_keys(overrides, defaults(), "")
     name = overrides.get("experiment", "")
     method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
     return {key: value for key, value in overrides.items() if "." not in key or key.startswith(f"{method}.")}
@@ -226,7 +222,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         One line that names the key, the value and what is allowed.
     """
     overrides = renamed(overrides)
-    _check_known(overrides, "")
+    check_keys(overrides, defaults(), "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
     given = chosen | dict(overrides)

@@ -56,7 +56,6 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: FlowerRun) -> None:
-        """Replace the run's details."""
         self._run = run
 
     @property
@@ -67,11 +66,9 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message (deprecated by Flower)."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -87,7 +84,6 @@ class LocalGrid(Grid):
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Push and pull."""
         return self.pull_messages(self.push_messages(messages))
 
     def close(self) -> None:

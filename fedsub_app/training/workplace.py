@@ -58,22 +58,15 @@ class Workplace:
         widths = widths_of(self.network.units, tensors)
         return self.narrow_network(tuple(widths[group.name] for group in self.network.units))
 
-    def training_flops(self, network: Network, names: frozenset[str] | None = None) -> int:
-        """Return the FLOPs of one forward and backward pass of one sample; ``names``: the tensors that are trained."""
-        return self._flops(network, True, names)
-
-    def forward_flops(self, network: Network) -> int:
-        """Return the FLOPs of one forward pass of one sample."""
-        return self._flops(network, False, None)
+    @cached_property
+    def training_flops(self) -> Callable[..., int]:
+        """Function: network, names -> FLOPs of a forward and backward pass of a sample; ``names``: what is trained."""
+        return lru_cache(256)(lambda network, names=None: costs.training_flops(self.problem, network.module, names))
 
     @cached_property
-    def _flops(self) -> Callable[[Network, bool, frozenset[str] | None], int]:
-        def count(network: Network, training: bool, names: frozenset[str] | None) -> int:
-            if training:
-                return costs.training_flops(self.problem, network.module, names)
-            return costs.forward_flops(self.problem, network.module)
-
-        return lru_cache(maxsize=256)(count)
+    def forward_flops(self) -> Callable[[Network], int]:
+        """Function: network -> FLOPs of one forward pass of one sample."""
+        return lru_cache(256)(lambda network: costs.forward_flops(self.problem, network.module))
 
     @cached_property
     def base(self) -> str:
