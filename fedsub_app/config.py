@@ -50,13 +50,7 @@ def defaults() -> dict[str, Value]:
 
 
 def register(name: str, method: Method) -> None:
-    """Add a method of the running program to the register, or replace it; its keys are known from then on.
-
-    Raises
-    ------
-    UserError
-        The name is none, or that of a method of this package.
-    """
+    """Add a method of the running program to the register, or replace it; its keys are known from then on."""
     check_name(name)
     METHODS[name] = method
     _fields.cache_clear()
@@ -184,13 +178,7 @@ def _one_line(error: ValidationError, prefix: str = "") -> str:
 
 
 def base_keys(experiment: str, method: str) -> dict[str, Value]:
-    """Return the keys of a method before single keys are set: defaults, experiment, presets.
-
-    Raises
-    ------
-    UserError
-        The experiment is unknown, or the method is.
-    """
+    """Return the keys of a method before single keys are set: defaults, experiment, presets."""
     check_method(method, METHODS)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
@@ -199,13 +187,7 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
 
 
 def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys without those of methods that they do not run; a table sets keys of several methods.
-
-    Raises
-    ------
-    UserError
-        A key or the experiment is unknown.
-    """
+    """Return single keys without those of methods that they do not run; a table sets keys of several methods."""
     overrides = renamed(overrides)
     check_keys(overrides, defaults(), "")
     name = overrides.get("experiment", "")

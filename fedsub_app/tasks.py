@@ -313,13 +313,7 @@ def registered(task: Task) -> str:
 
 
 def task_of(name: str, metrics: Sequence[str] = ()) -> Task:
-    """Return the task that the setting names, with the further metrics of a classification; a user's file is run.
-
-    Raises
-    ------
-    UserError
-        There is none, or it is no task.
-    """
+    """Return the task that the setting names, with the further metrics of a classification; a user's file is run."""
     if further := further_metrics(metrics):
         return FurtherMetrics(further)
     if name in TASKS:

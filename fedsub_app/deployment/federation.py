@@ -280,13 +280,7 @@ def nodes_online(connection: str) -> dict[str, str]:
 
 
 def down(folder: Path) -> list[str]:
-    """End the federation of a folder; returns the names of the processes that ran. Its files stay.
-
-    Raises
-    ------
-    UserError
-        There is none.
-    """
+    """End the federation of a folder; returns the names of the processes that ran. Its files stay."""
     folder = folder.resolve()
     federation = _existing(folder)
     nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}

@@ -77,11 +77,6 @@ def private_data(context: Context) -> object:
 
     ``private-data`` of the node's ``--node-config`` is the path of an .npz file or image folder, normalised by its own
     training samples.
-
-    Raises
-    ------
-    UserError
-        There is no path, or no data set of these forms.
     """
     path = Path(str(context.node_config.get("private-data", "")))
     data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)

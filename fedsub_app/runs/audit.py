@@ -22,13 +22,7 @@ START = "0" * 64  # stands for the hash before the first line
 
 
 def append(path: Path, event: str, **about: object) -> None:
-    """Write a line: the event, when and by whose account, the hash of the line before, and what else is given.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written.
-    """
+    """Write a line: the event, when and by whose account, the hash of the line before, and what else is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several servers may write at a time.
     with FileLock(path.with_suffix(".lock"), mode=0o600), open(path, "a+b", opener=private) as file:

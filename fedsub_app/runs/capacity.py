@@ -24,13 +24,7 @@ def client_bytes(settings: Settings, network: int, samples: float) -> float:
 
 
 def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partition | None) -> list[tuple[str, str]]:
-    """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1.
-
-    Raises
-    ------
-    UserError
-        A class cannot hold the network, or no client can take part.
-    """
+    """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1."""
     settings, method, rows = strategy.settings, strategy.settings.method, []
     strategy.round, able = 1, not strategy.devices
     sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients

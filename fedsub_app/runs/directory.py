@@ -154,13 +154,7 @@ class Run:
         return list(round_files(self.folder / "checkpoints"))
 
     def restore(self) -> Checkpoint:
-        """Return the last checkpoint; cut off the lines of later rounds and delete a killed writer's files.
-
-        Raises
-        ------
-        UserError
-            The checkpoint is truncated or damaged, or belongs to other settings; or a line of a round is damaged.
-        """
+        """Return the last checkpoint; cut off the lines of later rounds and delete a killed writer's files."""
         last = Checkpoint()
         if files := checkpoints(self.folder):
             last = read_checkpoint(files[-1])

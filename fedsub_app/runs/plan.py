@@ -25,13 +25,7 @@ MAX_CLIENTS = 20  # with more clients the partition is summed up
 
 
 def plan(settings: Settings) -> str:
-    """Return the plan of a run as text. Data are loaded and partitioned; nothing is trained and nothing written.
-
-    Raises
-    ------
-    UserError
-        Bad input that a run refuses before round 1.
-    """
+    """Return the plan of a run as text. Data are loaded and partitioned; nothing is trained and nothing written."""
     settings.need_data()
     problem, partition, strategy = prepare(settings)
     assert partition

@@ -103,13 +103,7 @@ TRACKERS: dict[str, type[TensorBoard | MLflow | Wandb]] = {"tensorboard": Tensor
 
 
 def check_tracker(name: Name) -> None:
-    """Refuse a tracker whose package is missing.
-
-    Raises
-    ------
-    UserError
-        The package is missing; the message has the command that installs it.
-    """
+    """Refuse a tracker whose package is missing."""
     if name != "none" and importlib.util.find_spec(name) is None:
         raise UserError(f"track = {name!r}: needs its package; `pip install -e '.[{name}]'` in the checkout")
 
@@ -121,11 +115,6 @@ class Tracking:
     ----------
     folder : the run directory.
     settings : all keys in TOML spelling.
-
-    Raises
-    ------
-    UserError
-        The tracker cannot be opened.
     """
 
     def __init__(self, name: Name, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
