@@ -22,10 +22,6 @@ class Measurement(Hooks):
 
     ``current`` is the merged model. A measurement keeps no state of its own, on the server or on a client; a client has
     the state of its last merged reply.
-
-    Parameters
-    ----------
-    method : the strategy that it belongs to.
     """
 
     def __init__(self, method: Hooks) -> None:

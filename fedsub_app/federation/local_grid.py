@@ -34,14 +34,7 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
 
 
 class LocalGrid(Grid):
-    """A grid of ``num_nodes`` nodes that answer a message as soon as it is pushed.
-
-    Parameters
-    ----------
-    app : the ClientApp that every node runs.
-    overrides : the run config as single keys, as ``flwr run -c`` would pass them.
-    num_nodes : number of nodes, with ids from 2 on and partition ids from 0 on.
-    """
+    """A grid of ``num_nodes`` nodes that answer a message as soon as it is pushed."""
 
     def __init__(self, app: ClientApp, overrides: Mapping[str, Value], num_nodes: int = 1) -> None:
         # A Message asks who sends it, which Flower's own processes set at their start.

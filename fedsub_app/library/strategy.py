@@ -35,12 +35,7 @@ log = logging.getLogger("fedsub")
 
 
 class TensorsAlone(nn.Module):
-    """Stands for a network of which the tensors are known, and not the layers.
-
-    Parameters
-    ----------
-    tensors : parameters and running statistics by name.
-    """
+    """Stands for a network of which the tensors are known, and not the layers."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()

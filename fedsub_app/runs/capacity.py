@@ -13,12 +13,7 @@ from strategies.base import SubnetStrategy
 
 
 def client_bytes(settings: Settings, network: int, samples: float) -> float:
-    """Return the memory of a client that trains: network, gradients, received model, optimizer state, samples; bytes.
-
-    Parameters
-    ----------
-    network, samples : bytes of its network and of its training samples.
-    """
+    """Return the bytes of a client that trains: network, gradients, received model, optimizer state, samples."""
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
     return (3 + state) * network + samples
 

@@ -109,13 +109,7 @@ def check_tracker(name: Name) -> None:
 
 
 class Tracking:
-    """Logs the rounds of a run to a tracker; where the tracker fails, the run continues without it.
-
-    Parameters
-    ----------
-    folder : the run directory.
-    settings : all keys in TOML spelling.
-    """
+    """Logs the rounds of a run to a tracker; where the tracker fails, the run continues without it."""
 
     def __init__(self, name: Name, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
         self._name, self._file = name, folder / f".{name}-told"

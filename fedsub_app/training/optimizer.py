@@ -93,12 +93,7 @@ class Optimizer:
 
 
 class OwnOptimizer(Optimizer):
-    """An optimizer of the user's in the place of SGD.
-
-    Parameters
-    ----------
-    make : returns a fresh one for some parameters and a learning rate; called once a client and training.
-    """
+    """An optimizer of the user's in the place of SGD."""
 
     def __init__(
         self, make: MakeOptimizer, settings: TrainingSettings, parameters: Mapping[str, Tensor], lr: float
