@@ -13,7 +13,6 @@ accuracy of the method. A network without such layers is trained as with FedAvg,
 from torch import nn
 
 from fedsub_app.models import tensors_of
-from fedsub_app.settings import Settings
 from strategies.parts import SharedPart
 
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)  # _NormBase: BatchNorm, InstanceNorm
@@ -22,10 +21,10 @@ NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)  #
 class FedBN(SharedPart):
     """Shares all layers but the normalisation layers."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         if len(self.shared) == len(self.current):
-            self.warning = f"model = {settings.model!r} has no normalisation layer: fedbn is FedAvg"
+            self.warning = f"model = {self.settings.model!r} has no normalisation layer: fedbn is FedAvg"
 
     def personal_names(self) -> tuple[str, ...]:
         return normalisation_names(self.model)

@@ -22,11 +22,10 @@ The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Devi
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Mean
 from strategies.base import SubnetStrategy
 from strategies.hooks import Merged
@@ -44,9 +43,8 @@ class FedAdagrad(SubnetStrategy):
     options: FedAdagradSettings
     remembers = ("first", "second")
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(model)}
+    def setup(self) -> None:
+        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(self.model)}
         self.second = {name: torch.zeros_like(m) for name, m in self.first.items()}
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:

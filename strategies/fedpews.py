@@ -28,14 +28,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Range, Spec, Task, Update
 from fedsub_app.models.groups import split
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import expand, fixed_masks
 from strategies.base import SubnetStrategy
@@ -61,8 +59,8 @@ class FedPeWS(SubnetStrategy):
         )
     }
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
         starts = [first_scores(self.options, settings.seed, i, self.hidden) for i in range(settings.num_clients)]

@@ -21,11 +21,8 @@ model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and f
 - ``objective = "moon"`` is refused.
 """
 
-from torch import nn
-
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Task
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.sparsity import largest_of_all
 from strategies.settings import FIARSESettings
 from strategies.sliced import WidthBased
@@ -38,9 +35,8 @@ class FIARSE(WidthBased, Masked):
     options: FIARSESettings
     _largest: tuple[Tensors, dict[float, tuple[Tensors, dict[str, float]]]] = ({}, {})
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.names = weight_names(settings, model)
+    def setup(self) -> None:
+        self.names = weight_names(self.settings, self.model)
 
     def submodel(self, width: float) -> tuple[Tensors, dict[str, float]]:
         """Return the masks of the largest weights and the threshold of each tensor; none at width 1."""

@@ -40,14 +40,13 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Update
 from fedsub_app.models import UnitGroup, output_names
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
 from strategies.settings import HeteroFLSettings
@@ -61,13 +60,13 @@ class HeteroFL(Narrow):
 
     options: HeteroFLSettings
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         self.needs_classes("masked_loss")
         try:
-            self.output = output_names(model)
+            self.output = output_names(self.model)
         except TypeError as error:
-            raise UserError(f"model = {settings.model!r}: {error}") from None
+            raise UserError(f"model = {self.settings.model!r}: {error}") from None
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         rows = self.current[self.output[0]].shape[:1]

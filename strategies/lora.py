@@ -40,7 +40,6 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import Adapter, adapters, scale_of
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
@@ -58,11 +57,11 @@ class FedIT(SubnetStrategy):
 
     reports: ClassVar = {"merge-error": Reported("Error of the merged adapters", "Frobenius norm")}
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.adapters, self.scale = adapters(self.current), scale_of(model)
+    def setup(self) -> None:
+        super().setup()
+        self.adapters, self.scale = adapters(self.current), scale_of(self.model)
         if not self.adapters:
-            self.warning = f"trainable = {settings.trainable!r}: without 'lora' {settings.method} is FedAvg"
+            self.warning = f"trainable = {self.settings.trainable!r}: without 'lora' {self.settings.method} is FedAvg"
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         fixed = {adapter.weight for adapter in self.adapters}
@@ -184,10 +183,10 @@ class HetLoRA(Ranked):
     options: HetLoRASettings
     remembers = ("ranks",)
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         first = self.units[0] if self.adapters else None
-        widths = map(self.held_width, range(settings.num_clients))
+        widths = map(self.held_width, range(self.settings.num_clients))
         self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])
 
     def units_of(self, client: int) -> dict[str, Tensor]:

@@ -17,13 +17,10 @@ part that it stands in, statistics included.
 
 from collections.abc import Collection, Mapping
 
-from torch import nn
-
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task
 from fedsub_app.models import part_names
-from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 from strategies.settings import LGFedAvgSettings, PartSettings
 
@@ -34,8 +31,8 @@ class SharedPart(SubnetStrategy):
     options: PartSettings
     judged = False
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         personal = self.personal_names()
         self.shared = [name for name in self.current if name not in personal]
 

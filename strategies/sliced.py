@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from flwr.app import ConfigRecord
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
@@ -21,7 +21,6 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import available
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import UnitGroup
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import Index, indices, select, sliced_shape
 from fedsub_app.tasks import task_of
@@ -37,8 +36,8 @@ class Sliced(SubnetStrategy):
 
     narrows = True
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         # Slices of the model that some message still holds: equal ones are one object, which travels once a message.
         self._slices: tuple[Tensors, WeakValueDictionary[object, Tensor]] = ({}, WeakValueDictionary())
 
@@ -131,9 +130,9 @@ class Statistics(Measurement):
 class Narrow(WidthBased, Sliced):
     """Sends each client ``ceil(width * size)`` units of every hidden layer; BatchNorm is static."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        if self.current.keys() - dict(model.named_parameters()):
+    def setup(self) -> None:
+        super().setup()
+        if self.current.keys() - dict(self.model.named_parameters()):
             self.measurement = Statistics(self)
 
     def ranks(self, group: UnitGroup, client: int) -> Tensor:

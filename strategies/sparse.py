@@ -77,9 +77,8 @@ class Sparse(Masked):
     remembers = ("masks", "made")
     _cut: tuple[Tensors, Tensors] = ({}, {})
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        names = weight_names(settings, model)
+    def setup(self) -> None:
+        names = weight_names(self.settings, self.model)
         self.shapes = {name: self.current[name].shape for name in names} if self.options.density < 1 else {}
         self.masks: Tensors = self.first_masks()
         self.made = torch.tensor(0)

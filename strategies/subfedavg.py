@@ -35,13 +35,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
@@ -70,10 +68,10 @@ class SubFedAvg(SubnetStrategy):
         "pruned-fraction": Reported("Pruned part of the model, mean over the clients", "pruned (%)", scale=100)
     }
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         try:
-            self.plan = prunable(model, self.options.pruning)
+            self.plan = prunable(self.model, self.options.pruning)
         except (ValueError, TypeError) as error:
             pruning = f"subfedavg.pruning = {self.options.pruning!r}"
             raise UserError(f"{pruning}: model {settings.model!r}: {error}") from None
