@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
-from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.masks import gather
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
@@ -53,12 +53,7 @@ class Masked(SubnetStrategy):
 
     def contribution(self, update: Update) -> Contribution:
         """Add the values at the positions that the client keeps, by masks of its own if it has sent any."""
-        masks = self.kept(update.client) | unprefixed(MASK, update.tensors)
-        for name, mask in masks.items():
-            if (count := int(mask.sum())) != len(update.tensors[name]):
-                raise BadReply(f"tensor {MASK + name!r}: keeps {count} weights, expected {len(update.tensors[name])}")
-        whole = {name: update.tensors[name] for name in self.current if name not in masks}
-        return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
+        return self.contribution_at(update, self.kept(update.client) | unprefixed(MASK, update.tensors))
 
     def refuses(self) -> Mapping[str, str]:
         return {**super().refuses(), **WITHOUT_MASKS}
