@@ -27,7 +27,7 @@ from fedsub_app.common.section import (
     Value,
 )
 from fedsub_app.data import DataSettings, PartitionSettings
-from fedsub_app.federation.defences import DefenceSettings
+from fedsub_app.federation.settings import DefenceSettings
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.

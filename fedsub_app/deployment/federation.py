@@ -28,19 +28,11 @@ SUPERLINK, SUPEREXEC, DOOR = "superlink", "-superexec", "door"  # names of proce
 
 @dataclass
 class Federation:
-    """The configuration and the processes of a federation.
+    """The options of ``fedsub federation up``, and the processes of a federation.
 
     Attributes
     ----------
-    name : name of Flower's connection to it.
-    nodes : number of SuperNodes on this machine, with partition-id 0 to nodes - 1.
-    partitions : number of SuperNodes in all, on this machine and others.
-    host : name or address under which other machines reach the SuperLink; "": only this one does.
-    port : port of the SuperLink.
-    door : port of the door, through which nodes of other machines reach the SuperLink; used with ``host``.
     listen : interface of the SuperLink's own port, which also takes runs and new nodes; not the loopback one: no door.
-    insecure : no encryption, and nodes need no key.
-    data_dir : the nodes' data, as the setting ``data-dir``.
     node_ports : port of each node for its SuperExec.
     registered : the nodes whose public key the SuperLink knows.
     processes : name -> process that was started last.
