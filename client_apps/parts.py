@@ -28,12 +28,10 @@ class PartClient(Client):
 
     @cached_property
     def personal_names(self) -> tuple[str, ...]:
-        """Names of the personal tensors."""
         return part_names(self.network.module, self.options.personal)
 
     @cached_property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the shared tensors."""
         return tuple(name for name in self.network.tensors if name not in self.personal_names)
 
     def completed(self, sent: Tensors) -> Tensors:

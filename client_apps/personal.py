@@ -99,7 +99,6 @@ class APFLClient(Client):
 
     @property
     def alpha(self) -> Tensor:
-        """The client's alpha, a float scalar of its own."""
         return self.state.get("alpha", torch.tensor(self.options.alpha)).clone()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:

@@ -301,12 +301,10 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     @property
     def data(self) -> DataSettings:
-        """The settings of the data set."""
         return self._part(DataSettings)
 
     @property
     def partitioning(self) -> PartitionSettings:
-        """The settings of the partition."""
         return self._part(PartitionSettings)
 
     def _part(self, section: type[Part]) -> Part:
@@ -323,7 +321,6 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
         return self.toml() | {f"{self.method}.{key}": value for key, value in self.options.toml().items()}
 
     def digest(self) -> str:
-        """Hash of everything that decides the result of a run."""
         return digest(self.flat())
 
     @model_validator(mode="after")

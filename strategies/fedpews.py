@@ -77,7 +77,6 @@ class FedPeWS(SubnetStrategy):
 
     @property
     def warming_up(self) -> bool:
-        """Say whether the running round is one of the first W rounds."""
         return bool(self.stage(self.round))
 
     def stage(self, server_round: int) -> str:

@@ -317,7 +317,6 @@ class FedDSTSettings(SparseSettings):
     """Round from which on the masks stay; 0: from the start."""
 
     def share_at(self, server_round: int) -> float:
-        """Return the share of a round."""
         return self.share / 2 * (1 + math.cos(math.pi * server_round / self.until))
 
 

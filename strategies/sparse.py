@@ -52,7 +52,6 @@ class Masked(SubnetStrategy):
         return self.specs | {n: self.specs[n].of_shape([int(mask.sum())]) for n, mask in self.kept(client).items()}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the values at the positions that the client keeps, by masks of its own if it has sent any."""
         return self.contribution_at(update, self.kept(update.client) | unprefixed(MASK, update.tensors))
 
     def refuses(self) -> Mapping[str, str]:
@@ -80,7 +79,6 @@ class Sparse(Masked):
         self.current = self.pruned(self.current, self.masks)
 
     def first_masks(self) -> Tensors:
-        """Return the masks of the first round: all weights."""
         return {name: torch.ones(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
 
     def adjusts(self, server_round: int) -> bool:

@@ -37,7 +37,6 @@ class SSFL(Sparse):
 
     @property
     def choosing(self) -> bool:
-        """Say whether the running round chooses the mask."""
         return bool(self.stage(self.round))
 
     def task(self, client: int) -> Task:

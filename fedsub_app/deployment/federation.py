@@ -234,11 +234,9 @@ class Starting:
         time.sleep(LOOK_S)
 
     def log(self, name: str) -> Path:
-        """Return the log of a process."""
         return self.folder / f"{name}.log"
 
     def save(self) -> None:
-        """Write the federation to disk, for later commands."""
         write_json(self.folder / STATE, asdict(self.federation))
 
 

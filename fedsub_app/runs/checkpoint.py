@@ -32,7 +32,6 @@ class Checkpoint:
     digest: str = ""
 
     def write(self, path: Path) -> None:
-        """Write the file, atomically."""
         header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
         write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
 

@@ -78,12 +78,10 @@ class Run:
             raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
-        """Release the lock."""
         self._lock.release()
 
     @property
     def state_folder(self) -> Path:
-        """Folder of the states of clients on this machine."""
         return self.folder / "clients"
 
     @contextmanager
@@ -174,7 +172,6 @@ class Run:
         return key in line and all(line[key] > before.get(key, -1) for before in self.lines)
 
     def keep_best(self, model: Mapping[str, torch.Tensor]) -> None:
-        """Write the model of the best round so far."""
         with self._writing("model-best.safetensors") as path:
             write_tensors(path, model)
 

@@ -24,7 +24,6 @@ class RunFailed(Exception):
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that resumes the run of a directory."""
     return f"fedsub run --resume {shlex.quote(str(folder))}"
 
 

@@ -38,13 +38,11 @@ class TensorBoard:
             self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
-        """Write a scalar for each number."""
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, server_round)
         self._writer.flush()
 
     def end(self, completed: bool) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -67,11 +65,9 @@ class MLflow:
             self._mlflow.log_params(dict(params[start : start + 100]), run_id=self._id)
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
-        """Write a metric for each number, in one batch."""
         self._mlflow.log_metrics(dict(numbers), step=server_round, run_id=self._id)
 
     def end(self, completed: bool) -> None:
-        """Set the status with which the run has ended."""
         self._client.set_terminated(self._id, "FINISHED" if completed else "FAILED")
 
 
@@ -91,11 +87,9 @@ class Wandb:
         )
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers as a step."""
         self._wandb.log(dict(numbers), step=server_round)
 
     def end(self, completed: bool) -> None:
-        """End the run."""
         self._wandb.finish()
 
 
@@ -129,7 +123,6 @@ class Tracking:
                     self._file.write_text(str(self._last))
 
     def end(self, completed: bool) -> None:
-        """End the tracker's run."""
         with self._optional():
             if self._tracker:
                 self._tracker.end(completed)

@@ -93,7 +93,6 @@ class ClientTools:
         return x.part(index), y[index]
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Return the generator of this client, round and purpose."""
         return generator(self.settings.seed, self.round, self.id, purpose)
 
     def dropout(self, purpose: str) -> AbstractContextManager[None]:
@@ -142,7 +141,6 @@ class ClientTools:
     # --- passes over the data ---------------------------------------------------------------------------------------
 
     def loss(self, output: Output, y: Tensor) -> Tensor:
-        """Return the task's loss of a mini-batch, a scalar."""
         return self.place.problem.task.loss(output.logits, y)
 
     def objective(self) -> Objective:
@@ -179,7 +177,6 @@ class ClientTools:
             yield batches
 
     def batches(self, epochs: int | None = None, purpose: str = "batches") -> Iterator[Tensor]:
-        """Yield the mini-batches of all :meth:`epochs`, one after the other."""
         return itertools.chain.from_iterable(self.epochs(epochs, purpose))
 
     def fit(
