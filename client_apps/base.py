@@ -49,17 +49,12 @@ class Client(ClientTools):
         if self.irreplaceable:
             raise StateGone(f"client {self.id} has lost its state: {self.irreplaceable}")
 
-    def run_training(self, sent: Tensors, config: Json) -> Update:
-        """Train and return the update with its costs."""
+    def run_training(self, sent: Tensors, config: Json, measuring: bool = False) -> Update:
+        """Train, or measure after the merge, and return the update with its costs."""
         start = time.perf_counter()
-        with self.dropout("training"):
-            return self.trained_update(self.train(sent, config), time.perf_counter() - start)
-
-    def run_measurement(self, sent: Tensors, config: Json) -> Update:
-        """Measure and return the update with its costs."""
-        start = time.perf_counter()
-        with self.dropout("measurement"):
-            return self.trained_update(self.measure(sent, config), time.perf_counter() - start)
+        with self.dropout("measurement" if measuring else "training"):
+            answer = (self.measure if measuring else self.train)(sent, config)
+            return self.trained_update(answer, time.perf_counter() - start)
 
     def trained_update(self, answer: Tensors, seconds: float) -> Update:
         """Return the update that holds ``answer``, with the costs of its training."""

@@ -10,7 +10,6 @@ class FedNovaClient(Client):
     computes_with_sgd = True
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the trained model."""
         self.load(sent)
         self.metrics["steps"] = float(self.fit().steps)
         return self.trained()

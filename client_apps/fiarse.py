@@ -31,7 +31,6 @@ class FIARSEClient(Client):
         return model | gather(model, masks)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's sub-model, 0 at the other weights."""
         return {name: sent[name] for name in self.network.tensors} | scatter(sent, unprefixed(MASK, sent))
 
 

@@ -17,7 +17,6 @@ class MovedBaseClient(Client):
     """FedEx-LoRA and FLoRA: is sent the weights under the adapters, and does not return them."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train; return what was trained."""
         fixed = {adapter.weight for adapter in adapters(self.network.tensors)}
         return {name: tensor for name, tensor in super().train(sent, config).items() if name not in fixed}
 
@@ -27,11 +26,9 @@ class FFALoRAClient(PartClient):
 
     @cached_property
     def personal_names(self) -> tuple[str, ...]:
-        """Names of the tensors A, which stay at their common start."""
         return tuple(adapter.a for adapter in adapters(self.network.tensors))
 
     def train_parts(self) -> None:
-        """Train the shared part alone."""
         self.fit(self.shared_names if self.personal_names else None)
 
 
@@ -40,7 +37,6 @@ class FedSALoRAClient(PartClient):
 
     @cached_property
     def personal_names(self) -> tuple[str, ...]:
-        """Names of the tensors B."""
         return tuple(adapter.b for adapter in adapters(self.network.tensors))
 
 

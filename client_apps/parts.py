@@ -1,4 +1,4 @@
-"""Methods that share a part of the model, client side; papers and deviations: ``strategies/parts.py``."""
+"""Methods that share a part of the model, client side; papers and deviations: ``strategies/parts.py``, ``fedbn.py``."""
 
 from functools import cached_property
 
@@ -6,6 +6,7 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.models import part_names
 from fedsub_app.training.objectives import Objective
+from strategies.fedbn import normalisation_names
 from strategies.settings import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
 
 
@@ -15,7 +16,6 @@ class TunedClient(Client):
     options: TuningSettings
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the global model, fine-tuned on the client's training data."""
         self.load(sent)
         self.fit(epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()
@@ -28,12 +28,10 @@ class PartClient(Client):
 
     @cached_property
     def personal_names(self) -> tuple[str, ...]:
-        """Names of the personal tensors."""
         return part_names(self.network.module, self.options.personal)
 
     @cached_property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the shared tensors."""
         return tuple(name for name in self.network.tensors if name not in self.personal_names)
 
     def completed(self, sent: Tensors) -> Tensors:
@@ -42,7 +40,6 @@ class PartClient(Client):
         return known if known.keys() == self.network.tensors.keys() else self.initial() | known
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the shared part with the client's personal part."""
         return self.completed(sent)
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
@@ -64,7 +61,6 @@ class FedRepClient(PartClient):
     options: FedRepSettings
 
     def train_parts(self) -> None:
-        """Train the personal part first, then the shared one; the other one is frozen."""
         self.fit(self.personal_names, epochs=self.options.personal_epochs, purpose="personal batches")
         self.fit(self.shared_names, epochs=self.options.shared_epochs)
 
@@ -75,7 +71,6 @@ class FedBABUClient(PartClient):
     options: FedBABUSettings
 
     def train_parts(self) -> None:
-        """Train the shared part alone."""
         self.fit(self.shared_names)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
@@ -84,3 +79,11 @@ class FedBABUClient(PartClient):
         tuned = None if self.options.tune == "all" else part_names(self.network.module, self.options.tune)
         self.fit(tuned, epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()
+
+
+class FedBNClient(PartClient):
+    """Keeps its normalisation layers, trains the whole model, returns the other layers."""
+
+    @cached_property
+    def personal_names(self) -> tuple[str, ...]:
+        return normalisation_names(self.network.module)

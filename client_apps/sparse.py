@@ -1,13 +1,10 @@
-"""Sparse networks, client side: the base of the methods of ``strategies/sparse.py``."""
-
-from collections.abc import Collection
-
-from torch import Tensor
+"""Sparse networks, client side; papers and deviations: ``strategies/sparse.py`` and those of the methods."""
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed, unprefixed
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
-from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.subnets.sparsity import exchanged
+from strategies.settings import FedDSTSettings, SparseSettings
 from strategies.sparse import MASK
 
 
@@ -36,16 +33,36 @@ class SparseClient(Client):
         bits = unprefixed(MASK, self.state)
         return unpack_bits(bits, {name: self.network.tensors[name].shape for name in bits})
 
-    def slopes(self, names: Collection[str]) -> tuple[Tensor, Tensors]:
-        """Return the loss on a mini-batch of a pass of its own, and its gradients in tensors of the network."""
-        batch = next(self.batches(1, "slopes"))
-        weights = {name: self.network.tensors[name].detach().requires_grad_() for name in names}
-        others = {name: tensor.detach().clone() for name, tensor in self.network.tensors.items() if name not in weights}
-        self.network.training_mode()
-        loss = self.loss(self.network(self.x[batch], others | weights), self.y[batch])
-        self.flops += len(batch) * self.place.training_flops(self.network, frozenset(weights))
-        return loss.detach(), brought(Optimizer(self.settings, weights, 0).gradients(loss))
-
     def adjust(self, model: Tensors, masks: Tensors) -> tuple[Tensors, Tensors]:
         """Return the trained model under a mask of the client's own, and that mask."""
         return model, masks
+
+
+class FedDSTClient(SparseClient):
+    """Exchanges a share of its weights after its training."""
+
+    options: FedDSTSettings
+
+    def adjust(self, model: Tensors, masks: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the model with 0 at the positions that have grown, and the new masks."""
+        self.network.training_mode()
+        _, slopes = self.slopes({name: self.network.tensors[name] for name in masks}, next(self.batches(1, "slopes")))
+        new, survived = exchanged(model, brought(slopes), masks, self.options.share_at(self.round))
+        return model | {name: model[name] * kept for name, kept in survived.items()}, new
+
+
+class SSFLClient(SparseClient):
+    """Computes the saliencies in the first round, and trains under the mask in the others."""
+
+    options: SparseSettings
+
+    def train(self, sent: Tensors, config: Json) -> Tensors:
+        """Return the saliencies where the server asks for them, or the trained values."""
+        if "saliency" not in config:
+            return super().train(sent, config)
+        self.load(sent)
+        self.network.training_mode()
+        weights = {name: self.network.tensors[name] for name in config["saliency"]}
+        loss, slopes = self.slopes(weights, next(self.batches(1, "slopes")))
+        self.metrics["train-loss"] = float(loss)
+        return {name: (weight.detach() * slopes[name]).abs() for name, weight in weights.items()}

@@ -31,7 +31,6 @@ class SubFedAvgClient(Client):
 
     @cached_property
     def plan(self) -> Prunable:
-        """The parts of the network that can be pruned."""
         return prunable(self.place.network.module, self.options.pruning)
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
@@ -57,7 +56,6 @@ class SubFedAvgClient(Client):
 
     @property
     def masks(self) -> Tensors:
-        """The client's masks, at first the whole network's."""
         everything, bits = self.plan.everything(), unprefixed(MASK, self.state)
         return unpack_bits(bits, {name: mask.shape for name, mask in everything.items()}) if bits else everything
 

@@ -19,11 +19,6 @@ class NodeApp(ClientApp):
 
     Ray puts the working directory of the process that starts its workers before all that is on their path. That is
     where the SuperLink was started once, maybe in another checkout, whose code would run.
-
-    Parameters
-    ----------
-    source : where data and network of the clients come from.
-    module : name of the module that holds the app.
     """
 
     def __init__(self, source: node.Source, module: str) -> None:

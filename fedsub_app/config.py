@@ -50,13 +50,7 @@ def defaults() -> dict[str, Value]:
 
 
 def register(name: str, method: Method) -> None:
-    """Add a method of the running program to the register, or replace it; its keys are known from then on.
-
-    Raises
-    ------
-    UserError
-        The name is none, or that of a method of this package.
-    """
+    """Add a method of the running program to the register, or replace it; its keys are known from then on."""
     check_name(name)
     METHODS[name] = method
     _fields.cache_clear()
@@ -140,7 +134,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     check_experiment(name, source)
     keys = renamed(flatten(read_toml(path)))
     base = keys.pop("extends", None)
-    _check_known(keys, f" in {conf_name(path)}")
+    check_keys(keys, defaults(), f" in {conf_name(path)}")
     if base is None:
         return keys
     if not isinstance(base, str) or not base:
@@ -161,10 +155,6 @@ def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
     keys = applicable_keys(_read_experiment(name) | given)
     preset = METHODS[str(keys.get("method", defaults()["method"]))].preset
     return {key: value for key, value in keys.items() if key in given or key not in preset}
-
-
-def _check_known(values: Mapping[str, Value], source: str) -> None:
-    check_keys(values, defaults(), source)
 
 
 def _check_values(values: Mapping[str, Value]) -> None:
@@ -188,13 +178,7 @@ def _one_line(error: ValidationError, prefix: str = "") -> str:
 
 
 def base_keys(experiment: str, method: str) -> dict[str, Value]:
-    """Return the keys of a method before single keys are set: defaults, experiment, presets.
-
-    Raises
-    ------
-    UserError
-        The experiment is unknown, or the method is.
-    """
+    """Return the keys of a method before single keys are set: defaults, experiment, presets."""
     check_method(method, METHODS)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
@@ -203,15 +187,9 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
 
 
 def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys without those of methods that they do not run; a table sets keys of several methods.
-
-    Raises
-    ------
-    UserError
-        A key or the experiment is unknown.
-    """
+    """Return single keys without those of methods that they do not run; a table sets keys of several methods."""
     overrides = renamed(overrides)
-    _check_known(overrides, "")
+    check_keys(overrides, defaults(), "")
     name = overrides.get("experiment", "")
     method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
     return {key: value for key, value in overrides.items() if "." not in key or key.startswith(f"{method}.")}
@@ -226,7 +204,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         One line that names the key, the value and what is allowed.
     """
     overrides = renamed(overrides)
-    _check_known(overrides, "")
+    check_keys(overrides, defaults(), "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
     given = chosen | dict(overrides)

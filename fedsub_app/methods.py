@@ -87,15 +87,15 @@ METHODS = {
         "parts:TunedClient",
         title="FedAvgFT",
     ),
-    "ditto": Method("Li et al. 2021", keys.DittoSettings, "ditto:Ditto", "ditto:DittoClient"),
-    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "fedbn:FedBNClient"),
-    "apfl": Method("Deng, Kamani, Mahdavi 2020", keys.APFLSettings, "apfl:APFL", "apfl:APFLClient"),
-    "fedala": Method("Zhang et al. 2023", keys.FedALASettings, "fedala:FedALA", "fedala:FedALAClient"),
+    "ditto": Method("Li et al. 2021", keys.DittoSettings, "ditto:Ditto", "personal:DittoClient"),
+    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "parts:FedBNClient"),
+    "apfl": Method("Deng, Kamani, Mahdavi 2020", keys.APFLSettings, "apfl:APFL", "personal:APFLClient"),
+    "fedala": Method("Zhang et al. 2023", keys.FedALASettings, "fedala:FedALA", "personal:FedALAClient"),
     "per-fedavg": Method(
-        "Fallah, Mokhtari, Ozdaglar 2020", keys.PerFedAvgSettings, "perfedavg:PerFedAvg", "perfedavg:PerFedAvgClient"
+        "Fallah, Mokhtari, Ozdaglar 2020", keys.PerFedAvgSettings, "perfedavg:PerFedAvg", "personal:PerFedAvgClient"
     ),
     "pfedme": Method(
-        "T Dinh, Tran, Nguyen 2020", keys.PFedMeSettings, "pfedme:PFedMe", "pfedme:PFedMeClient", title="pFedMe"
+        "T Dinh, Tran, Nguyen 2020", keys.PFedMeSettings, "pfedme:PFedMe", "personal:PFedMeClient", title="pFedMe"
     ),
     "fedper": Method(
         "Arivazhagan et al. 2019", keys.PartSettings, "parts:SharedPart", "parts:PartClient", title="FedPer"
@@ -115,8 +115,8 @@ METHODS = {
         "Sub-FedAvg, Vahidian et al. 2021", keys.SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
     ),
     "fedpm": Method("Isik et al. 2023", keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
-    "ssfl": Method("Ohib et al. 2024", keys.SparseSettings, "ssfl:SSFL", "ssfl:SSFLClient"),
-    "feddst": Method("Bibikar et al. 2022", keys.FedDSTSettings, "feddst:FedDST", "feddst:FedDSTClient"),
+    "ssfl": Method("Ohib et al. 2024", keys.SparseSettings, "ssfl:SSFL", "sparse:SSFLClient"),
+    "feddst": Method("Bibikar et al. 2022", keys.FedDSTSettings, "feddst:FedDST", "sparse:FedDSTClient"),
     "fedit": Method("FedIT, Zhang et al. 2024: LoRA", MethodSettings, "lora:FedIT", "base:Client"),
     "ffa-lora": Method("Sun et al. 2024", MethodSettings, "lora:FFALoRA", "lora:FFALoRAClient"),
     "fedsa-lora": Method("Guo et al. 2025", MethodSettings, "lora:FedSALoRA", "lora:FedSALoRAClient"),
@@ -124,8 +124,8 @@ METHODS = {
     "flora": Method("Wang et al. 2024: LoRA", keys.FLoRASettings, "lora:FLoRA", "lora:MovedBaseClient"),
     "fedex-lora": Method("Singhal et al. 2025", keys.FedExLoRASettings, "lora:FedExLoRA", "lora:MovedBaseClient"),
     "hetlora": Method("Cho et al. 2024", keys.HetLoRASettings, "lora:HetLoRA", "lora:HetLoRAClient"),
-    "mtl": Method("multi-task learning, regularised by the mean", keys.MTLSettings, "mtl:MTL", "mtl:MTLClient"),
-    "local": Method("no federation: the floor", MethodSettings, "local:Local", "local:LocalClient"),
+    "mtl": Method("multi-task learning, regularised by the mean", keys.MTLSettings, "mtl:MTL", "personal:MTLClient"),
+    "local": Method("no federation: the floor", MethodSettings, "local:Local", "personal:LocalClient"),
     "ist": Method(
         "IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", keys.ISTSettings, "ist:IST", "base:Client"
     ),
@@ -141,7 +141,7 @@ METHODS = {
     "feddrop": Method(
         "Federated Dropout, Caldas et al. 2018", keys.HeteroFLSettings, "heterofl:FedDrop", "heterofl:HeteroFLClient"
     ),
-    "fjord": Method("FjORD, Horváth et al. 2021", keys.FjORDSettings, "fjord:FjORD", "fjord:FjORDClient"),
+    "fjord": Method("FjORD, Horváth et al. 2021", keys.FjORDSettings, "fjord:FjORD", "heterofl:FjORDClient"),
     "fiarse": Method("FIARSE, Wu et al. 2024", keys.FIARSESettings, "fiarse:FIARSE", "fiarse:FIARSEClient"),
     "fedpart": Method(
         "FedPart, Wang et al. 2024, and momentum aggregation",

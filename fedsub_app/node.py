@@ -159,7 +159,7 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         if merged and not state:
             worker.lost_state()
         if header["phase"] == MEASURE:
-            return replace(worker.run_measurement(sent, task), state=(before, before))
+            return replace(worker.run_training(sent, task, measuring=True), state=(before, before))
         update = worker.run_training(sent, task)
         if worker.state:
             store.save(header["round"], worker.state, merged, header["checkpoints"])
@@ -182,13 +182,9 @@ def _tested(place: Workplace, tasks: Sequence[tuple[Json, Tensors]]) -> list[Upd
 
 
 def _failed(client: int, error: BaseException) -> Update:
-    """Return the update of a client that has failed.
+    """Return the update of a client that has failed; where a simulated node's machine failed, the run ends.
 
-    Raises
-    ------
-    MachineFailed
-        A simulated node's machine has failed: it is also the run's machine, and the next client would fail as well. A
-        real node is one of many machines, and the run continues with the others.
+    It is also the run's machine, and the next client would fail as well. A real node is one of many machines.
     """
     if simulated() and (failure := machine_failure(error)):
         raise MachineFailed(f"client {client}: {failure}") from error
@@ -199,13 +195,7 @@ def _failed(client: int, error: BaseException) -> Update:
 
 
 def settings_text(header: Json, config: Config) -> str:
-    """Return the settings of a message's run, as JSON; "" where this node lacks them.
-
-    Raises
-    ------
-    UserError
-        The server's code, the run's id or the settings' digest is wrong.
-    """
+    """Return the settings of a message's run, as JSON; "" where this node lacks them."""
     if header.get("code", code_digest()) != code_digest():
         raise UserError(_other_code(header["code"]))
     folder = state_folder(header, config)
@@ -215,13 +205,7 @@ def settings_text(header: Json, config: Config) -> str:
 
 
 def named(text: str, header: Json, context: Context) -> Places:
-    """Return the one workplace of all clients: of the data that the settings name, or of the node's private data.
-
-    Raises
-    ------
-    UserError
-        The data are not there, or the node's own are not like the server's.
-    """
+    """Return the one workplace of all clients: of the data that the settings name, or of the node's private data."""
     private = str(context.node_config.get("private-data", ""))
     if _keys(text).get("private-examples", 0) or private:
         place = _private_place(text, private, header)

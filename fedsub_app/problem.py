@@ -67,13 +67,7 @@ class Problem:
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
-        """Return the problem that the settings name.
-
-        Raises
-        ------
-        UserError
-            The data are missing, damaged or too few; :meth:`network` checks the network.
-        """
+        """Return the problem that the settings name."""
         network = (settings.model, settings.hidden_width, settings.model_options)
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
@@ -94,11 +88,6 @@ class Problem:
 
         ``traced``: layers and units are those of the network's graph. The server must see the same ones; in a Flower
         app of one's own it does not know the shape of an input.
-
-        Raises
-        ------
-        UserError
-            What the data or the network are, and what they must be.
         """
         if settings.hidden_width:
             raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
@@ -110,13 +99,7 @@ class Problem:
         return Problem(dataset, build, task, settings.seed, settings.head, settings.model_width, part, name)
 
     def check_start(self) -> None:
-        """Compute the loss of a few training samples before any training, as a step does.
-
-        Raises
-        ------
-        UserError
-            It is not finite, or network, task and data do not go together.
-        """
+        """Compute the loss of a few training samples before any training, as a step does."""
         some = slice(0, FIRST_SAMPLES)
         y, model = self.data.train_y[some], self.network()
         x = self.data.train_x[some]
@@ -131,13 +114,7 @@ class Problem:
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")
 
     def network(self, seed: int | None = None) -> nn.Module:
-        """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base.
-
-        Raises
-        ------
-        UserError
-            No network has this name, or it cannot take these inputs.
-        """
+        """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base."""
         if not self.trained.what:
             return self.unfrozen(seed)
         if seed is None or seed == self.seed:

@@ -27,7 +27,7 @@ from fedsub_app.common.section import (
     Value,
 )
 from fedsub_app.data import DataSettings, PartitionSettings
-from fedsub_app.federation.defences import DefenceSettings
+from fedsub_app.federation.settings import DefenceSettings
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
@@ -46,21 +46,6 @@ LOCATION_KEYS = (
     "node-timeout",
     "round-timeout",
 )
-# Keys that are gone, and the value in an earlier run's record with which that run is the same today.
-GONE_KEYS: Mapping[str, Value] = {
-    "fedadam.first-v": "zero",
-    "fedyogi.first-v": "zero",
-    "fedadagrad.first-v": "zero",
-    "fedpart.moment-weighting": "uniform",
-    "fedselect.scope": "layer",
-    "fedselect.bn-statistics": "local",
-    "subfedavg.share-of": "remaining",
-    "subfedavg.channel-scope": "layer",
-    "subfedavg.average": "keepers",
-    "subfedavg.bn-statistics": "local",
-    "ist.bias": "average",
-    "istprox.bias": "average",
-}
 Evaluations = Annotated[
     tuple[Literal["global", "global-local", "personal"], ...],
     Field(min_length=1),
@@ -246,19 +231,11 @@ class TrainingSettings(Section):
         return self.lr * self.lr_decay ** sum(server_round >= number for number in self.lr_decay_at)
 
     @model_validator(mode="after")
-    def _steps_are_compiled_or_stacked(self) -> "TrainingSettings":
+    def _training_agrees(self) -> "TrainingSettings":
         if self.compile_steps and self.stack_clients:
             raise ValueError("compile-steps = true: not with stack-clients = true")
-        return self
-
-    @model_validator(mode="after")
-    def _a_part_is_trained(self) -> "TrainingSettings":
         if self.base_dtype != "float32" and not self.trainable:
             raise ValueError(f"base-dtype = {self.base_dtype!r}: needs trainable = 'lora', 'head' or another part")
-        return self
-
-    @model_validator(mode="after")
-    def _momentum_is_of_sgd(self) -> "TrainingSettings":
         if self.momentum and self.optimizer == "adam":
             raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
         return self
@@ -324,12 +301,10 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     @property
     def data(self) -> DataSettings:
-        """The settings of the data set."""
         return self._part(DataSettings)
 
     @property
     def partitioning(self) -> PartitionSettings:
-        """The settings of the partition."""
         return self._part(PartitionSettings)
 
     def _part(self, section: type[Part]) -> Part:
@@ -346,11 +321,10 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
         return self.toml() | {f"{self.method}.{key}": value for key, value in self.options.toml().items()}
 
     def digest(self) -> str:
-        """Hash of everything that decides the result of a run."""
         return digest(self.flat())
 
     @model_validator(mode="after")
-    def _task_agrees(self) -> "Settings":
+    def _settings_agree(self) -> "Settings":
         for key in ("target-score", "stop-at-score") if self.task in SCORES else ():
             if (value := getattr(self, key.replace("-", "_")) or 0) > SCORES[self.task].high:
                 raise ValueError(f"{key} = {value:g}: must be less than or equal to {SCORES[self.task].high:g}")
@@ -360,16 +334,8 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
             raise ValueError(f"metrics = {', '.join(self.metrics)!r}: task = {self.task!r} takes none but 'spread'")
         if self.attack == "label-flip" and self.task in SCORES and self.task not in CLASSES:
             raise ValueError(f"attack = 'label-flip': needs classes, task = {self.task!r} has none")
-        return self
-
-    @model_validator(mode="after")
-    def _a_global_test_set_is_left(self) -> "Settings":
         if self.client_test == "pooled" and "global" in self.evaluations:
             raise ValueError("client-test = 'pooled': leaves no global test set; evaluate must be without 'global'")
-        return self
-
-    @model_validator(mode="after")
-    def _method_agrees(self) -> "Settings":
         allowed = self.options.objectives
         if self.objective not in allowed:
             names = " or ".join(map(repr, allowed))

@@ -1,6 +1,5 @@
 """Tasks: the loss of a network's output, the metrics that are reported of it, and the one that is the score."""
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -93,24 +92,19 @@ class Classification(Task):
     classes = True
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy of a batch."""
         return F.cross_entropy(output, y, reduction=reduction)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
-        """Return ``correct`` and ``count`` of the samples, and the sum of their ``loss``."""
-        correct = int((output.argmax(1) == y).sum())
-        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": len(y)}
+        correct = int((output.argmax(-1) == y).sum())
+        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": self.count(y)}
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Return ``accuracy`` in percent and the mean ``loss``."""
         return {"accuracy": float(100.0 * sums["correct"] / sums["count"]), "loss": _mean(sums)}
 
     def outputs(self, y: Tensor) -> int:
-        """Return the number of classes: one above the last label."""
         return _above(y)
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
-        """Return int64 labels [n] from 0 to classes - 1."""
         if y.is_floating_point() or y.ndim != 1:
             raise ValueError(f"y of shape {tuple(y.shape)}, {y.dtype}: must be [n], integers")
         return _in_range(y.long(), output, low=0)
@@ -127,7 +121,6 @@ class FurtherMetrics(Classification):
         self.others = tuple(others)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
-        """Return a classification's sums, counts of (label, prediction), and those of :func:`rank_counts`."""
         classes = output.shape[1]
         pairs = torch.bincount(y * classes + output.argmax(1), minlength=classes**2).view(classes, classes)
         sums: Sums = super().sums(output, y) | {"pairs": pairs}
@@ -137,7 +130,6 @@ class FurtherMetrics(Classification):
         return sums
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Return a classification's metrics and the further ones."""
         pairs = torch.as_tensor(sums["pairs"]).double()
         hits, labels, both = pairs.diagonal(), pairs.sum(1), pairs.sum(0) + pairs.sum(1)
         values = {
@@ -160,24 +152,19 @@ class MultiLabel(Task):
     others, losses = ("f1",), CROSS_ENTROPIES
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the binary cross-entropy, of a sample the mean over its labels."""
-        each = F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1)
-        return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+        return _reduced(F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1), reduction)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
-        """Return the sums of :func:`rank_counts`, of hits and misses, and the loss."""
         true, said = y.bool(), output > 0
         hits, wrong = int((said & true).sum()), int((said != true).sum())
         loss = float(self.loss(output, y, "sum"))
         return {**rank_counts(output, true), "hits": hits, "wrong": wrong, "loss": loss, "count": len(y)}
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Return ``auroc`` and ``f1`` in percent and the mean ``loss``."""
         f1 = 2 * float(sums["hits"]) / max(2 * float(sums["hits"]) + float(sums["wrong"]), 1)
         return {"auroc": mean_area(sums), "f1": 100.0 * f1, "loss": _mean(sums)}
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
-        """Return float32 [n, labels] of 0 and 1."""
         if tuple(y.shape[1:]) != output:
             raise ValueError(f"y of shape {tuple(y.shape)}: must be [n, {output[-1]}], a column an output")
         if not bool(((y == 0) | (y == 1)).all()):
@@ -195,18 +182,14 @@ class Regression(Task):
     others, losses = ("mae",), (0.0, 1e12)
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the squared error, of a sample the mean over its numbers."""
-        each = F.mse_loss(output, y, reduction="none").flatten(1).mean(1)
-        return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+        return _reduced(F.mse_loss(output, y, reduction="none").flatten(1).mean(1), reduction)
 
     def sums(self, output: Tensor, y: Tensor) -> Sums:
-        """Return the sums of squared errors, of absolute ones, and of the loss."""
         errors = (output - y).flatten(1).double()
         squares, sizes = float(errors.square().mean(1).sum()), float(errors.abs().mean(1).sum())
         return {"squares": squares, "sizes": sizes, "loss": float(self.loss(output, y, "sum")), "count": len(y)}
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Return ``rmse``, ``mae`` and the mean ``loss``."""
         count = float(sums["count"])
         return {
             "rmse": math.sqrt(float(sums["squares"]) / count),
@@ -215,7 +198,6 @@ class Regression(Task):
         }
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
-        """Return float32 numbers of the outputs' shape."""
         y = y.float().view(-1, 1) if y.ndim == 1 else y.float()
         if tuple(y.shape[1:]) != output:
             raise ValueError(f"y of shape {tuple(y.shape)}: must be [n, {', '.join(map(str, output))}] as the outputs")
@@ -224,14 +206,13 @@ class Regression(Task):
         return y
 
 
-class NextToken(Task):
+class NextToken(Classification):
     """Cross-entropy of the logits [n, length, tokens] with the next tokens, int64 [n, length]; -100 does not count.
 
     The score is the accuracy of the next token in percent; ``perplexity`` is e to the mean loss, at most e^20.
     """
 
-    score, unit, low, high = "accuracy", "%", 0.0, 100.0
-    others, losses = ("perplexity",), CROSS_ENTROPIES
+    others, classes = ("perplexity",), False
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy over all tokens that count, with ``"none"`` each sample's mean over its own."""
@@ -245,31 +226,18 @@ class NextToken(Task):
             return each.sum(1) / counted.sum(1).clamp(min=1)
         return each.sum() / counted.sum().clamp(min=1)
 
-    def sums(self, output: Tensor, y: Tensor) -> Sums:
-        """Return ``correct`` and ``count`` of the tokens, and the sum of their ``loss``."""
-        correct = int((output.argmax(-1) == y).sum())
-        return {"correct": correct, "loss": float(self.loss(output, y, "sum")), "count": self.count(y)}
-
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Return ``accuracy`` in percent, ``perplexity`` and the mean ``loss``."""
         count = max(float(sums["count"]), 1.0)
         loss = float(sums["loss"]) / count
         return {"accuracy": 100.0 * float(sums["correct"]) / count, "perplexity": math.exp(min(loss, 20)), "loss": loss}
 
     def count(self, y: Tensor) -> int:
-        """Return the number of tokens that count."""
         return int((y != IGNORED).sum())
 
-    def outputs(self, y: Tensor) -> int:
-        """Return the number of tokens: one above the last."""
-        return _above(y)
-
     def output(self, y: Tensor, outputs: int) -> tuple[int, ...]:
-        """Return (length, tokens)."""
         return (*y.shape[1:], outputs)
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
-        """Return int64 tokens [n, length]."""
         if y.is_floating_point() or tuple(y.shape[1:]) != output[:-1]:
             raise ValueError(f"y of shape {tuple(y.shape)}, {y.dtype}: must be [n, {output[0]}], integers")
         return _in_range(y.long(), output, low=IGNORED)
@@ -309,6 +277,10 @@ def _above(y: Tensor) -> int:
     return max(int(y.max()) if y.numel() else 0, 0) + 1
 
 
+def _reduced(each: Tensor, reduction: Reduction) -> Tensor:
+    return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+
+
 def _mean(sums: Mapping[str, float | Tensor]) -> float:
     return float(sums["loss"] / sums["count"])
 
@@ -341,13 +313,7 @@ def registered(task: Task) -> str:
 
 
 def task_of(name: str, metrics: Sequence[str] = ()) -> Task:
-    """Return the task that the setting names, with the further metrics of a classification; a user's file is run.
-
-    Raises
-    ------
-    UserError
-        There is none, or it is no task.
-    """
+    """Return the task that the setting names, with the further metrics of a classification; a user's file is run."""
     if further := further_metrics(metrics):
         return FurtherMetrics(further)
     if name in TASKS:
@@ -362,32 +328,3 @@ def task_of(name: str, metrics: Sequence[str] = ()) -> Task:
     if not isinstance(task, Task) or "-" in task.score:
         raise UserError(f"task = {name!r}: must be a class derived from fedsub.Task, whose score is one word")
     return task
-
-
-def with_loss(task: Task, mean: Loss) -> Task:
-    """Return a task with another loss, of which the mean of a batch alone is known: one number a sample is refused."""
-
-    def loss(output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
-        if reduction == "none":
-            raise ValueError("loss=: gives the mean of a batch, not one number a sample")
-        return mean(output, y) * (task.count(y) if reduction == "sum" else 1)
-
-    changed = copy.copy(task)
-    changed.__dict__["loss"] = loss
-    return changed
-
-
-def with_metrics(task: Task, means: Metrics) -> Task:
-    """Return a task that reports further metrics, each the mean over the samples of a batch's means."""
-
-    def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
-        further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
-        return {**task.sums(output, y), **further, "own/": len(y)}
-
-    def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
-        return {name: value for name, value in further.items() if name} | task.metrics(sums)
-
-    changed = copy.copy(task)
-    changed.__dict__ |= {"sums": sums, "metrics": metrics}
-    return changed

@@ -44,8 +44,10 @@ class SubnetStrategy(Hooks, Strategy):
         return rounds.read_evaluations(self, replies)
 
     def summary(self) -> None:
-        """Log the method's own settings that differ from its defaults, one line; without any, nothing."""
+        """Log the method's own settings that differ from its defaults, one line, and its warning; if there are any."""
         usual = type(self.options)().toml()
         chosen = [f"{key} = {value!r}" for key, value in self.options.toml().items() if value != usual[key]]
         if chosen:
             log.info("%s: %s", self.settings.method, ", ".join(chosen))
+        if self.warning:
+            log.warning("%s", self.warning)

@@ -38,13 +38,7 @@ class Clock:
         return late if seconds > self.deadline else ""
 
     def report(self, counted: Collection[int], wanted: int) -> Json:
-        """Return the seconds of the phase and, where a class has ``watts``, the joules of the replies.
-
-        Parameters
-        ----------
-        counted : clients whose replies count.
-        wanted : number of replies that the server waits for.
-        """
+        """Return the seconds of the phase and, where a class has ``watts``, the joules of the replies."""
         seconds = max((self.arrivals[client] for client in counted), default=0.0)
         if len(counted) < wanted and self.deadline < inf:
             seconds = self.deadline

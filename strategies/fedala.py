@@ -18,11 +18,8 @@ Deviations from it and from the paper, and points that they leave open:
 - ``objective`` is of the training alone, around the global model.
 """
 
-from torch import nn
-
 from fedsub_app.common.errors import UserError
 from fedsub_app.models import layer_groups
-from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 from strategies.settings import FedALASettings
 
@@ -32,7 +29,6 @@ class FedALA(SubnetStrategy):
 
     options: FedALASettings
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        if self.options.layers > (count := len(layer_groups(model))):
+    def setup(self) -> None:
+        if self.options.layers > (count := len(layer_groups(self.model))):
             raise UserError(f"fedala.layers = {self.options.layers}: at most {count}, the layers of the network")

@@ -10,31 +10,24 @@ has BatchNorm alone. The normalisation layers of the global model keep their ini
 accuracy of the method. A network without such layers is trained as with FedAvg, bit for bit.
 """
 
-import logging
-
 from torch import nn
 
 from fedsub_app.models import tensors_of
-from fedsub_app.settings import Settings
 from strategies.parts import SharedPart
 
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)  # _NormBase: BatchNorm, InstanceNorm
-log = logging.getLogger("fedsub")
 
 
 class FedBN(SharedPart):
     """Shares all layers but the normalisation layers."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        personal = normalisation_names(model)
-        self.shared = [name for name in self.current if name not in personal]
-
-    def summary(self) -> None:
-        """Log the settings, and a warning where the method is FedAvg."""
-        super().summary()
+    def setup(self) -> None:
+        super().setup()
         if len(self.shared) == len(self.current):
-            log.warning("model = %r has no normalisation layer: fedbn is FedAvg", self.settings.model)
+            self.warning = f"model = {self.settings.model!r} has no normalisation layer: fedbn is FedAvg"
+
+    def personal_names(self) -> tuple[str, ...]:
+        return normalisation_names(self.model)
 
 
 def normalisation_names(model: nn.Module) -> tuple[str, ...]:

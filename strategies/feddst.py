@@ -38,13 +38,11 @@ class FedDST(Sparse):
     options: FedDSTSettings
 
     def first_masks(self) -> Tensors:
-        """Return random masks."""
         draws = generator(self.settings.seed, "masks")
         numbers = {name: torch.rand(shape, generator=draws) for name, shape in self.shapes.items()}
         return largest_of_layers(numbers, kept_counts(self.shapes, self.options.density, self.options.layers))
 
     def adjusts(self, server_round: int) -> bool:
-        """Say whether the clients of a round answer with masks of their own."""
         return bool(self.shapes) and server_round % self.options.every == 0 and server_round < self.options.until
 
     def adjusted(self, model: Tensors, masks: Sequence[Tensors]) -> Tensors:

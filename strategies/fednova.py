@@ -20,12 +20,9 @@ Deviations:
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from fedsub_app.common.tensors import chosen
 from fedsub_app.federation.protocol import BadReply, Range, Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
@@ -69,17 +66,14 @@ class FedNova(SubnetStrategy):
     options: FedNovaSettings
     refused = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.parameters = list(trainable(model))
+    def setup(self) -> None:
+        self.parameters = list(trainable(self.model))
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Require the number of steps that a client made."""
         limit = min(MAX_STEPS, self.settings.local_steps or self.max_samples(client))
         return {**super().metrics(client), "steps": Range(0, limit, integer=True, needed=True)}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Add the norm of the change a step, which is averaged."""
         norms = super().norms(update, super().contribution(update))
         return {**norms, "update a step": norms["update"] / self.distance_of_steps(update)}
 

@@ -22,11 +22,10 @@ The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Devi
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Mean
 from strategies.base import SubnetStrategy
 from strategies.hooks import Merged
@@ -44,9 +43,8 @@ class FedAdagrad(SubnetStrategy):
     options: FedAdagradSettings
     remembers = ("first", "second")
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(model)}
+    def setup(self) -> None:
+        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(self.model)}
         self.second = {name: torch.zeros_like(m) for name, m in self.first.items()}
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
@@ -54,7 +52,6 @@ class FedAdagrad(SubnetStrategy):
         return v + square
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
-        """Make the optimizer's step."""
         options, rate = self.options, self.settings.server_lr
         model = mean.result()
         first, second = {}, {}
@@ -74,7 +71,6 @@ class FedAdam(FedAdagrad):
     options: FedAdamSettings
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """Move v towards D²."""
         return torch.lerp(square, v, self.options.beta2)
 
 
@@ -84,5 +80,4 @@ class FedYogi(FedAdagrad):
     options: FedAdamSettings
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """Move v by a part of D²."""
         return v - (1 - self.options.beta2) * square * torch.sign(v - square)

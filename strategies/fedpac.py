@@ -17,7 +17,6 @@ from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
 from fedsub_app.models.units import head_layer
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
@@ -45,12 +44,12 @@ class FedPAC(SubnetStrategy):
     refused = dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
     remembers = ("heads", "centroids", "known")
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         if not task_of(settings.task).classes:
             raise UserError(f"task = {settings.task!r}: has no classes, whose means fedpac aligns")
-        self.head = head_names(model)
-        if not isinstance(model.get_submodule(head_layer(model)), nn.Linear):
+        self.head = head_names(self.model)
+        if not isinstance(self.model.get_submodule(head_layer(self.model)), nn.Linear):
             raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")
         self.heads = {n: self.current[n].expand(settings.num_clients, *self.current[n].shape) for n in self.head}
         self.heads = {name: heads.clone() for name, heads in self.heads.items()}
@@ -58,15 +57,12 @@ class FedPAC(SubnetStrategy):
         self.known = torch.zeros(len(self.centroids), dtype=torch.bool)
 
     def task(self, client: int) -> Task:
-        """Send the body, the client's head and the centroids."""
         return Task(client, self.personal_download(client) | {CENTROIDS: self.centroids, KNOWN: self.known})
 
     def personal_download(self, client: int) -> Tensors:
-        """Send the body with the client's head."""
         return self.current | {name: heads[client] for name, heads in self.heads.items()}
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the model and its features' statistics."""
         matrix, counts = Spec(tuple(self.centroids.shape)), Spec((len(self.centroids),), low=0)
         return {**self.specs, MEANS: matrix, COUNTS: counts, H: matrix, V: Spec((1,), low=0)}
 
@@ -78,7 +74,6 @@ class FedPAC(SubnetStrategy):
         return super().contribution(update)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Add the norms of the features' statistics."""
         statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
         return {**super().norms(update, contribution), **statistics}
 

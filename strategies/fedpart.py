@@ -26,13 +26,11 @@ Deviations from the paper or the published code:
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups, trainable
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.schedules import scheduled_group
@@ -59,13 +57,12 @@ class FedPart(SubnetStrategy):
     remembers = ("changed", "has", "moments")
     narrows = True
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
         self.holds_all = self.options.momentum == "similarity"
-        self.groups = layer_groups(model)
-        self.parameters = set(trainable(model))
+        self.groups = layer_groups(self.model)
+        self.parameters = set(trainable(self.model))
         self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
-        self.has = torch.zeros(settings.num_clients, len(self.groups), dtype=torch.int64)
+        self.has = torch.zeros(self.settings.num_clients, len(self.groups), dtype=torch.int64)
         self.moments: Tensors = {}
 
     def group(self, server_round: int) -> int | None:
@@ -112,7 +109,6 @@ class FedPart(SubnetStrategy):
     # --- replies and their merge ----------------------------------------------------------------------------------
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the trained group's tensors and moments."""
         specs = {name: self.specs[name] for name in self.trained}
         if self.options.momentum != "none":
             trained = self.trained_parameters
@@ -130,7 +126,6 @@ class FedPart(SubnetStrategy):
         return {**super().norms(update, contribution), **(moments if first else {})}
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences with shared moments, which are averaged without them."""
         refused = () if self.options.momentum == "none" else DEFENCES
         clients = {"dp-noise-by": "its clients are not sent the group that they train"}
         return clients | dict.fromkeys(refused, "its server also averages Adam's moments")

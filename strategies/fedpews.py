@@ -28,14 +28,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Range, Spec, Task, Update
 from fedsub_app.models.groups import split
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import expand, fixed_masks
 from strategies.base import SubnetStrategy
@@ -61,8 +59,8 @@ class FedPeWS(SubnetStrategy):
         )
     }
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
         starts = [first_scores(self.options, settings.seed, i, self.hidden) for i in range(settings.num_clients)]
@@ -79,11 +77,9 @@ class FedPeWS(SubnetStrategy):
 
     @property
     def warming_up(self) -> bool:
-        """Say whether the running round is one of the first W rounds."""
         return bool(self.stage(self.round))
 
     def stage(self, server_round: int) -> str:
-        """Return "warm-up" for the first W rounds."""
         return "warm-up" if server_round <= self.options.warmup_rounds else ""
 
     def task(self, client: int) -> Task:
@@ -115,7 +111,6 @@ class FedPeWS(SubnetStrategy):
         return specs
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Add, in the warm-up, the fraction of the hidden units that is on."""
         metrics = super().metrics(client)
         return {**metrics, "mask-density": Range(0, 1)} if self.warming_up else metrics
 
@@ -130,7 +125,6 @@ class FedPeWS(SubnetStrategy):
         return self.contribution_at(update, self.positions(self.mask_of(update)))
 
     def origin(self, update: Update) -> Tensors:
-        """Return the client's last probabilities."""
         return {**super().origin(update), "theta": self.theta[update.client]}
 
     def refuses(self) -> Mapping[str, str]:

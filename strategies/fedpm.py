@@ -30,7 +30,6 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Mean
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
@@ -56,15 +55,15 @@ class FedPM(SubnetStrategy):
     refused = dict.fromkeys(DEFENCES, "its server counts the clients' masks")
     remembers = ("theta", "ones", "zeros")
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         if settings.by_examples:
             raise UserError("weighting = 'examples': must be 'uniform' with method = 'fedpm'")
         if settings.trainable:
             why = "fedpm masks random weights that stay; allowed is '', the whole network"
             raise UserError(f"trainable = {settings.trainable!r}: {why}")
-        weight_names(settings, model)
-        self.signed = signed_constants(model, self.current)
+        weight_names(settings, self.model)
+        self.signed = signed_constants(self.model, self.current)
         self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}
         self.ones = {name: torch.zeros_like(tensor) for name, tensor in self.signed.items()}
         self.zeros = dict(self.ones)
@@ -76,12 +75,10 @@ class FedPM(SubnetStrategy):
         return model | {name: w * torch.bernoulli(theta[name], generator=draws) for name, w in self.signed.items()}
 
     def task(self, client: int) -> Task:
-        """Send theta, and the tensors that have no mask."""
         others = {name: tensor for name, tensor in self.current.items() if name not in self.signed}
         return Task(client, others | prefixed(THETA, self.theta))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect a mask, and the tensors that have none."""
         masks = {f"{MASK}{name}": Spec(tuple(w.shape), torch.bool) for name, w in self.signed.items()}
         return {name: spec for name, spec in self.specs.items() if name not in self.signed} | masks
 

@@ -31,14 +31,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.selection import selectable
 from strategies.base import SubnetStrategy
@@ -68,14 +66,14 @@ class FedSelect(SubnetStrategy):
         "personal-fraction": Reported("Personal part of the model, mean over the clients", "personal (%)", scale=100)
     }
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         if settings.weight_decay:  # it would move positions whose gradient is masked; momentum and Adam do not
             raise UserError(f"weight-decay = {settings.weight_decay}: must be 0 with method = 'fedselect'")
-        names = selectable(list(trainable(model)), self.options.layer)
+        names = selectable(list(trainable(self.model)), self.options.layer)
         if not names:
             raise UserError(f"fedselect.layer = {self.options.layer!r}: no layer with weights; '' is all layers")
-        statistics = {name for name, _ in model.named_buffers()}
+        statistics = {name for name, _ in self.model.named_buffers()}
         self.global_names = [name for name in self.current if name not in statistics]
         self.empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
         self.masks = [self.empty] * settings.num_clients
@@ -114,12 +112,10 @@ class FedSelect(SubnetStrategy):
         return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, report)
 
     def forget(self, client: int) -> None:
-        """Make all positions of the client global again."""
         super().forget(client)
         self.masks[client] = self.held[client] = self.empty
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return every client's mask."""
         return self.masks
 
 

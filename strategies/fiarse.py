@@ -21,11 +21,8 @@ model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and f
 - ``objective = "moon"`` is refused.
 """
 
-from torch import nn
-
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Task
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.sparsity import largest_of_all
 from strategies.settings import FIARSESettings
 from strategies.sliced import WidthBased
@@ -38,9 +35,8 @@ class FIARSE(WidthBased, Masked):
     options: FIARSESettings
     _largest: tuple[Tensors, dict[float, tuple[Tensors, dict[str, float]]]] = ({}, {})
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.names = weight_names(settings, model)
+    def setup(self) -> None:
+        self.names = weight_names(self.settings, self.model)
 
     def submodel(self, width: float) -> tuple[Tensors, dict[str, float]]:
         """Return the masks of the largest weights and the threshold of each tensor; none at width 1."""
@@ -58,19 +54,15 @@ class FIARSE(WidthBased, Masked):
         return self._largest[1][width]
 
     def kept(self, client: int) -> Tensors:
-        """Return the masks of the client's weights."""
         return self.submodel(self.width(client))[0]
 
     def network_at(self, width: float) -> Tensors:
-        """Return the model with 0 at the other weights."""
         masks = self.submodel(width)[0]
         return self.current | {name: self.current[name] * mask for name, mask in masks.items()}
 
     def task(self, client: int) -> Task:
-        """Send the largest weights, where they are, and the thresholds."""
         masks, thetas = self.submodel(self.width(client))
         return Task(client, self.values(client) | prefixed(MASK, masks), {"thresholds": thetas})
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the client's weights and where they are."""
         return self.task(client).tensors

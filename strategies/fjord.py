@@ -20,10 +20,7 @@ rounding up, one p a mini-batch for all layers, no gradient through the teacher.
 - ``objective = "moon"`` is refused.
 """
 
-from torch import nn
-
 from fedsub_app.federation.protocol import Task
-from fedsub_app.settings import Settings
 from strategies.settings import FjORDSettings
 from strategies.sliced import Narrow
 
@@ -33,11 +30,10 @@ class FjORD(Narrow):
 
     options: FjORDSettings
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         self.needs_classes("distill")
 
     def task(self, client: int) -> Task:
-        """Send the client's network, and the widths up to its own."""
         widths = sorted(width for width in {*self.held_widths} if width <= self.width(client))
         return Task(client, self.network_of(client), {"widths": widths})

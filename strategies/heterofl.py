@@ -40,14 +40,13 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Update
 from fedsub_app.models import UnitGroup, output_names
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
 from strategies.settings import HeteroFLSettings
@@ -61,21 +60,19 @@ class HeteroFL(Narrow):
 
     options: HeteroFLSettings
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         self.needs_classes("masked_loss")
         try:
-            self.output = output_names(model)
+            self.output = output_names(self.model)
         except TypeError as error:
-            raise UserError(f"model = {settings.model!r}: {error}") from None
+            raise UserError(f"model = {self.settings.model!r}: {error}") from None
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the client's network, and the rows of the output layer that count."""
         rows = self.current[self.output[0]].shape[:1]
         return {**super().expected(client), CLASSES: Spec(tuple(rows), torch.bool)}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the rows of the output layer for the client's classes alone."""
         added, classes = super().contribution(update), update.tensors[CLASSES].nonzero().flatten()
         tensors, slices = dict(added.tensors), dict(added.slices or {})
         for name in self.output:
@@ -99,5 +96,4 @@ class FedDrop(HeteroFL):
     """HeteroFL with random units, other ones for each client and round."""
 
     def ranks(self, group: UnitGroup, client: int) -> Tensor:
-        """Return a permutation that is drawn."""
         return torch.randperm(group.size, generator=generator(self.settings.seed, self.round, client, group.name))

@@ -43,12 +43,14 @@ class Hooks(Server):
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
     judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
         model is no model of the whole task, because parts of it stay with the clients.
+    warning : a line of the log at the start of a run; "" for none.
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     """
 
     holds_all = False
     narrows = False
     judged = True
+    warning = ""
     measurement: "Hooks | None" = None
     keeps_models = False
     refused: ClassVar[Mapping[str, str]] = {}

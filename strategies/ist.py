@@ -31,14 +31,13 @@ Deviations from the papers or the authors' code (IST_FL):
 from functools import lru_cache
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Update
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
 from strategies.defences import ALONE, DEFENCES
@@ -55,8 +54,9 @@ class IST(Sliced):
         "oversample": "the units of a client that is not waited for would not be trained",
     }
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
+        settings = self.settings
         for group in self.units:
             if group.size < settings.sample_size:
                 raise UserError(
@@ -66,7 +66,6 @@ class IST(Sliced):
         self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only."""
         return self._deal(self.round)[client]
 
     @lru_cache(maxsize=1)  # noqa: B019  (a strategy lives as long as its run)

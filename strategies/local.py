@@ -18,5 +18,4 @@ class Local(SubnetStrategy):
         return Task(client)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect no tensors, so that the global model stays the initial one."""
         return {}

@@ -27,9 +27,8 @@ Deviations:
 - A network without adapters is trained as with FedAvg, bit for bit, and the log says so.
 """
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -41,7 +40,6 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import Adapter, adapters, scale_of
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
@@ -50,7 +48,6 @@ from strategies.parts import SharedPart
 from strategies.settings import HetLoRASettings, RankSettings
 from strategies.sliced import Sliced
 
-log = logging.getLogger("fedsub")
 USES_ALL = dict.fromkeys(DEFENCES, "its server uses the products of each client's adapters")
 PRUNES = "prunes"  # tensor of a reply, bool [1]: the client gives up its last ranks
 
@@ -60,23 +57,17 @@ class FedIT(SubnetStrategy):
 
     reports: ClassVar = {"merge-error": Reported("Error of the merged adapters", "Frobenius norm")}
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        self.adapters, self.scale = adapters(self.current), scale_of(model)
-
-    def summary(self) -> None:
-        """Log the settings, and a warning where the method is FedAvg."""
-        super().summary()
+    def setup(self) -> None:
+        super().setup()
+        self.adapters, self.scale = adapters(self.current), scale_of(self.model)
         if not self.adapters:
-            log.warning("trainable = %r: without 'lora' %s is FedAvg", self.settings.trainable, self.settings.method)
+            self.warning = f"trainable = {self.settings.trainable!r}: without 'lora' {self.settings.method} is FedAvg"
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect no weights W, which clients do not change."""
         fixed = {adapter.weight for adapter in self.adapters}
         return {name: spec for name, spec in super().expected(client).items() if name not in fixed}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
-        """Keep the adapters as well."""
         names = {name for adapter in self.adapters for name in adapter[:2]}
         adapted = {name: tensor for name, tensor in update.tensors.items() if name in names}
         return super().remembered(update, contribution) | adapted
@@ -120,19 +111,15 @@ class FedIT(SubnetStrategy):
 class FFALoRA(FedIT, SharedPart):
     """Shares all but A, which stays at its common start."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        frozen = {adapter.a for adapter in self.adapters}
-        self.shared = [name for name in self.current if name not in frozen]
+    def personal_names(self) -> Collection[str]:
+        return {adapter.a for adapter in adapters(self.current)}
 
 
 class FedSALoRA(SharedPart):
     """Shares all but B, which stays with its client: there is no product to be merged."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        personal = {adapter.b for adapter in adapters(self.current)}
-        self.shared = [name for name in self.current if name not in personal]
+    def personal_names(self) -> Collection[str]:
+        return {adapter.b for adapter in adapters(self.current)}
 
 
 class FedExLoRA(FedIT):
@@ -141,7 +128,6 @@ class FedExLoRA(FedIT):
     refused: ClassVar = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
-        """Return W with the residual."""
         residual = exact[0] @ exact[1] - self.change(adapter, model)
         return {adapter.weight: self.current[adapter.weight].double().flatten(1) + self.scale * residual}
 
@@ -157,7 +143,6 @@ class Ranked(FedIT, Sliced):
         return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the first ranks; a client of width 1 has all."""
         width = self.held_width(client)
         groups = self.units if self.adapters and width < 1 else ()
         return {group.name: torch.arange(group.size) < group.kept(width) for group in groups}
@@ -198,27 +183,23 @@ class HetLoRA(Ranked):
     options: HetLoRASettings
     remembers = ("ranks",)
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         first = self.units[0] if self.adapters else None
-        widths = map(self.held_width, range(settings.num_clients))
+        widths = map(self.held_width, range(self.settings.num_clients))
         self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the ranks that the client has not pruned."""
         groups = self.units if self.adapters else ()
         return {g.name: torch.arange(g.size) < self.ranks[client] for g in groups if self.ranks[client] < g.size}
 
     def task(self, client: int) -> Task:
-        """Send the client's network and its rank."""
         return Task(client, self.network_of(client), {"rank": int(self.ranks[client])})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the client's network, and whether it prunes."""
         return {**super().expected(client), PRUNES: Spec((1,), torch.bool)}
 
     def weight(self, update: Update) -> float:
-        """Return the norm of the client's products."""
         if not self.adapters:
             return super().weight(update)
         pairs = [

@@ -22,10 +22,6 @@ class Measurement(Hooks):
 
     ``current`` is the merged model. A measurement keeps no state of its own, on the server or on a client; a client has
     the state of its last merged reply.
-
-    Parameters
-    ----------
-    method : the strategy that it belongs to.
     """
 
     def __init__(self, method: Hooks) -> None:
@@ -37,11 +33,9 @@ class Measurement(Hooks):
         return self.federation.sample(self.round)
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse noise, which would protect the clients' training only."""
         return {**super().refuses(), "dp-noise-multiplier": "no noise is in what its clients measure after the merge"}
 
     def forget(self, client: int) -> None:
-        """Record that a client has lost its state."""
         self.method.forget(client)
 
     def run(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:

@@ -35,11 +35,6 @@ def restored(state: Tensors, values: Mapping[str, Memory]) -> dict[str, Memory]:
     state : named tensors, in any order.
     values : remembered values of the same structure, whose order and, for bools, whose shapes the result has. A dict of
         other tensors may have more names in ``state``.
-
-    Raises
-    ------
-    UserError
-        ``state`` lacks a tensor: it was written by other code.
     """
     return {name: _restored(state, name, value) for name, value in values.items()}
 

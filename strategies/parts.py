@@ -15,15 +15,12 @@ All average clients without weights by default (``weighting``), as FedSelect's c
 part that it stands in, statistics included.
 """
 
-from collections.abc import Mapping
-
-from torch import nn
+from collections.abc import Collection, Mapping
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task
 from fedsub_app.models import part_names
-from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 from strategies.settings import LGFedAvgSettings, PartSettings
 
@@ -34,26 +31,29 @@ class SharedPart(SubnetStrategy):
     options: PartSettings
     judged = False
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
+        personal = self.personal_names()
+        self.shared = [name for name in self.current if name not in personal]
+
+    def personal_names(self) -> Collection[str]:
+        """Return the names of the tensors that stay with the clients."""
         for key in ("tune", "personal"):
             part = getattr(self.options, key, "all")
             try:
-                personal = part_names(model, part) if part != "all" else ()
+                personal = part_names(self.model, part) if part != "all" else ()
             except ValueError as error:
-                raise UserError(f"{settings.method}.{key} = {part!r}: {error}") from None
-        self.shared = [name for name in self.current if name not in personal]
+                raise UserError(f"{self.settings.method}.{key} = {part!r}: {error}") from None
+        return personal
 
     def task(self, client: int) -> Task:
         """Send the tensors that the client's personal model needs; ask for the shared part, or all in a warm-up."""
         return Task(client, self.personal_download(client), {"answer": "all" if self.stage(self.round) else "part"})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the shared part; in a warm-up the whole model."""
         return self.specs if self.stage(self.round) else {name: self.specs[name] for name in self.shared}
 
     def personal_download(self, client: int) -> Tensors:
-        """Send the shared part."""
         return chosen(self.current, self.shared)
 
 
@@ -63,7 +63,6 @@ class LGFedAvg(SharedPart):
     options: LGFedAvgSettings
 
     def stage(self, server_round: int) -> str:
-        """Return "warm-up" for the first ``warm_rounds``, which are FedAvg."""
         return "warm-up" if server_round <= self.options.warm_rounds else ""
 
     def personal_download(self, client: int) -> Tensors:

@@ -30,6 +30,5 @@ class PerFedAvg(SubnetStrategy):
     options: PerFedAvgSettings
 
     def passes(self, client: int) -> float:
-        """Add the steps of fine-tuning."""
         tuned = self.options.tune_steps * self.settings.batch_size
         return super().passes(client) + tuned / max(1, self.max_examples(client))

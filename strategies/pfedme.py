@@ -28,5 +28,4 @@ class PFedMe(SubnetStrategy):
     keeps_models = True
 
     def max_samples(self, client: int) -> int:
-        """Count each sample once for each step of theta."""
         return super().max_samples(client) * self.options.steps

@@ -327,13 +327,7 @@ def _middle(norms: Sequence[float]) -> dict[str, float]:
 
 
 def check_defences(strategy: Hooks) -> None:
-    """Refuse the defences that do not protect a method, before round 1.
-
-    Raises
-    ------
-    UserError
-        A defence does not protect the method. For privacy: the network has running statistics, or a package is missing.
-    """
+    """Refuse the defences that do not protect a method, and noise in running statistics or without its package."""
     settings = strategy.settings
     noise = settings.dp_noise_multiplier
     chosen = {

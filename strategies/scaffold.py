@@ -17,13 +17,11 @@ Deviations from the paper, and points that it leaves open:
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
 from strategies.base import SubnetStrategy
@@ -45,8 +43,8 @@ class Scaffold(SubnetStrategy):
     remembers = ("variate",)
     refused = dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         for key, value, allowed in (
             ("optimizer", settings.optimizer, "sgd"),
             ("momentum", settings.momentum, 0),
@@ -54,14 +52,12 @@ class Scaffold(SubnetStrategy):
         ):
             if value != allowed:
                 raise UserError(f"{key} = {value!r}: must be {allowed!r} with method = 'scaffold'")
-        self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name in trainable(model)}
+        self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name in trainable(self.model)}
 
     def task(self, client: int) -> Task:
-        """Send x and c."""
         return Task(client, self.current | prefixed(VARIATE, self.variate))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect y_i and the change of c_i."""
         return self.specs | {f"{VARIATE}{name}": Spec(tuple(c.shape)) for name, c in self.variate.items()}
 
     def contribution(self, update: Update) -> Contribution:
@@ -78,7 +74,6 @@ class Scaffold(SubnetStrategy):
         return added
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Add the norm of the change of c_i."""
         return {**super().norms(update, contribution), "variate": norm(unprefixed(VARIATE, update.tensors).values())}
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:

@@ -1,6 +1,6 @@
 """The attributes of every method's server: the run's settings, the model, the bounds of a client's work, the state.
 
-Methods read it and override nothing of it; their hooks are :class:`~strategies.hooks.Hooks`'.
+Methods read it and override :meth:`Server.setup` alone; their hooks are :class:`~strategies.hooks.Hooks`'.
 """
 
 import math
@@ -108,6 +108,10 @@ class Server:
         self.usual: Tensors = {}
         self.good: Tensors = {}
         self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
+        self.setup()
+
+    def setup(self) -> None:
+        """Set the method's own attributes; :class:`UserError` for settings that the network rules out."""
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:

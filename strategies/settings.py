@@ -31,15 +31,11 @@ Shares = Annotated[
 
 
 class FedNovaSettings(MethodSettings):
-    """Keys of FedNova."""
-
     normalisation: Literal["paper", "authors"] = "paper"
     """Divisor and factor of the clients' changes: as in the paper, or as in the authors' code."""
 
 
 class FedAdagradSettings(MethodSettings):
-    """Keys of FedAdagrad."""
-
     lr: Positive = 0.01
     """eta, the server's learning rate."""
     beta1: Decay = 0.0
@@ -58,22 +54,16 @@ class FedAdamSettings(FedAdagradSettings):
 
 
 class TuningSettings(MethodSettings):
-    """Keys of FedAvg with fine-tuning."""
-
     tune_epochs: Epochs = 3
     """Epochs of fine-tuning on a client's own data before its evaluation."""
 
 
 class PartSettings(MethodSettings):
-    """Keys of FedPer."""
-
     personal: str = "head"
     """Part that stays with the client: head, body or names of layers, "conv1, layer4.1"."""
 
 
 class FedRepSettings(PartSettings):
-    """Keys of FedRep."""
-
     personal_epochs: Epochs = 2
     """Epochs of the personal part, instead of local-epochs."""
     shared_epochs: Epochs = 1
@@ -81,8 +71,6 @@ class FedRepSettings(PartSettings):
 
 
 class FedBABUSettings(PartSettings):
-    """Keys of FedBABU."""
-
     personal: str = "head"
     """Part that stays at its common start: head, body or names of layers, "conv1, layer4.1"."""
     tune: str = "all"
@@ -92,8 +80,6 @@ class FedBABUSettings(PartSettings):
 
 
 class LGFedAvgSettings(PartSettings):
-    """Keys of LG-FedAvg."""
-
     personal: str = "body"
     """Part that stays with the client: head, body or names of layers, "conv1, layer4.1"."""
     warm_rounds: CountOrZero = 0
@@ -101,15 +87,11 @@ class LGFedAvgSettings(PartSettings):
 
 
 class DittoSettings(MethodSettings):
-    """Keys of Ditto."""
-
     lambda_: NonNegative = 0.5
     """Pull of the personal model towards the global one."""
 
 
 class FedPACSettings(MethodSettings):
-    """Keys of FedPAC."""
-
     lambda_: NonNegative = 1.0
     """Weight of the feature alignment."""
     head_lr: Positive = 0.1
@@ -140,8 +122,6 @@ class FedSelectSettings(MethodSettings):
 
 
 class SubFedAvgSettings(MethodSettings):
-    """Keys of Sub-FedAvg."""
-
     pruning: Literal["unstructured", "structured", "hybrid"] = "unstructured"
     """Weights of all layers, channels by their BatchNorm, or channels and the linear layers' weights."""
     target: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -168,15 +148,11 @@ class SubFedAvgSettings(MethodSettings):
 
 
 class MTLSettings(MethodSettings):
-    """Keys of federated multi-task learning."""
-
     lambda_: NonNegative = 1e-6
     """c, weight of a model's square and of its distance to the mean; published value for 10^4 to 10^5 weights: 1e-6."""
 
 
 class ISTSettings(MethodSettings):
-    """Keys of IST."""
-
     objectives: ClassVar = ("none", "prox")  # MOON's previous model would be of other units
 
     width: CountOrNone = None
@@ -186,7 +162,6 @@ class ISTSettings(MethodSettings):
     """
 
     def hidden_width(self, settings: Settings) -> int | None:
-        """Return the global width: a client's width times the clients of a round."""
         return self.width and self.width * settings.sample_size
 
 
@@ -211,8 +186,6 @@ class HeteroFLSettings(WidthSettings):
 
 
 class FjORDSettings(WidthSettings):
-    """Keys of FjORD."""
-
     widths: Widths = (0.2, 0.4, 0.6, 0.8, 1.0)
     """Fractions of every hidden layer's units: the clients' own, and those that a mini-batch draws from."""
     distill: bool = False
@@ -220,8 +193,6 @@ class FjORDSettings(WidthSettings):
 
 
 class FIARSESettings(WidthSettings):
-    """Keys of FIARSE."""
-
     widths: Widths = (1.0, 0.25, 0.0625, 0.015625)
     """Fractions of the weights of convolutions and linear layers that clients train."""
     threshold: Literal["model", "layer"] = "model"
@@ -243,7 +214,6 @@ class FedPartSettings(MethodSettings):
     """Tensors for a client that missed rounds: a full model if it has none, the last group, or all outdated groups."""
 
     def check(self, settings: Settings) -> None:
-        """Refuse shared moments without Adam."""
         if self.momentum != "none" and settings.optimizer != "adam":
             raise ValueError(f"optimizer = {settings.optimizer!r}: fedpart.momentum = {self.momentum!r} needs 'adam'")
 
@@ -269,7 +239,6 @@ class FedPeWSSettings(MethodSettings):
     """Gradient of the loss in the mask: of f(x ∘ m), 0 for units that are off; or of outputs times m, for all units."""
 
     def check(self, settings: Settings) -> None:
-        """Refuse shares that do not fit the clients, or that no fixed mask uses."""
         if self.shares and self.masks != "fixed":
             raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: allowed with fedpews.masks = 'fixed' only")
         self.share_list(settings.num_clients)
@@ -286,8 +255,6 @@ class FedPeWSSettings(MethodSettings):
 
 
 class APFLSettings(MethodSettings):
-    """Keys of APFL."""
-
     alpha: Fraction = 0.5
     """Weight of the client's own model v in its personal model, where adaptation starts."""
     adapt: Literal["round", "step", "never"] = "round"
@@ -295,8 +262,6 @@ class APFLSettings(MethodSettings):
 
 
 class FedALASettings(MethodSettings):
-    """Keys of FedALA."""
-
     layers: CountOrZero = 1
     """p, last layers in which the global model is merged into the client's own; 0: none, FedAvg."""
     percent: Annotated[float, Field(gt=0, le=100)] = 80.0
@@ -308,8 +273,6 @@ class FedALASettings(MethodSettings):
 
 
 class PerFedAvgSettings(MethodSettings):
-    """Keys of Per-FedAvg."""
-
     alpha: NonNegative = 0.01
     """Size of the gradient step by which a client adapts the model; 0: FedAvg."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
@@ -321,8 +284,6 @@ class PerFedAvgSettings(MethodSettings):
 
 
 class PFedMeSettings(MethodSettings):
-    """Keys of pFedMe."""
-
     lambda_: NonNegative = 15.0
     """Pull of theta towards w."""
     steps: Count = 5
@@ -339,8 +300,6 @@ class SparseSettings(MethodSettings):
 
 
 class FedPMSettings(MethodSettings):
-    """Keys of FedPM."""
-
     objectives: ClassVar = ("none", "prox")
 
     reset_every: Count = 1
@@ -348,8 +307,6 @@ class FedPMSettings(MethodSettings):
 
 
 class FedDSTSettings(SparseSettings):
-    """Keys of FedDST."""
-
     layers: Literal["erk", "uniform"] = "erk"
     """Densities of the layers: Erdős–Rényi kernel, or the same for all."""
     every: Count = 10
@@ -360,7 +317,6 @@ class FedDSTSettings(SparseSettings):
     """Round from which on the masks stay; 0: from the start."""
 
     def share_at(self, server_round: int) -> float:
-        """Return the share of a round."""
         return self.share / 2 * (1 + math.cos(math.pi * server_round / self.until))
 
 
@@ -372,20 +328,14 @@ class RankSettings(MethodSettings):
 
 
 class FLoRASettings(RankSettings):
-    """Keys of FLoRA."""
-
     moves_base = True
 
 
 class FedExLoRASettings(MethodSettings):
-    """Keys of FedEx-LoRA: none."""
-
     moves_base = True
 
 
 class HetLoRASettings(RankSettings):
-    """Keys of HetLoRA."""
-
     objectives = ("none", "prox")
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.99
     """Fraction of its ranks, rounded down, that a client keeps where it prunes; 1: none are pruned."""

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from flwr.app import ConfigRecord
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
@@ -21,7 +21,6 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import available
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import UnitGroup
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import Index, indices, select, sliced_shape
 from fedsub_app.tasks import task_of
@@ -37,8 +36,8 @@ class Sliced(SubnetStrategy):
 
     narrows = True
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        super().setup()
         # Slices of the model that some message still holds: equal ones are one object, which travels once a message.
         self._slices: tuple[Tensors, WeakValueDictionary[object, Tensor]] = ({}, WeakValueDictionary())
 
@@ -54,7 +53,6 @@ class Sliced(SubnetStrategy):
         return indices(self.units, self.units_of(client))
 
     def network_of(self, client: int) -> Tensors:
-        """Return the tensors of a client's network."""
         if self._slices[0] is not self.current:
             self._slices = (self.current, WeakValueDictionary())
         network = dict(self.current)
@@ -66,24 +64,19 @@ class Sliced(SubnetStrategy):
         return network
 
     def task(self, client: int) -> Task:
-        """Send the client's network."""
         return Task(client, self.network_of(client))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the client's network back."""
         slices = {name: sliced_shape(self.current[name].shape, index) for name, index in self.slices_of(client).items()}
         return self.specs | {name: self.specs[name].of_shape(shape) for name, shape in slices.items()}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the client's network at the rows and columns that it was taken from."""
         return super().contribution(update)._replace(slices=self.slices_of(update.client))
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the client's network."""
         return self.network_of(client)
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse the defences that compare whole updates."""
         return {**super().refuses(), **WITHOUT_MASKS}
 
 
@@ -128,20 +121,18 @@ class Statistics(Measurement):
         return [client for client, able in enumerate(there) if able]
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the tensors that are no parameters."""
         return {name: self.specs[name] for name, _ in self.model.named_buffers() if name in self.specs}
 
     def weight(self, update: Update) -> float:
-        """Return the number of samples."""
         return update.num_examples
 
 
 class Narrow(WidthBased, Sliced):
     """Sends each client ``ceil(width * size)`` units of every hidden layer; BatchNorm is static."""
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        if self.current.keys() - dict(model.named_parameters()):
+    def setup(self) -> None:
+        super().setup()
+        if self.current.keys() - dict(self.model.named_parameters()):
             self.measurement = Statistics(self)
 
     def ranks(self, group: UnitGroup, client: int) -> Tensor:
@@ -149,11 +140,9 @@ class Narrow(WidthBased, Sliced):
         return torch.arange(group.size)
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of the client's width; at width 1 all."""
         width = self.width(client)
         groups = self.units if width < 1 else ()
         return {group.name: self.ranks(group, client) < group.kept(width) for group in groups}
 
     def task(self, client: int) -> Task:
-        """Send the client's network and its width."""
         return Task(client, self.network_of(client), {"width": self.width(client)})

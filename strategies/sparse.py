@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
+from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
-from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.masks import gather
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
@@ -49,20 +49,12 @@ class Masked(SubnetStrategy):
         return self._values[1][id(masks)][1]
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect as many values as were sent."""
         return self.specs | {n: self.specs[n].of_shape([int(mask.sum())]) for n, mask in self.kept(client).items()}
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the values at the positions that the client keeps, by masks of its own if it has sent any."""
-        masks = self.kept(update.client) | unprefixed(MASK, update.tensors)
-        for name, mask in masks.items():
-            if (count := int(mask.sum())) != len(update.tensors[name]):
-                raise BadReply(f"tensor {MASK + name!r}: keeps {count} weights, expected {len(update.tensors[name])}")
-        whole = {name: update.tensors[name] for name in self.current if name not in masks}
-        return Contribution(whole | scatter(update.tensors, masks), masks, self.weight(update))
+        return self.contribution_at(update, self.kept(update.client) | unprefixed(MASK, update.tensors))
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse defences that compare whole updates: clients send different positions, by masks of their own."""
         return {**super().refuses(), **WITHOUT_MASKS}
 
 
@@ -79,16 +71,14 @@ class Sparse(Masked):
     remembers = ("masks", "made")
     _cut: tuple[Tensors, Tensors] = ({}, {})
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
-        names = weight_names(settings, model)
+    def setup(self) -> None:
+        names = weight_names(self.settings, self.model)
         self.shapes = {name: self.current[name].shape for name in names} if self.options.density < 1 else {}
         self.masks: Tensors = self.first_masks()
         self.made = torch.tensor(0)
         self.current = self.pruned(self.current, self.masks)
 
     def first_masks(self) -> Tensors:
-        """Return the masks of the first round: all weights."""
         return {name: torch.ones(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
 
     def adjusts(self, server_round: int) -> bool:
@@ -100,7 +90,6 @@ class Sparse(Masked):
         return self.masks
 
     def kept(self, client: int) -> Tensors:
-        """Return the masks, the same for all clients."""
         if self._cut[0] is not self.masks:
             self._cut = (self.masks, {name: mask for name, mask in self.masks.items() if not mask.all()})
         return self._cut[1]
@@ -116,7 +105,6 @@ class Sparse(Masked):
         return Task(client, self.values(client) | bits, {"adjust": self.adjusts(self.round)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect as many values as were sent and, where masks are adjusted, the client's own."""
         masks = {f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool) for name, mask in self.kept(client).items()}
         return {**super().expected(client), **(masks if self.adjusts(self.round) else {})}
 
@@ -129,7 +117,6 @@ class Sparse(Masked):
         return Merged(self.pruned(merged.model, masks), {"masks": masks, "made": torch.tensor(self.round)})
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return the masks, the same for all clients."""
         return [self.masks] * self.settings.num_clients if self.masks else None
 
 

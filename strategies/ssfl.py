@@ -33,35 +33,28 @@ class SSFL(Sparse):
     """Chooses the mask in round 1 by the clients' saliencies."""
 
     def stage(self, server_round: int) -> str:
-        """Return "saliency" for the first round."""
         return "saliency" if server_round == 1 and self.shapes else ""
 
     @property
     def choosing(self) -> bool:
-        """Say whether the running round chooses the mask."""
         return bool(self.stage(self.round))
 
     def task(self, client: int) -> Task:
-        """Ask for the saliencies in the first round."""
         return Task(client, self.current, {"saliency": [*self.shapes]}) if self.choosing else super().task(client)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the saliencies in the first round, under the names of the weights."""
         saliencies = {name: Spec(tuple(shape), low=0) for name, shape in self.shapes.items()}
         return saliencies if self.choosing else super().expected(client)
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the saliencies in the first round."""
         return (
             Contribution(update.tensors, None, self.weight(update)) if self.choosing else super().contribution(update)
         )
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Compare the saliencies' norms in the first round."""
         return {"update": norm(update.tensors.values())} if self.choosing else super().norms(update, contribution)
 
     def refuses(self) -> Mapping[str, str]:
-        """Refuse all defences: in the first round the clients' answers are no changes of the model."""
         return dict.fromkeys(DEFENCES, "the answers of its first round are saliencies")
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:

@@ -31,18 +31,15 @@ leave a layer with nothing is undone. A client that has lost its state is droppe
 whole network.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
-from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
@@ -51,7 +48,6 @@ from strategies.hooks import Merged
 from strategies.settings import SubFedAvgSettings
 
 MASK = "mask/"
-log = logging.getLogger("fedsub")
 
 
 class SubFedAvg(SubnetStrategy):
@@ -72,10 +68,10 @@ class SubFedAvg(SubnetStrategy):
         "pruned-fraction": Reported("Pruned part of the model, mean over the clients", "pruned (%)", scale=100)
     }
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        super().__init__(settings, model)
+    def setup(self) -> None:
+        settings = self.settings
         try:
-            self.plan = prunable(model, self.options.pruning)
+            self.plan = prunable(self.model, self.options.pruning)
         except (ValueError, TypeError) as error:
             pruning = f"subfedavg.pruning = {self.options.pruning!r}"
             raise UserError(f"{pruning}: model {settings.model!r}: {error}") from None
@@ -86,6 +82,8 @@ class SubFedAvg(SubnetStrategy):
             raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:
             raise UserError("validation-fraction = 0.0: must be above 0 with subfedavg.gate-data = 'validation'")
+        if self.options.gate_data == "test":
+            self.warning = "subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published"
         self.narrows = bool(self.options.target)
         self.cuttable = list(self.plan.positions(self.plan.everything()))
         self.masks = [self.plan.everything()] * settings.num_clients
@@ -98,18 +96,15 @@ class SubFedAvg(SubnetStrategy):
         return Task(client, values, {"width": self.held_width(client)} if self.devices else {})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Expect the values at the positions that the client keeps after pruning, and the masks that shrank."""
         specs = self.specs | {name: self.specs[name].gathered() for name in self.cuttable}
         return specs | {
             f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
         }
 
     def max_samples(self, client: int) -> int:
-        """Add the gate's samples."""
         return super().max_samples(client) + (self.facts.held_out if self.facts else 0)
 
     def metrics(self, client: int) -> Mapping[str, Range]:
-        """Add the distance between the masks of the first and the last epoch."""
         return {**super().metrics(client), "mask-distance": Range(0, 1)}
 
     def contribution(self, update: Update) -> Contribution:
@@ -136,7 +131,6 @@ class SubFedAvg(SubnetStrategy):
         return Merged(super().merge(mean, updates).model, {"masks": masks, "fractions": fractions}, report)
 
     def forget(self, client: int) -> None:
-        """Give the client the whole network again."""
         super().forget(client)
         self.masks[client], self.fractions[client] = self.plan.everything(), 0.0
 
@@ -148,12 +142,5 @@ class SubFedAvg(SubnetStrategy):
         return torch.stack([torch.cat([masks.get(name, all_) for name, all_ in whole.items()]) for masks in self.masks])
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return every client's kept positions of convolutions and linear layers."""
         every = (self.plan.positions(masks) for masks in self.masks)
         return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]
-
-    def summary(self) -> None:
-        """Log the settings, and a warning where test data choose the networks."""
-        super().summary()
-        if self.options.gate_data == "test":
-            log.warning("subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published")

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedsub_app.federation.protocol import formula_bytes
-from fedsub_app.models import build_model, mlp, model_names, tensors_of, unit_groups
+from fedsub_app.models import build_model, mlp, model_names, narrowed, tensors_of, unit_groups
 from fedsub_app.training.costs import forward_flops, subnet_flops, training_flops
 
 IMAGES = problem_of((3, 32, 32))
@@ -26,9 +26,7 @@ def test_lenet_is_the_sub_fedavg_notes():
     model = build_model("lenet5", (3, 32, 32), 10, seed=0)
     assert forward_flops(IMAGES, model) == 2 * (592_800 + 400 * 120 + 120 * 84 + 84 * 10)
     # Table 2's 2.4 x: 3 of 6 and 8 of 16 channels kept
-    groups = unit_groups(model)
-    kept = {"conv1": torch.arange(6) < 3, "conv2": torch.arange(16) < 8}
-    pruned = subnet_flops(IMAGES, model, groups, kept, training=False)
+    pruned = forward_flops(IMAGES, narrowed(model, unit_groups(model), {"conv1": 3, "conv2": 8}))
     assert pruned == 2 * (236_400 + 200 * 120 + 120 * 84 + 84 * 10)
 
 
@@ -50,7 +48,7 @@ def test_subnet_with_all_units_is_the_network(name):
     on = {g.name: torch.ones(g.size, dtype=torch.bool) for g in groups}
     problem = problem_of(in_shape)
     assert subnet_flops(problem, model, groups, on) == training_flops(problem, model)
-    assert subnet_flops(problem, model, groups, {}, training=False) == forward_flops(problem, model)
+    assert subnet_flops(problem, model, groups, {}) == training_flops(problem, model)
 
 
 def test_subnet_is_the_physically_smaller_network():

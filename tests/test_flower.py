@@ -113,7 +113,6 @@ def test_a_new_connection_says_what_each_node_may_use(machine: Any) -> None:
     [
         (3, ""),
         (3, "options.backend.init-args.num-cpus = 3"),
-        (3, f"options.backend.client-resources.num-gpus = {2 / 3}"),
         (5, ""),  # a number that its user chose, or of before this machine's cores were changed
     ],
 )

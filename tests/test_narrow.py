@@ -12,7 +12,7 @@ from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of, u
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks
 from fedsub_app.subnets.slices import indices, put, take
-from fedsub_app.training.costs import forward_flops, subnet_flops, training_flops
+from fedsub_app.training.costs import subnet_flops, training_flops
 
 INPUTS = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "feature-mlp": (20,), "resnet18": (3, 32, 32)}
 
@@ -211,7 +211,6 @@ def test_its_flops_are_those_that_are_reported_of_a_subnetwork(name):
     small = narrowed(model, groups, {group: int(mask.sum()) for group, mask in units.items()})
     problem = problem_of(INPUTS[name])
     assert training_flops(problem, small) == subnet_flops(problem, model, groups, units)
-    assert forward_flops(problem, small) == subnet_flops(problem, model, groups, units, training=False)
 
 
 def test_networks_of_two_widths_live_side_by_side():

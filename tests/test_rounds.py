@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from client_apps.local import LocalClient
+from client_apps.personal import LocalClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve

@@ -202,7 +202,7 @@ def test_a_mask_of_another_size_is_refused() -> None:
     strategy.contribution(update)
     name = "mask/fc1.weight"
     wrong = Update(0, update.tensors | {name: torch.ones_like(update.tensors[name])}, update.metrics, 20)
-    with pytest.raises(BadReply, match=r"tensor 'mask/fc1.weight': keeps \d+ weights, expected \d+"):
+    with pytest.raises(BadReply, match=r"tensor 'fc1.weight': \d+ values, its mask covers \d+"):
         strategy.contribution(wrong)
 
 

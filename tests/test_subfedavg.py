@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from client_apps.mtl import MTLClient
+from client_apps.personal import MTLClient
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError

@@ -47,15 +47,7 @@ def door(folder: Path) -> list[str]:
 
 
 def supernode(address: str, number: int, partitions: int, port: int, keys: Path | None) -> list[str]:
-    """Return the command of a SuperNode.
-
-    Parameters
-    ----------
-    address : host:port of the SuperLink.
-    number, partitions : its partition-id and num-partitions.
-    port : port on which its SuperExec finds it.
-    keys : as for :func:`superlink`; a node needs ca.crt and what is named after it.
-    """
+    """Return the command of a SuperNode."""
     trust = ["--insecure"]
     if keys:
         trust = [f"--root-certificates={keys / 'ca.crt'}", f"--auth-supernode-private-key={keys / node(number)}"]

@@ -28,19 +28,11 @@ SUPERLINK, SUPEREXEC, DOOR = "superlink", "-superexec", "door"  # names of proce
 
 @dataclass
 class Federation:
-    """The configuration and the processes of a federation.
+    """The options of ``fedsub federation up``, and the processes of a federation.
 
     Attributes
     ----------
-    name : name of Flower's connection to it.
-    nodes : number of SuperNodes on this machine, with partition-id 0 to nodes - 1.
-    partitions : number of SuperNodes in all, on this machine and others.
-    host : name or address under which other machines reach the SuperLink; "": only this one does.
-    port : port of the SuperLink.
-    door : port of the door, through which nodes of other machines reach the SuperLink; used with ``host``.
     listen : interface of the SuperLink's own port, which also takes runs and new nodes; not the loopback one: no door.
-    insecure : no encryption, and nodes need no key.
-    data_dir : the nodes' data, as the setting ``data-dir``.
     node_ports : port of each node for its SuperExec.
     registered : the nodes whose public key the SuperLink knows.
     processes : name -> process that was started last.
@@ -242,11 +234,9 @@ class Starting:
         time.sleep(LOOK_S)
 
     def log(self, name: str) -> Path:
-        """Return the log of a process."""
         return self.folder / f"{name}.log"
 
     def save(self) -> None:
-        """Write the federation to disk, for later commands."""
         write_json(self.folder / STATE, asdict(self.federation))
 
 
@@ -280,13 +270,7 @@ def nodes_online(connection: str) -> dict[str, str]:
 
 
 def down(folder: Path) -> list[str]:
-    """End the federation of a folder; returns the names of the processes that ran. Its files stay.
-
-    Raises
-    ------
-    UserError
-        There is none.
-    """
+    """End the federation of a folder; returns the names of the processes that ran. Its files stay."""
     folder = folder.resolve()
     federation = _existing(folder)
     nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}

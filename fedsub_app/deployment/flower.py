@@ -80,14 +80,8 @@ def _home() -> Path:
 def setup(cluster: int | None = None) -> list[str]:
     """Register the connection ``local-simulation`` and the environment's defaults; returns what it did, a line each.
 
-    Parameters
-    ----------
-    cluster : nodes of the connection ``ray-cluster`` to a running Ray cluster; ``None`` registers no such connection.
-
-    Raises
-    ------
-    UserError
-        The environment has the defaults of another checkout.
+    ``cluster``: nodes of the connection ``ray-cluster`` to a running Ray cluster; ``None`` registers none. An
+    environment with the defaults of another checkout is refused.
     """
     import torch  # on demand: it takes seconds
 
@@ -153,10 +147,10 @@ def _ours(connection: Mapping[str, Any], gpus: int) -> bool:
         return True
     if connection.get("address") != LOCAL or not connection.keys() <= {"address", NODES, CPUS, GPUS, ALL_CPUS}:
         return False
-    nodes, share = connection.get(NODES), connection.get(GPUS)
-    if isinstance(nodes, int) and share in (gpus / nodes, gpu_share(nodes, gpus)):  # gpus / nodes: what we once wrote
-        share = None
-    return connection.get(CPUS) in (None, 1) and share is None and connection.get(ALL_CPUS) in (None, nodes)
+    nodes = connection.get(NODES)
+    share = gpu_share(nodes, gpus) if isinstance(nodes, int) else None
+    cpus, gpu, every = (connection.get(key) for key in (CPUS, GPUS, ALL_CPUS))
+    return cpus in (None, 1) and gpu in (None, share) and every in (None, nodes)
 
 
 def _simulation(nodes: int, gpus: int, cluster: bool) -> "dict[str, Value]":
@@ -196,10 +190,7 @@ def full_environment() -> dict[str, str]:
 def superlink() -> tuple[int, str] | None:
     """Return process id and command of the SuperLink on this environment's ports; ``None`` where none runs.
 
-    Raises
-    ------
-    UserError
-        It is of another environment or user.
+    One of another environment or user is refused.
     """
     port = os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]
     for pid, user, *rest in processes.listed("pid", "user", "args"):
@@ -215,15 +206,8 @@ def superlink() -> tuple[int, str] | None:
 
 
 def stop() -> str:
-    """Stop the SuperLink that Flower keeps running for this environment's simulations; returns what was done.
-
-    Raises
-    ------
-    UserError
-        It is of another environment or user.
-    """
-    found = superlink()
-    if found is None:
+    """Stop the SuperLink that Flower keeps running for this environment's simulations; returns what was done."""
+    if not (found := superlink()):
         return "no SuperLink of this environment runs"
     pid, command = found
     processes.stop({"superlink": processes.Process([command], pid)})
@@ -285,13 +269,7 @@ def local_paths(settings: "Settings") -> "dict[str, Value]":
 
 @contextmanager
 def bundle(settings: "Settings") -> Iterator[Path]:
-    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's files.
-
-    Raises
-    ------
-    UserError
-        A file that ``model``, ``dataset`` or ``task`` names cannot be read.
-    """
+    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's files."""
     from fedsub_app.common.own_code import bundled
     from fedsub_app.problem import own_code
 

@@ -110,7 +110,6 @@ def _node_key() -> bytes:
 
 
 def _public(path: Path) -> bytes:
-    """Return the public key of a node's private one."""
     key = _read(path, lambda text: load_ssh_private_key(text, None))
     assert key
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"

@@ -74,17 +74,9 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True)
 class Node:
-    """A SuperNode's configuration.
+    """A SuperNode's configuration: the options of ``fedsub federation node``.
 
-    Attributes
-    ----------
-    superlink : host:port of the SuperLink's door.
-    partition, partitions : its place, from 0, and how many nodes there are.
-    key, ca : its private key, and the certificate of the federation's authority; both ``None``: no TLS and no key.
-    data : its folder of data sets; ``None``: $FEDSUB_DATA.
-    private : its own data, an .npz file or image folder, for runs with ``private-examples``.
-    state : folder of its clients' state and of Flower's files.
-    port : port of 127.0.0.1 on which its processes find each other.
+    ``key`` and ``ca`` are both None without TLS; ``port`` is that of 127.0.0.1 where its processes find each other.
     """
 
     superlink: str

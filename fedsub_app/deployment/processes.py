@@ -100,7 +100,6 @@ def stop(processes: Mapping[str, Process]) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

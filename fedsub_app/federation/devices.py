@@ -76,7 +76,6 @@ class Devices:
             self._of |= dict.fromkeys(order[start : (start := round(num_clients * total))], device)
 
     def of(self, client: int) -> Device:
-        """Return a client's device."""
         return self._of[client]
 
     def available(self, server_round: int) -> list[bool]:
@@ -85,7 +84,6 @@ class Devices:
         return [draw < self._of[client].availability for client, draw in enumerate(draws)]
 
     def vanishes(self, client: int, server_round: int) -> bool:
-        """Say whether a client vanishes within a round."""
         return float(self._draws(server_round, "drop")[client]) < self._of[client].drop
 
     @lru_cache(maxsize=4)  # noqa: B019  (devices_of keeps few of these objects)

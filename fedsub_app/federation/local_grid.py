@@ -34,14 +34,7 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
 
 
 class LocalGrid(Grid):
-    """A grid of ``num_nodes`` nodes that answer a message as soon as it is pushed.
-
-    Parameters
-    ----------
-    app : the ClientApp that every node runs.
-    overrides : the run config as single keys, as ``flwr run -c`` would pass them.
-    num_nodes : number of nodes, with ids from 2 on and partition ids from 0 on.
-    """
+    """A grid of ``num_nodes`` nodes that answer a message as soon as it is pushed."""
 
     def __init__(self, app: ClientApp, overrides: Mapping[str, Value], num_nodes: int = 1) -> None:
         # A Message asks who sends it, which Flower's own processes set at their start.
@@ -56,7 +49,6 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: FlowerRun) -> None:
-        """Replace the run's details."""
         self._run = run
 
     @property
@@ -67,11 +59,9 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message (deprecated by Flower)."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -83,11 +73,9 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies and forget them."""
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Push and pull."""
         return self.pull_messages(self.push_messages(messages))
 
     def close(self) -> None:

@@ -120,13 +120,10 @@ class Federation:
         return placement == "pinned" or (placement == "auto" and not self.simulated)
 
     def meet(self, grid: Grid) -> None:
-        """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`)."""
-        self._forget_late(grid)
-        self.roll.meet(grid)
-
-    def _forget_late(self, grid: Grid) -> None:
+        """Call the roll of new nodes and forget the nodes that left (:meth:`Roll.meet`); discard late replies."""
         for reply in grid.pull_messages(list(self.late)) if self.late else ():
             self.late.discard(reply.metadata.reply_to_message_id)
+        self.roll.meet(grid)
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
         """Return node id -> queue of the clients that it serves, and the clients whose node is away, dropped.
@@ -137,8 +134,7 @@ class Federation:
         if not self.pinned and nodes:
             queue = deque(clients)
             return {node.node_id: queue for node in nodes}, []
-        queues: dict[int, deque[int]] = {}
-        dropped = []
+        queues, dropped = dict[int, deque[int]](), list[Dropped]()
         hosts = {node.partition_id: node for node in nodes}
         count = nodes[0].num_partitions if nodes else 1  # all say the same
         for client in clients:
@@ -176,13 +172,12 @@ class Federation:
         queues, dropped = self.hosts(order)
         stamp = {"phase": kind, "round": server_round, NONCE: secrets.token_urlsafe(8)}  # no reply can be sent twice
         header = self.header | extra | stamp
-        outbox = Outbox(
-            header, queues, self.settings, task, expected, self.run_settings, self._initial_for, work, blocks
-        )
-        return Phase(outbox, dropped)
 
-    def _initial_for(self, node_id: int) -> Tensors:
-        return {} if node_id in self._have_initial else self.initial
+        def initial(node_id: int) -> Tensors:
+            return {} if node_id in self._have_initial else self.initial
+
+        outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, initial, work, blocks)
+        return Phase(outbox, dropped)
 
     def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
         """Send a phase's messages and yield the replies as they come, until all are there or the time is over.
@@ -193,47 +188,42 @@ class Federation:
         others did is given up in this phase; a log line names the nodes that are silent for ``SILENT_S``.
         """
         flying: dict[str, Metadata] = {}  # without the messages' content, which may be a model each
+        start, again, waiting = time.monotonic(), set[str](), Waiting(self.simulated)
+        wait = getattr(grid, "wait", time.sleep)  # that of a grid that is notified of replies
         try:
-            yield from self._replies(grid, phase, flying)
+            while self._hand_out(grid, phase, flying):
+                ready = []
+                waiting.look(flying)
+                for reply in grid.pull_messages(list(flying)):
+                    sent = flying.pop(reply.metadata.reply_to_message_id, None)
+                    if sent is None:
+                        continue
+                    if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
+                        phase.give_up(sent.dst_node_id)
+                    if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
+                        again.add(_push(grid, phase, phase.outbox.again(sent), flying))
+                    else:
+                        ready.append(reply)
+                elapsed = time.monotonic() - start
+                if ready:
+                    self._hand_out(grid, phase, flying)  # before the replies are read, so that no node idles
+                    yield from ready
+                elif elapsed > self.settings.round_timeout:
+                    return
+                else:
+                    self._give_up_silent(phase, flying, waiting)
+                    # Not Flower's 0.1 s (simulation) or 3 s (deployment), which would dominate short rounds.
+                    wait(pause(elapsed))
         finally:
             self.late |= flying.keys()
-
-    def _replies(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> Iterator[Message]:
-        start = time.monotonic()
-        again: set[str] = set()
-        waiting = Waiting(self.simulated)
-        while self._hand_out(grid, phase, flying):
-            ready = []
-            waiting.look(flying)
-            for reply in grid.pull_messages(list(flying)):
-                sent = flying.pop(reply.metadata.reply_to_message_id, None)
-                if sent is None:
-                    continue
-                if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
-                    phase.give_up(sent.dst_node_id)
-                if sent.message_id not in again and _lost_settings(reply):
-                    again.add(_push(grid, phase, phase.outbox.again(sent), flying))
-                else:
-                    ready.append(reply)
-            elapsed = time.monotonic() - start
-            if ready:
-                self._hand_out(grid, phase, flying)  # before the replies are read, so that no node idles
-                yield from ready
-            elif elapsed > self.settings.round_timeout:
-                return
-            else:
-                self._give_up_silent(phase, flying, waiting)
-                _wait(grid, elapsed)
 
     def _give_up_silent(self, phase: Phase, flying: dict[str, Metadata], waiting: "Waiting") -> None:
         """Drop the clients of nodes that take longer than is fair; their replies are late ones then."""
         for message_id in waiting.unfair():
-            node_id = flying[message_id].dst_node_id
             reason = f"no reply within {waiting.fair:.0f} s, {FAIR} times as long as the other nodes took"
             phase.drop(phase.clients_of_message(message_id), reason)
-            phase.give_up(node_id, reason)
+            phase.give_up(flying.pop(message_id).dst_node_id, reason)
             self.late.add(message_id)
-            del flying[message_id]
 
     def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
         """Send the nodes' next messages; returns whether any message is not answered yet."""
@@ -258,12 +248,9 @@ class Federation:
         """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
 
         ``in_order=False``: parts are yielded as they come. The caller may stop iterating when it needs no more. At the
-        end the clients without a part are in ``phase.dropped``.
-
-        ``expected`` returns the tensors that a client was asked for; none is decoded here. A reply is matched by the
-        message that it answers (the error reply for a dead node has another source id). A reply without the phase's
-        nonce, as one of another run, round or phase, drops its node's clients. A second reply, a reply that was not
-        asked for, and parts of clients that were not asked are ignored and logged.
+        end the clients without a part are in ``phase.dropped``. A reply is matched by the message that it answers (the
+        error reply for a dead node has another source id). One without the phase's nonce drops its node's clients; a
+        second one, one that was not asked for, and parts of other clients are ignored and logged.
         """
         waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
@@ -318,9 +305,7 @@ class Federation:
 class Waiting:
     """How long the messages of a phase wait for their replies.
 
-    Parameters
-    ----------
-    simulated : all nodes are; then all replies are waited for, so that no result depends on a machine's speed.
+    Where all nodes are ``simulated`` all replies are waited for, so that no result depends on a machine's speed.
     """
 
     def __init__(self, simulated: bool) -> None:
@@ -363,16 +348,3 @@ def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata
         refused = message_id is None and message.metadata.dst_node_id in set(grid.get_node_ids())
         phase.undelivered(message, REFUSED if refused else AWAY)
     return message_id or ""
-
-
-def _wait(grid: Grid, elapsed: float) -> None:
-    """Wait before the next look for replies; a grid that is notified of replies has a ``wait`` of its own.
-
-    Flower's ``send_and_receive`` sleeps 0.1 s (simulation) or 3 s (deployment) between looks. This wait starts at 5 ms
-    and backs off to 0.5 s, so short rounds are not dominated by it.
-    """
-    getattr(grid, "wait", time.sleep)(pause(elapsed))
-
-
-def _lost_settings(reply: Message) -> bool:
-    return not reply.has_error() and asks_for_settings(reply.content)

@@ -129,17 +129,10 @@ def asks_for_settings(content: RecordDict) -> bool:
 
 
 class Stack:
-    """One array of a message: tensors of one name, dtype and shape. The first call of :meth:`row` builds them.
-
-    Parameters
-    ----------
-    name : name of the tensors.
-    array : the received array.
-    uses : number of parts that refer to it, and the upper bound on its rows.
-    """
+    """One array of a message: tensors of one name, dtype and shape. The first call of :meth:`row` builds them."""
 
     def __init__(self, name: str, array: Array, uses: int) -> None:
-        self.name, self.array, self.uses = name, array, uses
+        self.name, self.array, self.uses = name, array, uses  # parts that refer to it bound its rows
         self._spec: Spec | None = None  # the spec that the rows were checked against
         self._rows: Sequence[torch.Tensor] = ()
         self._good = False  # whether all rows' values are valid: one pass over a stack, not one over each row
@@ -282,12 +275,8 @@ def wire_bytes(content: RecordDict) -> int:
 
 def update_part(update: Update) -> tuple[Json, Tensors]:
     """Return an update as the part of a message."""
-    config = {
-        "client": update.client,
-        "metrics": update.metrics,
-        "num-examples": update.num_examples,
-        "state": update.state,
-    }
+    config: Json = {"client": update.client, "metrics": update.metrics}
+    config |= {"num-examples": update.num_examples, "state": update.state}
     config |= {"error": update.error} if update.error else {}
     return config | {kind: True for kind in FAILURES if getattr(update, kind)}, update.tensors
 

@@ -122,7 +122,6 @@ class WorkerGrid(LocalGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have come."""
         self._collect(0)
         return super().pull_messages(message_ids)
 
@@ -131,7 +130,6 @@ class WorkerGrid(LocalGrid):
         self._collect(seconds)
 
     def close(self) -> None:
-        """End the processes."""
         for worker in self._workers.values():
             worker.end()
         self._workers.clear()

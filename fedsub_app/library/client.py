@@ -1,12 +1,13 @@
 """The ClientApp of a user's own network and data."""
 
+import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 from flwr.app import Context
+from torch import Tensor
 
 from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
@@ -23,7 +24,7 @@ from fedsub_app.models import Network
 from fedsub_app.node import Places, Source, initial_file, settings_from, state_folder
 from fedsub_app.problem import Model, Problem
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Loss, Metrics, Task, registered, task_of, with_loss, with_metrics
+from fedsub_app.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
 from fedsub_app.training.workplace import Workplace
 
@@ -67,7 +68,8 @@ def client_app(
         why = "an array of fedsub's messages holds tensors of several clients; dp-noise-by = 'clients' adds local noise"
         raise UserError(f"mods = [{names}]: {why}")
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
-    return NodeApp(own(model, data, Parts(task, loss, metrics, collate), optimizer, head), module)
+    of_run = partial(task_for, task=task, loss=loss, metrics=metrics)
+    return NodeApp(own(model, data, of_run, collate, optimizer, head), module)
 
 
 def private_data(context: Context) -> object:
@@ -75,39 +77,57 @@ def private_data(context: Context) -> object:
 
     ``private-data`` of the node's ``--node-config`` is the path of an .npz file or image folder, normalised by its own
     training samples.
-
-    Raises
-    ------
-    UserError
-        There is no path, or no data set of these forms.
     """
     path = Path(str(context.node_config.get("private-data", "")))
     data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)
     return (data.train_x[:], data.train_y), (data.test_x[:], data.test_y)
 
 
-class Parts(NamedTuple):
-    """The parts of a user's problem besides network and data; None for the usual ones."""
-
-    task: Task | None = None
-    loss: Loss | None = None
-    metrics: Metrics | None = None
-    collate: Collate | None = None
-
-    def of(self, settings: Settings) -> Task:
-        """Return the task of a run."""
-        if self.task and settings.task != (name := registered(self.task)):
-            raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
-        used = task_of(settings.task, settings.metrics)
-        used = with_loss(used, self.loss) if self.loss else used
-        return with_metrics(used, self.metrics) if self.metrics else used
+def task_for(settings: Settings, task: Task | None, loss: Loss | None, metrics: Metrics | None) -> Task:
+    """Return the task of a run, with the user's parts; None for the usual ones."""
+    if task and settings.task != (name := registered(task)):
+        raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
+    used = task_of(settings.task, settings.metrics)
+    used = with_loss(used, loss) if loss else used
+    return with_metrics(used, metrics) if metrics else used
 
 
-PARTS = Parts()
+def with_loss(task: Task, mean: Loss) -> Task:
+    """Return a task with another loss, of which the mean of a batch alone is known: one number a sample is refused."""
+
+    def loss(output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+        if reduction == "none":
+            raise ValueError("loss=: gives the mean of a batch, not one number a sample")
+        return mean(output, y) * (task.count(y) if reduction == "sum" else 1)
+
+    changed = copy.copy(task)
+    changed.__dict__["loss"] = loss
+    return changed
+
+
+def with_metrics(task: Task, means: Metrics) -> Task:
+    """Return a task that reports further metrics, each the mean over the samples of a batch's means."""
+
+    def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
+        further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
+        return {**task.sums(output, y), **further, "own/": len(y)}
+
+    def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+        further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
+        return {name: value for name, value in further.items() if name} | task.metrics(sums)
+
+    changed = copy.copy(task)
+    changed.__dict__ |= {"sums": sums, "metrics": metrics}
+    return changed
 
 
 def own(
-    model: Model, data: Load, parts: Parts = PARTS, optimizer: MakeOptimizer | None = None, head: str = ""
+    model: Model,
+    data: Load,
+    of_run: Callable[[Settings], Task],
+    collate: Collate | None,
+    optimizer: MakeOptimizer | None,
+    head: str,
 ) -> Source:
     """Return the source of a node whose clients' data ``data`` loads."""
     networks: dict[Settings, Network] = {}
@@ -115,8 +135,7 @@ def own(
     @lru_cache(maxsize=CLIENTS)
     def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
         samples = _loaded(data, node.context, client, settings)
-        traced = bool(node.in_shape)
-        problem = Problem.own(model, samples, settings, parts.of(settings), traced, parts.collate)
+        problem = Problem.own(model, samples, settings, of_run(settings), bool(node.in_shape), collate)
         problem.check_start()
         if node.in_shape and node.in_shape != (came := problem.data.in_shape):
             raise UserError(
@@ -126,13 +145,9 @@ def own(
         if settings not in networks:
             networks.clear()
             networks[settings] = Network(problem.network().to(device))
-        found, partition = problem.data, whole_set(problem.data, settings.partitioning, client)
-        train, test = (
-            (found.train_x.to(device), found.train_y.to(device)),
-            (found.test_x.to(device), found.test_y.to(device)),
-        )
+        partition = whole_set(problem.data, settings.partitioning, client)
         how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
-        return Workplace(settings, problem, partition, networks[settings], device, *train, *test, node.initial, how)
+        return Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
 
     def source(text: str, header: Json, context: Context) -> Places:
         settings, node = settings_from(text, ""), _Node(header, context)

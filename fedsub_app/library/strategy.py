@@ -35,12 +35,7 @@ log = logging.getLogger("fedsub")
 
 
 class TensorsAlone(nn.Module):
-    """Stands for a network of which the tensors are known, and not the layers.
-
-    Parameters
-    ----------
-    tensors : parameters and running statistics by name.
-    """
+    """Stands for a network of which the tensors are known, and not the layers."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -131,13 +126,7 @@ class LibraryStrategy(Strategy):
         return super().start(grid, initial_arrays, num_rounds, *more, **named)
 
     def call_roll(self, grid: Grid) -> dict[str, Value]:
-        """Wait for the nodes; returns the keys of a run with their clients.
-
-        Raises
-        ------
-        UserError
-            ``node-timeout`` is over, or a node cannot take part.
-        """
+        """Wait for the nodes; returns the keys of a run with their clients."""
         waiting = {key: value for key, value in self.keys.items() if key in ("min-nodes", "node-timeout")}
         self._roll = Roll(FederationSettings.model_validate(waiting), {})
         self._roll.meet(grid)
@@ -145,13 +134,7 @@ class LibraryStrategy(Strategy):
         return whole_keys(self.method, self.keys, nodes * self.clients_per_node, self.num_rounds)
 
     def build(self, settings: Settings, initial_arrays: ArrayRecord) -> tuple[SubnetStrategy, Tensors]:
-        """Make the method's strategy; returns it with the initial tensors.
-
-        Raises
-        ------
-        UserError
-            The settings do not go with the clients or the network.
-        """
+        """Make the method's strategy; returns it with the initial tensors."""
         if settings.trainable:
             reason = "not in a Flower app of your own, whose network says itself what needs a gradient"
             raise UserError(f"trainable = {settings.trainable!r}: {reason}")
@@ -167,11 +150,6 @@ class LibraryStrategy(Strategy):
         """Make the method's strategy, for the nodes that have answered the roll call.
 
         ``header`` goes into all messages: the run's id, where simulated clients keep their state.
-
-        Raises
-        ------
-        UserError
-            The settings do not go with the clients or the network.
         """
         strategy, initial = self.build(settings, initial_arrays)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})

@@ -12,30 +12,20 @@ import os
 import time
 from pathlib import Path
 
+from filelock import FileLock
+
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private, to_json
 from fedsub_app.common.tensors import Json
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 START = "0" * 64  # stands for the hash before the first line
 
 
 def append(path: Path, event: str, **about: object) -> None:
-    """Write a line: the event, when and by whose account, the hash of the line before, and what else is given.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written.
-    """
+    """Write a line: the event, when and by whose account, the hash of the line before, and what else is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b", opener=private) as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # several servers may write at a time
+    # Several servers may write at a time.
+    with FileLock(path.with_suffix(".lock"), mode=0o600), open(path, "a+b", opener=private) as file:
         file.seek(0)
         last = (file.read().splitlines() or [b""])[-1]
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "account": getpass.getuser()}

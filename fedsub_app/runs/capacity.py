@@ -13,24 +13,13 @@ from strategies.base import SubnetStrategy
 
 
 def client_bytes(settings: Settings, network: int, samples: float) -> float:
-    """Return the memory of a client that trains: network, gradients, received model, optimizer state, samples; bytes.
-
-    Parameters
-    ----------
-    network, samples : bytes of its network and of its training samples.
-    """
+    """Return the bytes of a client that trains: network, gradients, received model, optimizer state, samples."""
     state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
     return (3 + state) * network + samples
 
 
 def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partition | None) -> list[tuple[str, str]]:
-    """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1.
-
-    Raises
-    ------
-    UserError
-        A class cannot hold the network, or no client can take part.
-    """
+    """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1."""
     settings, method, rows = strategy.settings, strategy.settings.method, []
     strategy.round, able = 1, not strategy.devices
     sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients

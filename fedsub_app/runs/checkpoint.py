@@ -32,19 +32,12 @@ class Checkpoint:
     digest: str = ""
 
     def write(self, path: Path) -> None:
-        """Write the file, atomically."""
         header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
         write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; its tensors are in the order of the file, not of the model.
-
-    Raises
-    ------
-    UserError
-        The file is truncated or damaged.
-    """
+    """Read a checkpoint; its tensors are in the order of the file, not of the model."""
     try:
         tensors, header = read_tensors(path)
         model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
@@ -61,13 +54,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def global_network(folder: Path, problem: Problem) -> nn.Module:
-    """Return the network with a run's final global model, or that of its last checkpoint, in evaluation mode.
-
-    Raises
-    ------
-    UserError
-        The run has neither, or the file is damaged.
-    """
+    """Return the network with a run's final global model, or that of its last checkpoint, in evaluation mode."""
     network, final, paths = problem.network(), folder / "model.safetensors", checkpoints(folder)
     if not final.exists() and not paths:
         raise UserError(f"{folder}: no model.safetensors and no checkpoint")

@@ -22,15 +22,15 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import torch
+from filelock import FileLock, Timeout
 
 from fedsub_app.common.code import code_digest, versions
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import private, sweep, write_atomic, write_json
+from fedsub_app.common.files import sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts
 from fedsub_app.common.own_code import code_file
 from fedsub_app.common.score import Score
@@ -44,33 +44,10 @@ from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 BASE = "base"  # key of settings.json: digest of the network's frozen base
 EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
-
-
-def _lock(folder: Path) -> TextIO:
-    """Lock the directory; returns the open file that holds the lock until it is closed or the process ends."""
-    try:
-        file = open(folder / ".lock", "w", opener=private)  # noqa: SIM115  (closed with the run)
-    except OSError as error:
-        raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(f"run-dir = {str(folder)!r}: another process is running it") from None
-        except OSError:  # a file system without locks
-            pass
-    return file
 
 
 class Run:
@@ -92,15 +69,19 @@ class Run:
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
-        self._lock = _lock(folder)
+        self._lock = FileLock(folder / ".lock", timeout=0, mode=0o600)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise UserError(f"run-dir = {str(folder)!r}: another process is running it") from None
+        except OSError as error:
+            raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
-        """Release the lock."""
-        self._lock.close()
+        self._lock.release()
 
     @property
     def state_folder(self) -> Path:
-        """Folder of the states of clients on this machine."""
         return self.folder / "clients"
 
     @contextmanager
@@ -171,13 +152,7 @@ class Run:
         return list(round_files(self.folder / "checkpoints"))
 
     def restore(self) -> Checkpoint:
-        """Return the last checkpoint; cut off the lines of later rounds and delete a killed writer's files.
-
-        Raises
-        ------
-        UserError
-            The checkpoint is truncated or damaged, or belongs to other settings; or a line of a round is damaged.
-        """
+        """Return the last checkpoint; cut off the lines of later rounds and delete a killed writer's files."""
         last = Checkpoint()
         if files := checkpoints(self.folder):
             last = read_checkpoint(files[-1])
@@ -197,7 +172,6 @@ class Run:
         return key in line and all(line[key] > before.get(key, -1) for before in self.lines)
 
     def keep_best(self, model: Mapping[str, torch.Tensor]) -> None:
-        """Write the model of the best round so far."""
         with self._writing("model-best.safetensors") as path:
             write_tensors(path, model)
 

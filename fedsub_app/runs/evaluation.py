@@ -14,7 +14,7 @@ from fedsub_app.federation.protocol import TEST, Task
 from fedsub_app.federation.wire import to_tensors
 from fedsub_app.models import load_tensors, narrowed, unit_groups, widths_of
 from fedsub_app.problem import Problem
-from fedsub_app.training.local import added, evaluation_batches, sums_of
+from fedsub_app.training.local import added, evaluate, evaluation_batches, sums_of
 
 QUICK_SAMPLES = 32
 
@@ -57,9 +57,7 @@ class GlobalTest:
         for layer in model.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.running_mean = layer.running_var = None
-        batches = evaluation_batches(model, len(self.y), self.y.device)
-        sums = added(sums_of(self.task, model, self.x[batch], self.y[batch]) for batch in batches)
-        return {f"global-{name}": value for name, value in self.task.metrics(sums).items()}
+        return {f"global-{name}": value for name, value in evaluate(self.task, model, self.x, self.y).items()}
 
     def _sums_of_nodes(self, tensors: Tensors) -> dict[int, Mapping[str, float | Tensor]]:
         """Return the sums of the batches that nodes have computed, by number; a batch takes the place of a client."""

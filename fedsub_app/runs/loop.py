@@ -46,11 +46,6 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     """Return the problem, the partition of its data over the clients, and the method's server side.
 
     The partition is None where each node has private data. ``problem``: in the place of the named one.
-
-    Raises
-    ------
-    UserError
-        Bad input; nothing is written.
     """
     own = problem is not None or ":" in settings.model + settings.dataset + settings.task
     problem = problem or Problem.of(settings)

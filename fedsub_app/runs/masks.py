@@ -64,13 +64,7 @@ class Masks(NamedTuple):
 
 
 def last_masks(folder: Path) -> Masks | None:
-    """Return the clients' masks at the last checkpoint; ``None`` where the method has none.
-
-    Raises
-    ------
-    UserError
-        The folder has no run, its checkpoint is damaged, or its data are not on this machine.
-    """
+    """Return the clients' masks at the last checkpoint; ``None`` where the method has none."""
     paths = checkpoints(folder)
     checkpoint = read_checkpoint(paths[-1]) if paths else None
     if checkpoint is None or not checkpoint.state:

@@ -25,13 +25,7 @@ MAX_CLIENTS = 20  # with more clients the partition is summed up
 
 
 def plan(settings: Settings) -> str:
-    """Return the plan of a run as text. Data are loaded and partitioned; nothing is trained and nothing written.
-
-    Raises
-    ------
-    UserError
-        Bad input that a run refuses before round 1.
-    """
+    """Return the plan of a run as text. Data are loaded and partitioned; nothing is trained and nothing written."""
     settings.need_data()
     problem, partition, strategy = prepare(settings)
     assert partition
@@ -42,12 +36,13 @@ def plan(settings: Settings) -> str:
     chosen = [f"{key} = {value!r}" for key, value in settings.flat().items() if usual[key] != value]
     parameters = sum(parameter.numel() for parameter in strategy.model.parameters())
     trained = sum(parameter.numel() for parameter in trainable(strategy.model).values())
+    size = human_bytes(formula_bytes(strategy.current))
     part = f", {trained:,} of them trained ({settings.trainable})" if settings.trainable else ""
     rows = [
         ("settings", ", ".join(chosen) or "the defaults"),
         ("data", f"{settings.dataset}: {len(dataset.train_y):,} training and {len(dataset.test_y):,} test samples, "
          f"{dataset.num_classes} {'classes' if dataset.has_classes else 'outputs'}"),
-        ("network", f"{settings.model}: {parameters:,} parameters{part}, {human_bytes(_size(strategy))}"),
+        ("network", f"{settings.model}: {parameters:,} parameters{part}, {size}"),
         ("rounds", "; ".join(f"{name}: {which}" if name else which for name, which in stages_of(strategy)[:5])),
         *((f"round {number}{f', {name}' if name else ''}", text) for number, name, text in _rounds(strategy)),
         ("training", _training(strategy, partition, sample_flops)),
@@ -56,10 +51,6 @@ def plan(settings: Settings) -> str:
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), "", _clients(dataset, partition)])
-
-
-def _size(strategy: SubnetStrategy) -> int:
-    return formula_bytes(strategy.current)
 
 
 def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
@@ -107,7 +98,7 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
 
     Python, torch and activations come on top.
     """
-    settings, model = strategy.settings, _size(strategy)
+    settings, model = strategy.settings, formula_bytes(strategy.current)
     base = base_bytes(strategy.model)
     data = base + sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
     all_held = strategy.holds_all or settings.mean != "average" or settings.robust == "on"

@@ -43,11 +43,9 @@ class LiveLine:
         self._live.update(lines, refresh=True)
 
     def say(self, text: str) -> None:
-        """Write text above the line."""
         self.console.print(text, soft_wrap=True)
 
     def end(self) -> None:
-        """Take the line away."""
         if self._live:
             self._live.stop()
             self._live = None
@@ -95,7 +93,6 @@ class LiveHandler(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Take the line away."""
         self._line.end()
         super().close()
 

@@ -10,7 +10,7 @@ from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import renamed
 from fedsub_app.config import canonical, resolve
-from fedsub_app.settings import GONE_KEYS, LOCATION_KEYS, Settings, digest
+from fedsub_app.settings import LOCATION_KEYS, Settings, digest
 
 EXTENDED = ("num-rounds", "max-flops", "max-bytes", "stop-at-score")  # may allow more when a run is resumed
 
@@ -24,14 +24,13 @@ class RunFailed(Exception):
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that resumes the run of a directory."""
     return f"fedsub run --resume {shlex.quote(str(folder))}"
 
 
 def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """Resolve a run's settings; with ``resume`` the settings of its directory, which other keys must not contradict.
 
-    The keys of ``EXTENDED`` may allow more. A key that is gone may be recorded with the value that stayed.
+    The keys of ``EXTENDED`` may allow more.
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
@@ -46,7 +45,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
                 more = "; it can only get more" if key in EXTENDED else ""
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
             longer[key] = value
-    before = {key: value for key, value in recorded.items() if key != "experiment" and GONE_KEYS.get(key) != value}
+    before = {key: value for key, value in recorded.items() if key != "experiment"}
     try:
         resolve(before)
     except UserError as error:

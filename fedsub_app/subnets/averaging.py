@@ -117,13 +117,7 @@ class MaskedMean:
 
     @torch.no_grad()
     def add(self, updates: Sequence[Contribution]) -> None:
-        """Add the clients' contributions, in the order of the sum.
-
-        Raises
-        ------
-        ValueError
-            The errors of :func:`masked_mean`.
-        """
+        """Add the clients' contributions, in the order of the sum."""
         for update in updates:
             check(self._old, update)
         if self._unit is None and updates:

@@ -18,10 +18,6 @@ from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions
 
 
-def _along(mask: Tensor, axis: int, dim: int) -> Tensor:
-    return mask.view([-1 if k == axis else 1 for k in range(dim)])
-
-
 def expand(
     groups: Sequence[UnitGroup],
     unit_masks: Mapping[str, Tensor],
@@ -46,7 +42,7 @@ def expand(
     masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
     for (name, axis), kept in kept_positions(groups, unit_masks).items():
         if name in masks:
-            masks[name] &= _along(kept, axis, masks[name].dim())
+            masks[name] &= kept.view([-1 if k == axis else 1 for k in range(masks[name].dim())])
     return masks
 
 

@@ -86,26 +86,22 @@ class RobustMean:
             chosen = self._kept[krum([update.tensors for update in self._kept], self._byzantine)].tensors
             means = {name: chosen.get(name, old) for name, old in self._old.items()}
         else:
-            left_out = median_cut if self._rule == "median" else self._trimmed
-            means = {name: self._inner_mean(name, left_out) for name in self._old}
+            means = {name: self._inner_mean(name) for name in self._old}
         new = {}
         for name, old in self._old.items():
             mean = means[name].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
             new[name] = mean if server_lr == 1 else torch.lerp(old.float(), mean, server_lr)
         return new
 
-    def _trimmed(self, count: int) -> int:
-        return math.floor(self._trim_fraction * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    def _left_out(self, count: int) -> int:
+        """Return the number of a position's values that are left out at either end; of a median one or two stay."""
+        trimmed = math.floor(self._trim_fraction * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
+        return max(0, count - 1) // 2 if self._rule == "median" else trimmed
 
-    def _inner_mean(self, name: str, left_out: Callable[[int], int]) -> Tensor:
+    def _inner_mean(self, name: str) -> Tensor:
         old = self._old[name]
         values = [update.whole(name, old) for update in self._kept if name in update.tensors]
-        return inner_mean([x for x, _ in values], [mask for _, mask in values], old, left_out)
-
-
-def median_cut(count: int) -> int:
-    """Return the number of a position's values to leave out at either end so that one or two are left."""
-    return max(0, count - 1) // 2
+        return inner_mean([x for x, _ in values], [mask for _, mask in values], old, self._left_out)
 
 
 def inner_mean(

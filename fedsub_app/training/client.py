@@ -93,7 +93,6 @@ class ClientTools:
         return x.part(index), y[index]
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Return the generator of this client, round and purpose."""
         return generator(self.settings.seed, self.round, self.id, purpose)
 
     def dropout(self, purpose: str) -> AbstractContextManager[None]:
@@ -142,7 +141,6 @@ class ClientTools:
     # --- passes over the data ---------------------------------------------------------------------------------------
 
     def loss(self, output: Output, y: Tensor) -> Tensor:
-        """Return the task's loss of a mini-batch, a scalar."""
         return self.place.problem.task.loss(output.logits, y)
 
     def objective(self) -> Objective:
@@ -179,7 +177,6 @@ class ClientTools:
             yield batches
 
     def batches(self, epochs: int | None = None, purpose: str = "batches") -> Iterator[Tensor]:
-        """Yield the mini-batches of all :meth:`epochs`, one after the other."""
         return itertools.chain.from_iterable(self.epochs(epochs, purpose))
 
     def fit(
@@ -194,6 +191,17 @@ class ClientTools:
         training = Training(self, names, **how)
         training.run(self.batches(epochs, purpose))
         return training
+
+    def slopes(self, model: Mapping[str, Tensor], batch: Tensor) -> tuple[Tensor, Tensors]:
+        """Return the loss on a mini-batch, given as indices, at other weights, and its gradients in these.
+
+        Tensors that ``model`` lacks are the network's; nothing of it changes.
+        """
+        weights = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
+        others = {name: tensor.detach().clone() for name, tensor in self.network.tensors.items() if name not in weights}
+        loss = self.loss(self.network(self.x[batch], others | weights), self.y[batch])
+        self.flops += len(batch) * self.place.training_flops(self.network, frozenset(weights))
+        return loss.detach(), Optimizer(self.settings, weights, 0).gradients(loss)
 
     @torch.no_grad()
     def outputs(self, split: Split = "train") -> Output:

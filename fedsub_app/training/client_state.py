@@ -26,13 +26,7 @@ class ClientState:
         self.folder = folder / f"client-{client:06d}"
 
     def load(self, merged: int) -> Tensors:
-        """Return the state of round ``merged``; ``{}`` where that is 0 or its file is gone.
-
-        Raises
-        ------
-        UserError
-            The file is truncated or damaged.
-        """
+        """Return the state of round ``merged``; ``{}`` where that is 0 or its file is gone."""
         path = round_file(self.folder, merged)
         if not merged or not path.is_file():
             return {}

@@ -135,9 +135,8 @@ def subnet_flops(
     model: nn.Module,
     groups: Sequence[UnitGroup],
     unit_masks: Mapping[str, Tensor],
-    training: bool = True,
 ) -> int:
-    """Return the FLOPs of the network that holds only the units that are on, as if it were physically that small.
+    """Return the FLOPs of training the network of the units that are on, as if it were physically that small.
 
     Each convolution or linear layer of a listed network scales with ``kept_out * kept_in / (out * in)``; of others the
     smaller network is counted. Executed with masks on the full
@@ -148,12 +147,11 @@ def subnet_flops(
     problem, model : the arguments of :func:`training_flops`.
     groups : the model's unit groups.
     unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
-    training : forward and backward pass (default), or the forward pass alone.
     """
     if not all(group.chain for group in groups):  # that of a network of this size, whose layers have a unit at least
         widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
         small = narrowed(copy.deepcopy(model).cpu(), groups, widths)
-        return (training_flops if training else forward_flops)(problem, small)
+        return training_flops(problem, small)
     kept: dict[str, int] = {}  # weight name -> kept_out * kept_in of the units that are in a group …
     size: dict[str, int] = {}  # … and the same with all units on
     for group in groups:
@@ -167,8 +165,7 @@ def subnet_flops(
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     total = 0
     for k, name in enumerate(layers):
-        passes = 1 if not training else 2 if k == 0 else 3
         weight = f"{name}.weight"
         # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
-        total += passes * flops[name] * kept.get(weight, 1) // size.get(weight, 1)
+        total += (3 if k else 2) * flops[name] * kept.get(weight, 1) // size.get(weight, 1)
     return total // 2

@@ -26,8 +26,8 @@ def epoch(
     return [part for part in parts if not (skip_single and len(part) == 1 < count)]
 
 
-def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Return images as RandomCrop with ``padding`` and RandomHorizontalFlip make them, each with draws of its own.
+def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images as RandomCrop with padding 4 and RandomHorizontalFlip make them, each with draws of its own.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator, padding:
     black : float ``[channels]``: value of the border, black after normalisation.
     generator : generator on the CPU.
     """
-    n, channels, height, width = x.shape
+    (n, channels, height, width), padding = x.shape, 4
     padded = black.view(1, -1, 1, 1).expand(n, channels, height + 2 * padding, width + 2 * padding).clone()
     padded[:, :, padding : padding + height, padding : padding + width] = x
     top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=generator)

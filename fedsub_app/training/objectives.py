@@ -61,7 +61,6 @@ class Prox(Objective):
 
     @torch.no_grad()
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
-        """Add ``mu * (w - anchor)``."""
         if self.mu:
             differences = torch._foreach_sub(list(parameters.values()), [self.others[0][name] for name in parameters])
             torch._foreach_add_([gradients[name] for name in parameters], differences, alpha=self.mu)
@@ -90,7 +89,6 @@ class Moon(Objective):
         self.mu, self.temperature = mu, temperature
 
     def term(self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean") -> Tensor:
-        """Return mu times the contrastive loss."""
         with torch.no_grad():
             others = [forward(x, tensors).features for tensors in self.others]
         likeness = torch.stack([F.cosine_similarity(output.features, other) for other in others], dim=1)
@@ -98,5 +96,4 @@ class Moon(Objective):
         return self.mu * F.cross_entropy(likeness / self.temperature, first, reduction=reduction)
 
     def remember(self, trained: Mapping[str, Tensor]) -> Tensors:
-        """Return the trained model: the z_p of the client's next round."""
         return prefixed(PREVIOUS, {name: tensor.detach().clone() for name, tensor in trained.items()})

@@ -93,12 +93,7 @@ class Optimizer:
 
 
 class OwnOptimizer(Optimizer):
-    """An optimizer of the user's in the place of SGD.
-
-    Parameters
-    ----------
-    make : returns a fresh one for some parameters and a learning rate; called once a client and training.
-    """
+    """An optimizer of the user's in the place of SGD."""
 
     def __init__(
         self, make: MakeOptimizer, settings: TrainingSettings, parameters: Mapping[str, Tensor], lr: float
@@ -107,7 +102,6 @@ class OwnOptimizer(Optimizer):
         self.own = make(list(self.parameters.values()), lr) if parameters else None  # torch's want one at least
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Move the parameters, in place, by one step of the user's optimizer."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
         if self.own:

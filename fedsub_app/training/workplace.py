@@ -1,7 +1,7 @@
 """The workplace that all clients of one process share: problem, data on the device, partition, one model object."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -26,12 +26,17 @@ class Workplace:
     partition: Partition
     network: Network
     device: torch.device
-    train_x: AnySamples
-    train_y: Tensor
-    test_x: AnySamples
-    test_y: Tensor
     first: Callable[[], Tensors] | None = None  # returns the initial global model that no seed gives
     optimizer: Callable[[Settings, Mapping[str, Tensor], float], Optimizer] = Optimizer  # of parameters and an lr
+    train_x: AnySamples = field(init=False)
+    train_y: Tensor = field(init=False)
+    test_x: AnySamples = field(init=False)
+    test_y: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Images are channels-last (fastest in oneDNN); weights are sliced, sent and averaged as they are stored.
+        for name in ("train_x", "train_y", "test_x", "test_y"):
+            object.__setattr__(self, name, getattr(self.problem.data, name).to(self.device))
 
     @cached_property
     def black(self) -> Tensor:
@@ -58,22 +63,15 @@ class Workplace:
         widths = widths_of(self.network.units, tensors)
         return self.narrow_network(tuple(widths[group.name] for group in self.network.units))
 
-    def training_flops(self, network: Network, names: frozenset[str] | None = None) -> int:
-        """Return the FLOPs of one forward and backward pass of one sample; ``names``: the tensors that are trained."""
-        return self._flops(network, True, names)
-
-    def forward_flops(self, network: Network) -> int:
-        """Return the FLOPs of one forward pass of one sample."""
-        return self._flops(network, False, None)
+    @cached_property
+    def training_flops(self) -> Callable[..., int]:
+        """Function: network, names -> FLOPs of a forward and backward pass of a sample; ``names``: what is trained."""
+        return lru_cache(256)(lambda network, names=None: costs.training_flops(self.problem, network.module, names))
 
     @cached_property
-    def _flops(self) -> Callable[[Network, bool, frozenset[str] | None], int]:
-        def count(network: Network, training: bool, names: frozenset[str] | None) -> int:
-            if training:
-                return costs.training_flops(self.problem, network.module, names)
-            return costs.forward_flops(self.problem, network.module)
-
-        return lru_cache(maxsize=256)(count)
+    def forward_flops(self) -> Callable[[Network], int]:
+        """Function: network -> FLOPs of one forward pass of one sample."""
+        return lru_cache(256)(lambda network: costs.forward_flops(self.problem, network.module))
 
     @cached_property
     def base(self) -> str:
@@ -91,11 +89,6 @@ class Workplace:
 def workplace(settings: Settings, problem: Problem | None = None) -> Workplace:
     """Load data, partition and model once per process and settings; ``problem``: in the place of the named one."""
     problem = problem or Problem.of(settings)
-    data = problem.data
-    partition = make_partition(data, settings.partitioning)
+    partition = make_partition(problem.data, settings.partitioning)
     device = pick_device(settings.device, settings.gpu_exact)
-    # Images are channels-last (fastest in oneDNN); weights are not, so they are sliced, sent and averaged as stored.
-    train_x, test_x = data.train_x.to(device), data.test_x.to(device)
-    train_y, test_y = data.train_y.to(device), data.test_y.to(device)
-    network = Network(problem.network().to(device))
-    return Workplace(settings, problem, partition, network, device, train_x, train_y, test_x, test_y)
+    return Workplace(settings, problem, partition, Network(problem.network().to(device)), device)
