@@ -319,6 +319,29 @@ def test_a_failing_row_is_named(table: str, tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.startswith("error: dataset = 'nothing'")
 
 
+@pytest.mark.slow
+def test_runs_are_jobs_of_a_cluster(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submitit's cluster of this machine takes Slurm's place."""
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs"))
+    arguments = ["reproduce", table, "--out", str(tmp_path / "out"), "--seeds", "1", "--slurm", "cluster=local"]
+    assert cli.main([*arguments, "--slurm", "timeout_min=5"]) == 0
+    assert (tmp_path / "out/digits-fedavg/seed0/summary.json").exists()
+    assert len([*(tmp_path / "runs/slurm").glob("*_result.pkl")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("cluster=nothing", "AutoExecutor doesn't know any"), ("partitoin=gpu", "Parameter 'partitoin' need")],
+)
+def test_an_unknown_option_of_a_cluster_is_one_line(
+    option: str, said: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("submitit")
+    arguments = ["reproduce", table, "--out", str(tmp_path / "out"), "--slurm", "cluster=local", "--slurm", option]
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: --slurm cluster=local {option}: {said}")
+
+
 def test_unknown_names_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", "fedpews-table99"]) == 2
     assert cli.main(["report", "/nonexistent"]) == 2

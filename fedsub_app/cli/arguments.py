@@ -50,6 +50,14 @@ Pairs = Annotated[
 ]
 Workers = Annotated[int | None, Option(metavar="N", help="runs at a time (default: the GPUs, else the cores)")]
 
+Slurm = Annotated[
+    list[str] | None,
+    Option(
+        metavar="KEY=VALUE",
+        help="the runs are jobs of a Slurm cluster, e.g. slurm_partition=gpu (keys of submitit); may be given often",
+    ),
+]
+
 
 def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tuple[str, list[str]]:
     """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.arguments import Pairs, Workers, checked, complete_tables
+from fedsub_app.cli.arguments import Pairs, Slurm, Workers, checked, complete_tables
 from fedsub_app.common.errors import between
 
 
@@ -17,6 +17,7 @@ def reproduce(
     pairs: Pairs = None,
     seeds: Annotated[int | None, Option(metavar="N", help="number of seeds (default: the table's)")] = None,
     workers: Workers = None,
+    slurm: Slurm = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="default: $FEDSUB_RUNS/reproduce/<name>")] = None,
     only: Annotated[
         list[str] | None, Option(metavar="NAME", help="run this method or setting only; may be given often")
@@ -31,4 +32,4 @@ def reproduce(
     seeds, workers = between("--seeds", seeds, 1000), between("--workers", workers, 1000)
     from fedsub_app.studies.reproduce import reproduce as run_table
 
-    return run_table(name, seeds, overrides, workers, out, only or (), check, dry_run)
+    return run_table(name, seeds, overrides, workers, out, only or (), check, dry_run, slurm or ())

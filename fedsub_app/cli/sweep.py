@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from fedsub_app.cli.arguments import Words, Workers, complete_keys, split
+from fedsub_app.cli.arguments import Slurm, Words, Workers, complete_keys, split
 from fedsub_app.common.errors import between
 
 
@@ -37,6 +37,7 @@ def sweep(
     ] = None,
     seeds: Annotated[int, Option(metavar="N", help="runs of each setting")] = 1,
     workers: Workers = None,
+    slurm: Slurm = None,
     out: Annotated[
         Path | None, Option(metavar="DIR", help="default: this sweep's folder in $FEDSUB_RUNS/sweeps")
     ] = None,
@@ -48,5 +49,13 @@ def sweep(
     from fedsub_app.studies.sweep import sweep as run_sweep
 
     return run_sweep(
-        experiment, space, trials=trials, method=search, metric=metric, seeds=seeds, workers=workers, out=out
+        experiment,
+        space,
+        trials=trials,
+        method=search,
+        metric=metric,
+        seeds=seeds,
+        workers=workers,
+        slurm=slurm or (),
+        out=out,
     )

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from platformdirs import user_cache_path
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
@@ -40,8 +41,8 @@ MAX_UNPACKED = 2**31  # bytes of an image in an archive
 
 
 def cache_folder() -> Path:
-    """Where decoded and unpacked copies are kept: ``$FEDSUB_CACHE`` or ``~/.cache/fedsub/decoded``."""
-    return Path(os.environ.get("FEDSUB_CACHE") or "~/.cache/fedsub/decoded").expanduser()
+    """Where decoded and unpacked copies are kept: ``$FEDSUB_CACHE``, or ``decoded`` in the user's cache folder."""
+    return Path(os.environ.get("FEDSUB_CACHE") or user_cache_path("fedsub") / "decoded").expanduser()
 
 
 def checked(file: Path, split: str, images: Array, labels: Array) -> Split:

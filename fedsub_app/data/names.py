@@ -5,6 +5,8 @@ import zipfile
 from itertools import islice
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from fedsub_app.common.errors import UserError
 from fedsub_app.data.settings import READERS
 
@@ -76,8 +78,8 @@ def private_name(path: Path) -> str:
 
 
 def data_folder(setting: str | None) -> Path:
-    """The setting, or else ``$FEDSUB_DATA``, or else ``~/.cache/fedsub/data``."""
-    folder = Path(setting or os.environ.get("FEDSUB_DATA") or "~/.cache/fedsub/data").expanduser()
+    """The setting, or else ``$FEDSUB_DATA``, or else ``data`` in the user's cache folder (``~/.cache/fedsub``)."""
+    folder = Path(setting or os.environ.get("FEDSUB_DATA") or user_cache_path("fedsub") / "data").expanduser()
     try:
         folder.stat()  # an error that is_dir would hide
         if not folder.is_dir():

@@ -27,12 +27,15 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Value
+from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
 from fedsub_app.studies.job import Job
 from fedsub_app.studies.progress import BatchProgress
+from fedsub_app.studies.slurm import SlurmPool
 
 LOOK_SECONDS = 2.0
+MANY_JOBS = 100  # of a cluster, at a time
 KILLED = "not run: a process was killed (out of memory?); the same command goes on"
 
 
@@ -42,7 +45,11 @@ def gpus_of(settings: Iterable[Settings]) -> list[str]:
 
 
 def run_all(
-    jobs: Iterable[Job], total: int, workers: int | None = None, gpus: Sequence[str] = ()
+    jobs: Iterable[Job],
+    total: int,
+    workers: int | None = None,
+    gpus: Sequence[str] = (),
+    slurm: Sequence[str] = (),
 ) -> list[tuple[Job, str]]:
     """Run the jobs, say what is done and how long is left; returns those that failed and why.
 
@@ -54,18 +61,15 @@ def run_all(
     total : number of jobs, or how many there are at most.
     workers : runs at a time; ``None``: as many as there are GPUs, without any as there are cores.
     gpus : each process takes one of these, in turn (:func:`gpus_of`).
+    slurm : options of a cluster, whose jobs the runs are (:class:`~fedsub_app.studies.slurm.SlurmPool`)
     """
     if not total:
         return []
-    workers = min(workers or len(gpus) or cores(), total)
+    workers = min(workers or (MANY_JOBS if slurm else len(gpus) or cores()), total)
     failures: list[tuple[Job, str]] = []
     waiting = iter(jobs)
-    context = get_context("spawn")
-    turns: SimpleQueue[str] = context.SimpleQueue()
-    for gpu in islice(cycle(gpus), workers):
-        turns.put(gpu)
     with (
-        ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(turns if gpus else None,)) as pool,
+        SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus) as pool,
         BatchProgress(total) as progress,
     ):
         running: dict[Future[str], Job] = {}
@@ -89,6 +93,14 @@ def run_all(
                     failures.append((job, str(reason)))
                 progress.end(job, failed=bool(reason))
             progress.look()
+
+
+def _processes(workers: int, gpus: Sequence[str]) -> ProcessPoolExecutor:
+    context = get_context("spawn")
+    turns: SimpleQueue[str] = context.SimpleQueue()
+    for gpu in islice(cycle(gpus), workers):
+        turns.put(gpu)
+    return ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(turns if gpus else None,))
 
 
 def _begin(turns: "SimpleQueue[str] | None") -> None:

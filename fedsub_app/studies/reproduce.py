@@ -49,6 +49,7 @@ def reproduce(
     only: Sequence[str] = (),
     against: Path | None = None,
     dry_run: bool = False,
+    slurm: Sequence[str] = (),
 ) -> int:
     """Run a table's rows over its seeds; write ``<name>.md``, .csv and .json, report.html; returns the exit code.
 
@@ -86,7 +87,7 @@ def reproduce(
     if dry_run:
         return 0
     todo = [job for job in jobs if job.summary() is None]
-    failures = run_all(todo, len(todo), workers, gpus_of(job.settings for job in jobs))
+    failures = run_all(todo, len(todo), workers, gpus_of(job.settings for job in jobs), slurm)
     words = [f"-s {shlex.quote(f'{key}={as_argument(key, value)}')}" for key, value in overrides.items()]
     words += [f"--seeds {seeds}"] if seeds else []
     words += [f"--only {shlex.quote(word)}" for word in only]

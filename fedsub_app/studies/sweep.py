@@ -34,6 +34,7 @@ def sweep(
     metric: str | None = None,
     seeds: int = 1,
     workers: int | None = None,
+    slurm: Sequence[str] = (),
     out: Path | None = None,
 ) -> int:
     """Run or continue a sweep; write its tables, picture, page and best settings; returns the exit code.
@@ -48,7 +49,7 @@ def sweep(
     done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
     chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
     print(f"{search.count} trials in {planned.out}, chosen by {chosen_by}", flush=True)
-    failures = run_all(planned.jobs(), seeds * search.count - done, workers, gpus_of(settings))
+    failures = run_all(planned.jobs(), seeds * search.count - done, workers, gpus_of(settings), slurm)
     planned.tell()
     for job, reason in failures:
         print(f"failed: {' '.join(job.name.split())}: {reason}", file=sys.stderr)
