@@ -26,10 +26,14 @@ KEYS = {
     "evaluate": "global,personal",
 }
 METHODS = ("fedpews", "local")  # one keeps mask scores in its clients' state, the other whole models
+OWN: dict[str, dict[str, str]] = {
+    "fedpews": {"fedpews.warmup-rounds": "3"},
+    "heterofl": {"devices": "phones", "deadline": "5.0", "held-out-clients": "1", "num-clients": "8"},  # a clock
+}
 
 
 def keys(method: str, folder: Path, **more: str) -> list[str]:
-    values = KEYS | ({"fedpews.warmup-rounds": "3"} if method == "fedpews" else {})
+    values = KEYS | OWN.get(method, {})
     values |= {"method": method, "run-dir": str(folder)} | {k.replace("_", "-"): v for k, v in more.items()}
     return [part for key, value in values.items() for part in ("-s", f"{key}={value}")]
 
@@ -86,6 +90,8 @@ CRASHES = [
     ("method", "moment", "server_round"),
     [
         *(pytest.param("fedpews", *crash) for crash in CRASHES),
+        pytest.param("heterofl", "checkpoint half written", 2),
+        pytest.param("heterofl", "line written", 2),
         *(pytest.param("local", *crash, marks=() if crash in CRASHES[5:7] else pytest.mark.slow) for crash in CRASHES),
     ],
 )
