@@ -1,9 +1,8 @@
 """fed-foo, client side."""
 
-from strategies.fed_foo import FedFooSettings
-
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
+from strategies.fed_foo import FedFooSettings
 
 
 class FedFooClient(Client):
