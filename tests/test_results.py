@@ -9,9 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from fedsub_app.common.text import markdown
-from fedsub_app.studies.evidence import difference, read_evidence, row_of, sample_of
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -111,25 +108,19 @@ def test_pages_are_not_older_than_their_data(pages: ModuleType) -> None:
         assert kept == text, f"{path.relative_to(ROOT)} is older than its claims or data: make results"
 
 
-# --- results/attacks.md -----------------------------------------------------------------------------------------------
-
-
-def unseen_table() -> str:
-    """The table of data/attacks-unseen.json: a row a method, means over the seeds without and with ``robust``."""
-    content = read_evidence(ROOT / "docs/results/data/attacks-unseen.json")
-    settings = list(dict.fromkeys(row["setting"] for row in content["rows"]))
-    methods = list(dict.fromkeys(row["method"].split(",")[0] for row in content["rows"]))
-    rows = []
-    for method in methods:
-        samples = [
-            [sample_of(row_of(content, setting, f"{method}, robust {switch}")) for switch in ("off", "on")]
-            for setting in settings
-        ]
-        cost = difference(samples[0][1], samples[0][0])
-        cells = [f"{off.mean:.1f} ± {off.sd:.1f} → {on.mean:.1f} ± {on.sd:.1f}" for off, on in samples]
-        rows.append([method, *cells, str(cost)])
-    return markdown(["method", *settings, "cost with nobody, points [95 %]"], rows)
-
-
-def test_the_table_of_unseen_attacks_is_that_of_its_data() -> None:
-    assert unseen_table() in (ROOT / "docs/results/attacks.md").read_text()
+def test_fields_of_a_page_are_filled_with_numbers_of_the_data(pages: ModuleType) -> None:
+    """``robust`` costs seeds 1 and 2 one point and three: 2 points, t(1) = 12.71 standard errors of 1 wide."""
+    finals = {"A, robust off": (90.0, 94.0), "A, robust on": (89.0, 91.0)}
+    rows = [
+        {"setting": "none", "method": method, "metric": "global-accuracy", "runs": runs}
+        for method, numbers in finals.items()
+        for runs in [[{"seed": seed, "final": final, "refused": 3} for seed, final in enumerate(numbers, 1)]]
+    ]
+    data = {"t": {"table": "t", "command": "fedsub reproduce t", "rows": rows}}
+    text = "{command t}: {t | A, robust off | none}, {t | A, robust on | none | refused} {pairs t}"
+    page, used = pages.filled(text, data)
+    assert page.startswith("fedsub reproduce t: 92.0 ± 2.8, 3 |")
+    assert page.endswith("| A | 92.0 ± 2.8 → 90.0 ± 1.4 | -2 [-14.7, +10.7] |")
+    assert used == ["t"]
+    with pytest.raises(KeyError, match="t: no 'B' with 'none'"):
+        pages.filled("{t | B | none}", data)

@@ -20,13 +20,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from defences import filled  # noqa: E402
 from rule import SIGMAS, VERDICTS, judged, relative  # noqa: E402
 
 from fedsub_app.common.conf_files import tables  # noqa: E402
 from fedsub_app.common.text import markdown  # noqa: E402
 from fedsub_app.config import resolve  # noqa: E402
 from fedsub_app.reports.pictures import colour, draw_lines, figure, limits_of, svg  # noqa: E402
-from fedsub_app.reports.records import NOT_COMPARED, Curve, deviation, read_run  # noqa: E402
+from fedsub_app.reports.records import NOT_COMPARED, Curve, Record, deviation, read_run  # noqa: E402
 from fedsub_app.studies.evidence import (  # noqa: E402
     Estimate,
     difference,
@@ -42,7 +43,7 @@ from fedsub_app.studies.tables import Paper, read_table  # noqa: E402
 Json = dict[str, Any]
 PAPERS = ("fedpart", "fedpews", "fedselect", "sub-fedavg", "ist")
 UNITS = {"final": "points", "rounds-to-target": "rounds", "MB": "% of bytes", "GFLOPs": "% of FLOPs"}
-MADE = "<!-- made by `make results` of claims/*.toml and data/*.json; edit those -->"
+MADE = "<!-- made by `make results` of claims/* and data/*.json; edit those -->"
 RULE = f"""The difference of two rows has the 95 % t-interval over seeds: paired by seed, or Welch's where only mean and
 standard deviation of the runs were kept. A target that was not reached counts as the last round. One seed has
 ± {SIGMAS} of the paper's standard deviations of that difference (three runs given as minimum to maximum: their range
@@ -354,7 +355,18 @@ def rendered() -> dict[Path, str]:
     pages = overview(content)
     for name, paper in content.items():
         pages |= page_of(name, paper)
+    for name in ("attacks", "privacy"):
+        text, used = filled((HERE / f"claims/{name}.md").read_text(), data())
+        pages[HERE / f"{name}.md"] = "\n\n".join((MADE, text + "\n## Cost and provenance", cost_of(used))) + "\n"
     return pages
+
+
+def of_attackers(record: Record) -> Json:
+    """Return refused answers, and of the first, middle and last round the norms and clipped updates."""
+    lines = [line for line in record.lines if line["round"]]
+    chosen = [lines[0], lines[len(lines) // 2 - 1], lines[-1]]
+    several = {key: [line[key] for line in chosen] for key in ("update-norm", "clipped-updates") if key in chosen[-1]}
+    return several | {"refused": sum(len(line.get("dropped", ())) for line in lines)}
 
 
 def add(runs: Path) -> None:
@@ -388,7 +400,7 @@ def add(runs: Path) -> None:
                 )
                 for key, value in (("command", command), ("set", changed), ("reference", reference)):
                     content.setdefault(key, value)
-                entry = run_entry(record.folder, known["metric"])
+                entry = run_entry(record.folder, known["metric"]) | (of_attackers(record) if "attacks-" in name else {})
                 others = [run for run in known["runs"] if run["seed"] != entry["seed"]]
                 known["runs"] = sorted([*others, entry], key=lambda run: run["seed"])
         write_evidence(file, content)
