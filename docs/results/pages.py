@@ -152,6 +152,8 @@ class Claim:
         return [str(self.number), words, f"{effect} {self.unit}", self.rows, found, self.size, f"**{self.verdict}**"]
 
 
+COST = """A run has one core; its hours are those of the clock, with whatever else the machine did in them. Each page has
+its files' hours, commits and machines; runs of history are not counted."""
 BESIDES = """These pages concern no paper's claim: [attackers and means](attacks.md), [privacy of a client](privacy.md),
 [faults](faults.md), [a sweep](sweep.md). Speed and memory: [bench/README.md](../../bench/README.md). Readings, earlier
 runs and measurements whose files were not kept: [history](history.md)."""
@@ -283,6 +285,20 @@ def cost_of(names: Sequence[str]) -> str:
     return markdown(("data", "runs", "core-hours", "commits", "processor", "torch"), lines)
 
 
+def hours_of(names_of: Mapping[str, Sequence[str]]) -> str:
+    """Return the core-hours of each paper's data files, and of the other files, as a table."""
+    others = [name for name in data() if not any(name in names for names in names_of.values())]
+    lines, totals = [], [0, 0, 0.0]
+    for title, names in {**names_of, "The other pages": others}.items():
+        runs = [run for name in names for row in data()[name]["rows"] for run in row["runs"]]
+        seconds = [run["totals"]["seconds"] for run in runs if run.get("totals", {}).get("seconds")]
+        numbers = [len(runs), len(runs) - len(seconds), sum(seconds) / 3600]
+        totals = [total + number for total, number in zip(totals, numbers, strict=True)]
+        lines.append([title, *map(str, numbers[:2]), f"{numbers[2]:.1f}"])
+    lines.append(["all", *map(str, totals[:2]), f"{totals[2]:.1f}"])
+    return markdown(("", "runs", "of these without their time", "core-hours of the others"), lines)
+
+
 def page_of(name: str, paper: Json) -> dict[Path, str]:
     """Return a paper's page and its pictures."""
     claims, settings = paper["claims"], resolve({"experiment": paper["experiment"]}).flat()
@@ -291,7 +307,7 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
     for table in paper["tables"]:
         content = data()[table]
         results += [f"### {content['title']}: {table}", f"    {content['command']}", table_of(table)]
-        results += [f"Source: {content['source']}."] * ("source" in content)
+        results += [f"Source: {content['source']}."] if "source" in content else []
         for place, setting in enumerate(dict.fromkeys(row["setting"] for row in content["rows"]), 1):
             lines, ends = curves_of(content, setting)
             if any(len(line.mean) > 2 for line in lines):
@@ -343,6 +359,7 @@ def overview(content: Mapping[str, Json]) -> dict[Path, str]:
     for name, paper in content.items():
         parts += [f"## [{paper['title']}]({name}.md)", f"{counts_of(paper['claims'])}."]
         parts += [markdown(CLAIM_HEADER, [claim.cells for claim in paper["claims"]])]
+    parts += ["## Cost", COST, hours_of({paper["title"]: paper["tables"] for paper in content.values()})]
     parts += ["## Besides", BESIDES]
     source, draw = repr([claim.cells for claim in drawn]), partial(draw_forest, claims=drawn)
     forest = picture("forest plot of the claims", draw, 7.5, 1.2 + 0.24 * len(drawn), source)
