@@ -68,6 +68,9 @@ def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.Mo
     assert judged(rounds=19).whole is False
     assert judged(rows=["FPAM", "FedAvg"]).verdict == "not run"
     assert judged(missing="no data").verdict == "data missing"
+    assert claim.cells[6] == "**undecided**"
+    rows[1] = row("FedPartAvg", [60.0])
+    assert judged().cells[6] == "**direction only**, one seed"  # 10 ± 5 of the paper's standard deviations
     rows[1] = row("FedPartAvg", [52.0, 53.1, 54.0])
     assert judged().verdict == "direction only"  # 2.03 ± 0.14
     assert judged(direction=1).verdict == "reproduced"  # a picture without numbers

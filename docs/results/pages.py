@@ -149,7 +149,9 @@ class Claim:
         effect += f" ± {self.sd:.2g}" if self.sd else ""
         found = f"{self.found} {self.unit}" if self.found else ""
         words = f"{self.keys['words']} ({self.keys['item']}: {' against '.join(self.keys['rows'])})"
-        return [str(self.number), words, f"{effect} {self.unit}", self.rows, found, self.size, f"**{self.verdict}**"]
+        single = ", one seed" * bool(self.found and self.found.n == 1 and "rounding" not in self.keys)
+        verdict = f"**{self.verdict}**{single}"
+        return [str(self.number), words, f"{effect} {self.unit}", self.rows, found, self.size, verdict]
 
 
 COST = """A run has one core; its hours are those of the clock, with whatever else the machine did in them. Each page has
