@@ -154,8 +154,8 @@ class Claim:
         return [str(self.number), words, f"{effect} {self.unit}", self.rows, found, self.size, verdict]
 
 
-COST = """A run has one core; its hours are those of the clock, with whatever else the machine did in them. Each page has
-its files' hours, commits and machines; runs of history are not counted."""
+COST = """A run has one core; its hours are those of the clock, with whatever else the machine did in them. Each page
+has its files' hours, commits and machines; runs of history are not counted."""
 BESIDES = """These pages concern no paper's claim: [attackers and means](attacks.md), [privacy of a client](privacy.md),
 [faults](faults.md), [a sweep](sweep.md). Speed and memory: [bench/README.md](../../bench/README.md). Readings, earlier
 runs and measurements whose files were not kept: [history](history.md)."""
