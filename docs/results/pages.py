@@ -380,8 +380,8 @@ def rendered() -> dict[Path, str]:
     return pages
 
 
-def of_attackers(record: Record) -> Json:
-    """Return refused answers, and of the first, middle and last round the norms and clipped updates."""
+def besides(record: Record) -> Json:
+    """Return how many answers were refused; of three rounds the median norm of an update, and the clipped updates."""
     lines = [line for line in record.lines if line["round"]]
     chosen = [lines[0], lines[len(lines) // 2 - 1], lines[-1]]
     several = {key: [line[key] for line in chosen] for key in ("update-norm", "clipped-updates") if key in chosen[-1]}
@@ -419,7 +419,9 @@ def add(runs: Path) -> None:
                 )
                 for key, value in (("command", command), ("set", changed), ("reference", reference)):
                     content.setdefault(key, value)
-                entry = run_entry(record.folder, known["metric"]) | (of_attackers(record) if "attacks-" in name else {})
+                entry = run_entry(record.folder, known["metric"]) | (
+                    besides(record) if name.startswith("attacks-") else {}
+                )
                 others = [run for run in known["runs"] if run["seed"] != entry["seed"]]
                 known["runs"] = sorted([*others, entry], key=lambda run: run["seed"])
         write_evidence(file, content)
