@@ -375,7 +375,7 @@ def rendered() -> dict[Path, str]:
     for name, paper in content.items():
         pages |= page_of(name, paper)
     for name in ("attacks", "privacy"):
-        text, used = filled((HERE / f"claims/{name}.md").read_text(), data())
+        text, used = filled((HERE / f"claims/{name}.txt").read_text(), data())
         pages[HERE / f"{name}.md"] = "\n\n".join((MADE, text + "\n## Cost and provenance", cost_of(used))) + "\n"
     return pages
 
