@@ -321,9 +321,8 @@ def _sums(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) 
 
 
 def _middle(norms: Sequence[float]) -> dict[str, float]:
-    if not norms:
-        return {}
-    return {"update-norm": float(f"{median(norms):.3g}"), "largest-update-norm": float(f"{max(norms):.3g}")}
+    sizes = {"update-norm": median(norms), "largest-update-norm": max(norms)} if norms else {}
+    return {key: float(f"{size:.3g}") for key, size in sizes.items()}
 
 
 def check_defences(strategy: Hooks) -> None:

@@ -36,6 +36,10 @@ from fedsub_app.common.errors import UserError
 T = TypeVar("T")
 CA_DAYS = 3650
 SKEW = timedelta(days=1)  # certificates are valid that long before they are made, for machines whose clock is behind
+OTHER_USES = (  # of a key than to sign certificates
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("encipher_only", "decipher_only"),
+)
 THIS_MACHINE = ("localhost", "127.0.0.1")
 
 
@@ -118,17 +122,7 @@ def _public(path: Path) -> bytes:
 def _authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedsub federation {secrets.token_hex(4)}")])
-    uses = x509.KeyUsage(
-        key_cert_sign=True,
-        crl_sign=True,
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    uses = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(OTHER_USES, False))
     builder = _certificate(name, name, key, key.public_key(), timedelta(days=CA_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     return key, builder.add_extension(uses, critical=True).sign(key, hashes.SHA384())

@@ -1,6 +1,7 @@
 """SGD and Adam on named tensors, and an optimizer of the user's."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,36 +61,14 @@ class Optimizer:
         along = [gradients[name] for name in self.parameters]
         if not moved:
             return
+        first, second, steps = (list(of.values()) for of in (self.first, self.second, self.steps))
+        how: dict[str, Any] = {"lr": self.lr, "weight_decay": self.settings.weight_decay}
+        how |= {"fused": True, "maximize": False}
         if self.adaptive:
-            adam(
-                moved,
-                along,
-                list(self.first.values()),
-                list(self.second.values()),
-                [],
-                list(self.steps.values()),
-                fused=True,
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.999,
-                lr=self.lr,
-                weight_decay=self.settings.weight_decay,
-                eps=1e-8,
-                maximize=False,
-            )
+            adam(moved, along, first, second, [], steps, beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False, **how)
         else:
-            sgd(
-                moved,
-                along,
-                list(self.first.values()) or [None] * len(moved),
-                fused=True,
-                weight_decay=self.settings.weight_decay,
-                momentum=self.settings.momentum,
-                lr=self.lr,
-                dampening=0,
-                nesterov=False,
-                maximize=False,
-            )
+            how |= {"momentum": self.settings.momentum, "dampening": 0, "nesterov": False}
+            sgd(moved, along, [*first] or [None] * len(moved), **how)
 
 
 class OwnOptimizer(Optimizer):
