@@ -31,15 +31,15 @@ Class = TypeVar("Class")
 class Late(Generic[Class]):
     """An attribute that is a class, or its place "module:Name" in a package, which is imported at the first look."""
 
-    def __init__(self, package: str) -> None:
-        self.package = package
+    def __init__(self, package: str, default: object) -> None:
+        self.package, self.default = package, default
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, instance: object, owner: type) -> Class:
-        if instance is None:
-            raise AttributeError(self.name)  # so a dataclass has no default
+        if instance is None:  # the dataclass asks for the default
+            return self.default  # type: ignore[return-value]
         value = vars(instance)[self.name]
         if isinstance(value, str):
             value = vars(instance)[self.name] = resolve_name(f"{self.package}.{value}")
@@ -53,39 +53,32 @@ class Late(Generic[Class]):
 class Method:
     """One method: a description, its own settings, its server side, its client side.
 
-    The three classes may be given by their places, "module:Name" in strategies, strategies and client_apps.
+    The three classes may be given by their places, "module:Name" in strategies, strategies and client_apps; FedAvg's
+    are the defaults.
 
     ``preset``: general keys that make it this method; a run that sets them otherwise is refused. ``title``: its name
     as it is written, where the strategy's class has another one.
     """
 
     description: str
-    settings: "Late[type[MethodSettings]]" = Late("strategies")
-    strategy: "Late[type[SubnetStrategy]]" = Late("strategies")
-    client: "Late[type[Client]]" = Late("client_apps")
+    settings: "Late[type[MethodSettings]]" = Late("strategies", MethodSettings)
+    strategy: "Late[type[SubnetStrategy]]" = Late("strategies", "base:SubnetStrategy")
+    client: "Late[type[Client]]" = Late("client_apps", "base:Client")
     preset: Mapping[str, Value] = field(default_factory=dict)
     title: str = ""
 
 
 METHODS = {
-    "fedavg": Method("McMahan et al. 2017", MethodSettings, "base:SubnetStrategy", "base:Client", title="FedAvg"),
-    "fedprox": Method(
-        "Li et al. 2020", MethodSettings, "base:SubnetStrategy", "base:Client", {"objective": "prox"}, "FedProx"
-    ),
-    "moon": Method(
-        "Li, He, Song 2021", MethodSettings, "base:SubnetStrategy", "base:Client", {"objective": "moon"}, "MOON"
-    ),
+    "fedavg": Method("McMahan et al. 2017", title="FedAvg"),
+    "fedprox": Method("Li et al. 2020", preset={"objective": "prox"}, title="FedProx"),
+    "moon": Method("Li, He, Song 2021", preset={"objective": "moon"}, title="MOON"),
     "scaffold": Method("Karimireddy et al. 2020", MethodSettings, "scaffold:Scaffold", "scaffold:ScaffoldClient"),
     "fednova": Method("Wang et al. 2020", keys.FedNovaSettings, "fednova:FedNova", "fednova:FedNovaClient"),
-    "fedadam": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedAdam", "base:Client"),
-    "fedyogi": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedYogi", "base:Client"),
-    "fedadagrad": Method("Reddi et al. 2021", keys.FedAdagradSettings, "fedopt:FedAdagrad", "base:Client"),
+    "fedadam": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedAdam"),
+    "fedyogi": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedYogi"),
+    "fedadagrad": Method("Reddi et al. 2021", keys.FedAdagradSettings, "fedopt:FedAdagrad"),
     "fedavg-ft": Method(
-        "FedAvg, fine-tuned by each client",
-        keys.TuningSettings,
-        "base:SubnetStrategy",
-        "parts:TunedClient",
-        title="FedAvgFT",
+        "FedAvg, fine-tuned by each client", keys.TuningSettings, client="parts:TunedClient", title="FedAvgFT"
     ),
     "ditto": Method("Li et al. 2021", keys.DittoSettings, "ditto:Ditto", "personal:DittoClient"),
     "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "parts:FedBNClient"),
@@ -117,20 +110,18 @@ METHODS = {
     "fedpm": Method("Isik et al. 2023", keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
     "ssfl": Method("Ohib et al. 2024", keys.SparseSettings, "ssfl:SSFL", "sparse:SSFLClient"),
     "feddst": Method("Bibikar et al. 2022", keys.FedDSTSettings, "feddst:FedDST", "sparse:FedDSTClient"),
-    "fedit": Method("FedIT, Zhang et al. 2024: LoRA", MethodSettings, "lora:FedIT", "base:Client"),
+    "fedit": Method("FedIT, Zhang et al. 2024: LoRA", MethodSettings, "lora:FedIT"),
     "ffa-lora": Method("Sun et al. 2024", MethodSettings, "lora:FFALoRA", "lora:FFALoRAClient"),
     "fedsa-lora": Method("Guo et al. 2025", MethodSettings, "lora:FedSALoRA", "lora:FedSALoRAClient"),
-    "flexlora": Method("Bai et al. 2024", keys.RankSettings, "lora:FlexLoRA", "base:Client"),
+    "flexlora": Method("Bai et al. 2024", keys.RankSettings, "lora:FlexLoRA"),
     "flora": Method("Wang et al. 2024: LoRA", keys.FLoRASettings, "lora:FLoRA", "lora:MovedBaseClient"),
     "fedex-lora": Method("Singhal et al. 2025", keys.FedExLoRASettings, "lora:FedExLoRA", "lora:MovedBaseClient"),
     "hetlora": Method("Cho et al. 2024", keys.HetLoRASettings, "lora:HetLoRA", "lora:HetLoRAClient"),
     "mtl": Method("multi-task learning, regularised by the mean", keys.MTLSettings, "mtl:MTL", "personal:MTLClient"),
     "local": Method("no federation: the floor", MethodSettings, "local:Local", "personal:LocalClient"),
-    "ist": Method(
-        "IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", keys.ISTSettings, "ist:IST", "base:Client"
-    ),
+    "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", keys.ISTSettings, "ist:IST"),
     "istprox": Method(
-        "IST with FedProx's term", keys.ISTSettings, "ist:IST", "base:Client", {"objective": "prox"}, "ISTProx"
+        "IST with FedProx's term", keys.ISTSettings, "ist:IST", preset={"objective": "prox"}, title="ISTProx"
     ),
     "heterofl": Method(
         "HeteroFL, Diao, Ding, Tarokh 2021", keys.HeteroFLSettings, "heterofl:HeteroFL", "heterofl:HeteroFLClient"

@@ -18,17 +18,9 @@ MAX_EXAMPLES = 10**9
 TEST = "query.test"  # Flower's message type of the global model's test on simulated nodes (runs/evaluation.py)
 MEASURE = "query.measure"  # Flower's message type of a phase after the merge (strategies/measurement.py)
 GLOBAL = "global/"  # prefix, in an evaluation, of the global model's tensors that a client's own model does not share
-DTYPES = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NUMBERS = (torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.bool, *NUMBERS)}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class BadReply(Exception):
