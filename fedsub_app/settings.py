@@ -140,12 +140,6 @@ class RunSettings(Section):
     track: Literal["none", "tensorboard", "mlflow", "wandb"] = "none"
     """Tracker that also gets every round's numbers, a package of its own (`pip install -e '.[mlflow]'`)."""
 
-    @model_validator(mode="after")
-    def _resume_needs_a_run(self) -> "RunSettings":
-        if self.resume and not self.run_dir:
-            raise ValueError("run-dir = '': resume = true needs the run directory to resume")
-        return self
-
 
 class TrainingSettings(Section):
     """The network and the local training of a client."""
@@ -230,16 +224,6 @@ class TrainingSettings(Section):
         """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
         return self.lr * self.lr_decay ** sum(server_round >= number for number in self.lr_decay_at)
 
-    @model_validator(mode="after")
-    def _training_agrees(self) -> "TrainingSettings":
-        if self.compile_steps and self.stack_clients:
-            raise ValueError("compile-steps = true: not with stack-clients = true")
-        if self.base_dtype != "float32" and not self.trainable:
-            raise ValueError(f"base-dtype = {self.base_dtype!r}: needs trainable = 'lora', 'head' or another part")
-        if self.momentum and self.optimizer == "adam":
-            raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
-        return self
-
 
 BY_EXAMPLES = (
     "fedavg",
@@ -266,12 +250,6 @@ class AttackSettings(ClientsSettings):
     """Clients 0 to attackers - 1 attack."""
     attack_scale: Positive = 10.0
     """Factor of the change that attack = "scale" sends, and with a minus sign "sign-flip"."""
-
-    @model_validator(mode="after")
-    def _attackers_are_clients(self) -> "AttackSettings":
-        if self.attack != "none" and self.attackers > self.num_clients:
-            raise ValueError(f"attackers = {self.attackers}: at most num-clients = {self.num_clients}")
-        return self
 
 
 # The bases stand in reverse: the keys of the last one come first, in TOML, in `fedsub list settings` and in errors.
@@ -325,6 +303,16 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     @model_validator(mode="after")
     def _settings_agree(self) -> "Settings":
+        if self.resume and not self.run_dir:
+            raise ValueError("run-dir = '': resume = true needs the run directory to resume")
+        if self.compile_steps and self.stack_clients:
+            raise ValueError("compile-steps = true: not with stack-clients = true")
+        if self.base_dtype != "float32" and not self.trainable:
+            raise ValueError(f"base-dtype = {self.base_dtype!r}: needs trainable = 'lora', 'head' or another part")
+        if self.momentum and self.optimizer == "adam":
+            raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
+        if self.attack != "none" and self.attackers > self.num_clients:
+            raise ValueError(f"attackers = {self.attackers}: at most num-clients = {self.num_clients}")
         for key in ("target-score", "stop-at-score") if self.task in SCORES else ():
             if (value := getattr(self, key.replace("-", "_")) or 0) > SCORES[self.task].high:
                 raise ValueError(f"{key} = {value:g}: must be less than or equal to {SCORES[self.task].high:g}")
