@@ -37,7 +37,8 @@ def in_float64(**keys: Value) -> Workplace:
     module = place.network.module.double()
     workplace.cache_clear()
     x, test = Samples(place.train_x[:].double()), Samples(place.test_x[:].double())
-    return replace(place, network=Network(module), train_x=x, test_x=test)
+    problem = replace(place.problem, data=replace(place.problem.data, train_x=x, test_x=test))
+    return replace(place, network=Network(module), problem=problem)
 
 
 UNEVEN: dict[str, Value] = {"partition": "dirichlet", "dirichlet_alpha": 0.3, "num_clients": 5, "local_epochs": 2}
