@@ -138,10 +138,6 @@ class Ranked(FedIT, Sliced):
     options: RankSettings
     refused: ClassVar = USES_ALL
 
-    def held_width(self, client: int) -> float:
-        """Return a client's fraction of the ranks: its device's or, without ``devices``, that of ``widths``."""
-        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
-
     def units_of(self, client: int) -> dict[str, Tensor]:
         width = self.held_width(client)
         groups = self.units if self.adapters and width < 1 else ()

@@ -131,8 +131,14 @@ class Server:
         return self._specs[1]
 
     def held_width(self, client: int) -> float:
-        """Return the fraction of the global network that a client's device can hold; without ``devices`` 1."""
-        return min(1.0, self.devices.of(client).width / self.settings.model_width) if self.devices else 1.0
+        """Return the fraction of the global network that a client's device can hold.
+
+        Without ``devices`` it is the (i mod number)-th of the method's ``widths``, where it has such a setting, else 1.
+        """
+        if self.devices:
+            return min(1.0, self.devices.of(client).width / self.settings.model_width)
+        widths = getattr(self.options, "widths", (1.0,))
+        return float(widths[client % len(widths)])
 
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""

@@ -86,10 +86,6 @@ class WidthBased(SubnetStrategy):
     options: WidthSettings
     narrows = True
 
-    def held_width(self, client: int) -> float:
-        """Return a client's width: its device's or, without ``devices``, the (i mod number)-th of ``widths``."""
-        return super().held_width(client) if self.devices else self.options.widths[client % len(self.options.widths)]
-
     @property
     def held_widths(self) -> Sequence[float]:
         """The widths of all clients."""

@@ -13,14 +13,9 @@ NO_INSTALLATION = "--disable-runtime-dependency-installation"  # else: `uv sync`
 
 
 def superlink(port: int, database: str, keys: Path | None, host: str = LOOPBACK) -> list[str]:
-    """Return the command of the SuperLink.
+    """Return the command of the SuperLink on an interface; without a folder of keys: no encryption, anybody is a node.
 
-    Parameters
-    ----------
-    port : port of its one address, for nodes, users and its SuperExec.
-    database : file with registered nodes, runs and messages; ":flwr-in-memory:" loses them at its end.
-    keys : folder of :mod:`~fedsub_app.deployment.keys`; ``None``: no encryption, and anybody is a node.
-    host : interface to listen on.
+    ``database``: file with registered nodes, runs and messages; ":flwr-in-memory:" loses them at its end.
     """
     trust = ["--insecure"]
     if keys:
