@@ -47,10 +47,10 @@ INTERNAL = {
     "What is learned": ["fedsub_app.problem", "fedsub_app.tasks"],
     "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.server", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
-    "Masks, means, schedules": [
+    "Masks, means": [
         *("fedsub_app.subnets.averaging", "fedsub_app.subnets.robust", "fedsub_app.subnets.privacy"),
         *("fedsub_app.subnets.masks", "fedsub_app.subnets.selection", "fedsub_app.subnets.pruning"),
-        *("fedsub_app.subnets.schedules", "fedsub_app.subnets.norms"),
+        "fedsub_app.subnets.norms",
     ],
     "Messages and nodes": [
         *("fedsub_app.federation.protocol", "fedsub_app.federation.wire"),

@@ -28,12 +28,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
+from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups, trainable
 from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
 from fedsub_app.subnets.norms import norm
-from fedsub_app.subnets.schedules import scheduled_group
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
@@ -172,6 +172,30 @@ class FedPart(SubnetStrategy):
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
         counts = {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
         return masked_mean(zeros, _weighted(updates, zeros, weights)) | counts
+
+
+def scheduled_group(
+    server_round: int, groups: int, full_rounds: int, rounds_per_group: int, order: str, seed: int
+) -> int | None:
+    """Return the layer group that FedPart trains in a round, ``None`` for the full network.
+
+    A cycle is ``full_rounds`` rounds of the full network, then ``rounds_per_group`` rounds for each group; cycles
+    follow each other for as long as there are rounds (Wang et al., FedPart, 2024, Section 3.1).
+
+    Parameters
+    ----------
+    server_round : from 1.
+    groups : number of layer groups, numbered from shallow (0) to deep.
+    order : shallow to deep, deep to shallow, or an order drawn anew for every cycle from ``seed``.
+    """
+    length = full_rounds + groups * rounds_per_group
+    cycle, step = divmod(server_round - 1, length)
+    if step < full_rounds:
+        return None
+    place = (step - full_rounds) // rounds_per_group
+    if order == "random":
+        return int(torch.randperm(groups, generator=generator(seed, cycle, "layers"))[place])
+    return place if order == "shallow" else groups - 1 - place
 
 
 def _weighted(updates: Sequence[Update], names: Collection[str], weights: Sequence[float]) -> list[Contribution]:

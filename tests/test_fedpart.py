@@ -21,9 +21,8 @@ from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, layer_groups, tensors_of
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.subnets.schedules import scheduled_group
 from fedsub_app.training.costs import training_flops
-from strategies.fedpart import FedPart
+from strategies.fedpart import FedPart, scheduled_group
 
 Run = Callable[..., tuple[Json, Path]]
 SETTINGS: dict[str, Value] = {
