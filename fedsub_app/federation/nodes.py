@@ -255,7 +255,7 @@ class Federation:
         waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
         for reply in replies:
-            clients = phase.clients_of(reply)
+            clients = phase.clients_of_message(reply.metadata.reply_to_message_id)
             if not clients or clients[0] not in phase.open:
                 log.warning("ignored a reply of node %s: not asked for, or a second one", reply.metadata.src_node_id)
                 continue
