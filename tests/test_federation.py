@@ -47,10 +47,6 @@ def _sender() -> None:
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
 
 
-def clients_asked_by(phase: Phase) -> list[int]:
-    return sorted(client for _, clients in phase.outbox.sent for client in clients)
-
-
 def federation(**keys: Value) -> Federation:
     settings = resolve({name.replace("_", "-"): value for name, value in keys.items()})
     return Federation(settings, {"run": "this"})
@@ -156,7 +152,7 @@ def test_more_nodes_than_clients(placement: str) -> None:
     fed.roll.nodes = nodes(5)
     phase = ask(fed, [0, 1])
     assert len(list(phase)) == 2
-    assert clients_asked_by(phase) == [0, 1]
+    assert sorted(phase.asked) == [0, 1]
     assert phase.dropped == []
 
 
@@ -204,7 +200,7 @@ def ask(fed: Federation, clients: Iterable[int], server_round: int = 1, **how: A
 def sizes(phase: Phase) -> list[int]:
     """How many clients each message holds."""
     found = [len(unpack(message.content)[1]) for message in phase]
-    assert clients_asked_by(phase) == phase.clients
+    assert sorted(phase.asked) == phase.clients
     return found
 
 

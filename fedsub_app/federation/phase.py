@@ -166,6 +166,11 @@ class Phase:
             limit = self.outbox.limit
             yield from filter(None, (self.outbox.next_message(node_id, limit) for node_id in self.outbox.queues))
 
+    @property
+    def asked(self) -> list[int]:
+        """The clients that a message was made for."""
+        return [client for _, clients in self.outbox.sent for client in clients]
+
     def clients_of_message(self, number: str) -> list[int]:
         """Return the clients whose tasks were in a message."""
         return next((clients for metadata, clients in self.outbox.sent if metadata.message_id == number), [])
