@@ -40,7 +40,8 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.common.packaged import packaged
 from fedsub_app.common.progress import Progress
-from fedsub_app.common.seeds import derive
+from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tensors import CPU
 from fedsub_app.data.files import cache_folder, opened, unwritable
 from fedsub_app.data.settings import Features
 
@@ -119,8 +120,7 @@ class Backbone:
             return lite.eval()
         from torchvision import models
 
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive("backbone", self.name))
+        with drawing(CPU, "backbone", self.name):
             net = getattr(models, self.name)(weights=None)
         if self.file:
             try:
@@ -278,8 +278,7 @@ def _transform(random_crops: bool, pixels: Mapping[str, list[float]]) -> Callabl
     random = v2.Compose(steps)
 
     def cut_out(image: Image.Image, number: int) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive("crop", number))
+        with drawing(CPU, "crop", number):
             made: Tensor = random(image)
         return made
 
