@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
-from fedsub_app.common.memory import check_memory
+from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import Progress
 from fedsub_app.data.names import IMAGES, NPZ_KEYS, folder_form
 

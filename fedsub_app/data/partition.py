@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.memory import check_memory
+from fedsub_app.common.machine import check_memory
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.flwr_partitions import by_flwr
 from fedsub_app.data.samples import Dataset

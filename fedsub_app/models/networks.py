@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Shape
-from fedsub_app.common.memory import check_memory
+from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU, brought
