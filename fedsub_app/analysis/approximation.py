@@ -17,7 +17,6 @@ Where this leaves the paper, or the paper leaves a choice:
 - The running mean of the curve is over ten checkpoints; the paper does not say over how many.
 """
 
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -83,16 +82,12 @@ def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mappin
 
     NaN where one of them has not moved.
     """
-    product = first = second = 0.0
-    for name, tensor in start.items():
-        from_here = tensor.cpu().double()
-        a, b = one[name].cpu().double() - from_here, other[name].cpu().double() - from_here
-        product, first, second = (
-            product + float((a * b).sum()),
-            first + float(a.norm()) ** 2,
-            second + float(b.norm()) ** 2,
-        )
-    return product / math.sqrt(first * second) if first and second else math.nan
+    moved = (
+        torch.cat([(to[name].cpu().double() - tensor.cpu().double()).flatten() for name, tensor in start.items()])
+        for to in (one, other)
+    )
+    a, b = moved
+    return float(a @ b / (a.norm() * b.norm()))
 
 
 def _federated(
