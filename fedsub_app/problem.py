@@ -14,6 +14,8 @@ from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
 from fedsub_app.common.own_code import OWN
+from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tensors import CPU
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
@@ -25,7 +27,6 @@ from fedsub_app.models import (
     freeze,
     is_sourced,
     narrowed,
-    seeded,
     unit_groups,
     with_base_of,
     with_head,
@@ -127,7 +128,7 @@ class Problem:
         return with_named_head(_of_width(model, self.width) if self.width < 1 else model, self.head)
 
     def _freshly_frozen(self, seed: int) -> nn.Module:
-        with seeded(seed, "adapters"):
+        with drawing(CPU, seed, "adapters"):
             return freeze(self.unfrozen(seed), self.trained, self.name)
 
     @cached_property
@@ -174,7 +175,7 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
     """
 
     def build(seed: int) -> nn.Module:
-        with seeded(seed, "model"):
+        with drawing(CPU, seed, "model"):
             module = model()
         if not isinstance(module, nn.Module):
             raise UserError(f"model = {shown(model)}: returned a {type(module).__name__}, must be a torch.nn.Module")

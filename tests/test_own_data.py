@@ -192,7 +192,7 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
         (((X, Y), (X[:, :2], Y)), None, r"test: samples of shape \(2,\): the training samples' is \(3,\)"),
         ((Rows([(X[0], 1), (X[0, :2], 1)]), (X, Y)), None, "train: x of shapes"),
         ((Rows([X[0]]), (X, Y)), None, "an item is no"),
-        ((Rows([("text", 1)]), (X, Y)), None, "train: an item of samples \\[0\\]"),
+        ((Rows([("text", 1)]), (X, Y)), None, "train: a sample is no tensor but 'text' \\(str\\)"),
         ((Rows([(X[0], 1)]), (X, Y)), broken, "train: collate of samples \\[0\\]: KeyError: 'ids'"),
         ((Rows([]), (X, Y)), None, "train: no samples"),
         (((X, Y - 1), (X, Y)), None, "train: label -1: must be 0 to 0"),

@@ -11,7 +11,7 @@ from helpers import result
 from pretended_gpu import pretended_gpu
 from torch import Tensor
 
-import fedsub_app.common.memory
+import fedsub_app.common.machine
 import fedsub_app.data.dataset
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -131,7 +131,7 @@ def test_images_that_are_resized_or_joined_with_grey_ones_are_float32(data_dir: 
 
 def test_memory_is_needed_for_bytes(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = write_set(data_dir)
-    monkeypatch.setattr(fedsub_app.common.memory, "memory_bytes", lambda: 3 * 60 * 3 * 16 * 16)
+    monkeypatch.setattr(fedsub_app.common.machine, "memory_bytes", lambda: 3 * 60 * 3 * 16 * 16)
     assert len(load(keys, seed=2).train_x) == 30
     with pytest.raises(UserError, match=r"samples of 867 values: 0\.000208 GB in memory"):  # 60 x 867 float32
         load(keys, image_size=17)

@@ -12,8 +12,7 @@ from helpers import ends_as_if_never_stopped, problem_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fedsub_app.analysis.prediction import model_of
-from fedsub_app.analysis.trained import write_adapter
+from fedsub_app.analysis.prediction import model_of, write_adapter
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Inputs

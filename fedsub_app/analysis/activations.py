@@ -40,7 +40,6 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
     ``mask-size.csv`` and ``.png``: score of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
-    ``units.csv`` and ``.png``, where clients have sub-networks: the units of each client at the last checkpoint.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
@@ -53,7 +52,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
     strategy = strategy_of(settings)
     staged = [line["round"] for line in lines if "stage" in line]
     files = _activations(folder, strategy, paths, samples, max(staged, default=0))
-    return [*files, *_units(folder, strategy), *draw_overlap(folder, strategy, paths, lines)]
+    return [*files, *draw_overlap(folder, strategy, paths, lines)]
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
@@ -131,25 +130,3 @@ def _activations(
     drawing.savefig(folder / "activations.png", dpi=120)
     header = ("round", "client", "layer", "all units", "own units", "other units")[: 4 if unit_masks is None else 6]
     return [write_csv(folder / "activations.csv", header, rows), folder / "activations.png"]
-
-
-def _units(folder: Path, strategy: SubnetStrategy) -> list[Path]:
-    """``strategy`` holds the state of the last checkpoint."""
-    masks = strategy.unit_masks()
-    if masks is None:
-        return []
-    of_groups = split(masks.T, strategy.units)  # group name -> bool [size, clients]
-    drawing = figure(2.5 * len(of_groups), 4)
-    grid = drawing.subplots(1, len(of_groups), squeeze=False)[0]
-    for axes, (name, kept) in zip(grid, of_groups.items(), strict=True):
-        axes.imshow(kept.T, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
-        axes.set_title(f"{name}: {kept.sum(0).float().mean():.1f} of {len(kept)}", fontsize="small")
-        axes.locator_params(integer=True)
-        axes.set(xlabel="unit", ylabel="" if axes is not grid[0] else "client (yellow: its units)")
-    drawing.savefig(folder / "units.png", dpi=120)
-    rows = [
-        [client, name, int(kept[:, client].sum()), len(kept)]
-        for client in range(len(masks))
-        for name, kept in of_groups.items()
-    ]
-    return [write_csv(folder / "units.csv", ("client", "layer", "units", "of"), rows), folder / "units.png"]

@@ -17,7 +17,6 @@ Where this leaves the paper, or the paper leaves a choice:
 - The running mean of the curve is over ten checkpoints; the paper does not say over how many.
 """
 
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -75,7 +74,20 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
         similarity = cosine(trained, federated, central)
         recent = [value for _, value, _ in rows[1 - WINDOW :]] + [similarity]
         rows.append((start.round, similarity, sum(recent) / len(recent)))
-    return _written(folder, rounds, rows)
+    files = [folder / "approximation.csv", folder / "approximation.png"]
+    cells = [[number, rounds, f"{similarity:.6f}", f"{mean:.6f}"] for number, similarity, mean in rows]
+    write_csv(files[0], ("checkpoint", "rounds", "similarity", "mean of ten"), cells)
+    drawing = figure(8, 4)
+    axes = drawing.subplots()
+    numbers, similarities, means = zip(*rows, strict=True)
+    axes.plot(numbers, similarities, ".", color=COLOURS[0], alpha=0.4, label="one checkpoint")
+    axes.plot(numbers, means, color=COLOURS[0], label=f"mean of the last {WINDOW}")
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set(xlabel="checkpoint", ylabel=f"cosine with central training, {rounds} rounds")
+    axes.locator_params(axis="x", integer=True)
+    legend_beside(drawing)
+    drawing.savefig(files[1], dpi=120)
+    return files
 
 
 def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
@@ -83,16 +95,12 @@ def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mappin
 
     NaN where one of them has not moved.
     """
-    product = first = second = 0.0
-    for name, tensor in start.items():
-        from_here = tensor.cpu().double()
-        a, b = one[name].cpu().double() - from_here, other[name].cpu().double() - from_here
-        product, first, second = (
-            product + float((a * b).sum()),
-            first + float(a.norm()) ** 2,
-            second + float(b.norm()) ** 2,
-        )
-    return product / math.sqrt(first * second) if first and second else math.nan
+    moved = (
+        torch.cat([(to[name].cpu().double() - tensor.cpu().double()).flatten() for name, tensor in start.items()])
+        for to in (one, other)
+    )
+    a, b = moved
+    return float(a @ b / (a.norm() * b.norm()))
 
 
 def _federated(
@@ -154,20 +162,3 @@ def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch
         batches += [part + first for part in order.tensor_split(len(taking_part))]
         first += size
     return joined(x, torch.cat), torch.cat(y), batches
-
-
-def _written(folder: Path, rounds: int, rows: Sequence[tuple[int, float, float]]) -> list[Path]:
-    files = [folder / "approximation.csv", folder / "approximation.png"]
-    cells = [[number, rounds, f"{similarity:.6f}", f"{mean:.6f}"] for number, similarity, mean in rows]
-    write_csv(files[0], ("checkpoint", "rounds", "similarity", "mean of ten"), cells)
-    drawing = figure(8, 4)
-    axes = drawing.subplots()
-    numbers, similarities, means = zip(*rows, strict=True)
-    axes.plot(numbers, similarities, ".", color=COLOURS[0], alpha=0.4, label="one checkpoint")
-    axes.plot(numbers, means, color=COLOURS[0], label=f"mean of the last {WINDOW}")
-    axes.axhline(0, color="black", linewidth=0.5)
-    axes.set(xlabel="checkpoint", ylabel=f"cosine with central training, {rounds} rounds")
-    axes.locator_params(axis="x", integer=True)
-    legend_beside(drawing)
-    drawing.savefig(files[1], dpi=120)
-    return files

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.score import Score
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import read_checkpoint
@@ -36,7 +36,9 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
         names = [name.removesuffix(".weight") for name in masks[0]]
         last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
         means[checkpoint.round] = [float(overlaps[pairs].mean()) for overlaps in last.values()]
-        outside[checkpoint.round] = [_percent_outside(of_client) for of_client in masks]
+        inside = [sum(int(mask.sum()) for mask in of_client.values()) for of_client in masks]
+        total = sum(mask.numel() for mask in masks[0].values())
+        outside[checkpoint.round] = [100.0 * (1 - count / total) for count in inside]
     sizes = _mask_size(folder, strategy.score, outside, lines)
     if not pairs.any():  # one client
         return sizes
@@ -67,10 +69,6 @@ def draw_overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
     over_rounds.colorbar(image, ax=axes, label="mean overlap")
     over_rounds.savefig(files[2], dpi=120)
     return files + sizes
-
-
-def _percent_outside(masks: Tensors) -> float:
-    return 100.0 * (1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values()))
 
 
 def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:

@@ -22,17 +22,14 @@ def export(
     if onnx or adapter or merged:
         if len(folders) > 1 or clients or out:
             raise UserError("--onnx, --adapter, --merged: of one run, without --clients and --out")
+        from fedsub_app.analysis.prediction import write_adapter, write_merged, write_onnx
+
         if onnx:
-            from fedsub_app.analysis.prediction import write_onnx
-
             print(onnx, write_onnx(folders[0], onnx, client), sep="\n")
-        if adapter or merged:
-            from fedsub_app.analysis.trained import write_adapter, write_merged
-
-            for folder, write in ((adapter, write_adapter), (merged, write_merged)):
-                if folder:
-                    write(folders[0], folder, client)
-                    print(folder)
+        for folder, write in ((adapter, write_adapter), (merged, write_merged)):
+            if folder:
+                write(folders[0], folder, client)
+                print(folder)
         return
     if client is not None:
         raise UserError(f"--client {client}: only with a model; --clients prints all clients' numbers")

@@ -36,6 +36,7 @@ def report(
         title += ", ".join(dict.fromkeys(str(group.records[0].settings["method"]) for group in groups))
         for path in write_html(groups, picture.parent / "report.html", title, " ".join(words)):
             print(link(path))
-    if len(groups) > 1:
+    if len(folders) > 1:
         print("", summary_text(groups), "", sep="\n")
-        show(cost_text(groups))
+        if costs := cost_text(groups):
+            show(costs)

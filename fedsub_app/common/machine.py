@@ -1,14 +1,18 @@
-"""Cores and memory of this process, and what is written down of the machine."""
+"""Cores and memory of this process, a check that data fit into it, and what is written down of the machine."""
 
 import ctypes
 import os
 import platform
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+from fedsub_app.common.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT_BYTES = 1 << 28
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container or batch job
 
 
 def cores() -> int:
@@ -27,6 +31,24 @@ def keep_freed_memory() -> None:
     with suppress(AttributeError, OSError, TypeError):  # the last one is Windows's
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             ctypes.CDLL(None).mallopt(option, KEPT_BYTES)
+
+
+@cache
+def memory_bytes() -> float:
+    """Return the bytes of memory that this process may use; infinity where the system does not tell."""
+    limits = [float("inf")]
+    if hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in LIMITS:
+        with suppress(OSError, ValueError):
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
+
+
+def check_memory(subject: str, needed: int) -> None:
+    """Raise :class:`UserError` where ``needed`` bytes, and as much again to build them, are more than the memory."""
+    if 2 * needed > memory_bytes():
+        raise UserError(f"{subject}: {needed / 1e9:.3g} GB in memory, this machine has {memory_bytes() / 1e9:.3g} GB")
 
 
 def machine_facts() -> dict[str, str | int | None]:

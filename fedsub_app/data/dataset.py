@@ -10,7 +10,7 @@ from torch.nn.functional import interpolate
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
-from fedsub_app.common.memory import check_memory
+from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, synthetic

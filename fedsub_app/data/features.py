@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
 import torch
@@ -41,12 +40,10 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.common.packaged import packaged
 from fedsub_app.common.progress import Progress
-from fedsub_app.common.seeds import derive
+from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tensors import CPU
 from fedsub_app.data.files import cache_folder, opened, unwritable
 from fedsub_app.data.settings import Features
-
-if TYPE_CHECKING:
-    from torchvision.models import WeightsEnum
 
 log = logging.getLogger("fedsub")
 
@@ -110,7 +107,7 @@ class Pictures:
 class Backbone:
     """A network: its name, the file of its weights (None: random weights) and the file's SHA-256."""
 
-    name: Literal["resnet101", "densenet121", "efficientnet-lite0"]
+    name: str
     file: Path | None
     sha256: str = ""
 
@@ -123,8 +120,7 @@ class Backbone:
             return lite.eval()
         from torchvision import models
 
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive("backbone", self.name))
+        with drawing(CPU, "backbone", self.name):
             net = getattr(models, self.name)(weights=None)
         if self.file:
             try:
@@ -153,14 +149,11 @@ def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
         return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)
     from torchvision import models
 
-    published: dict[Literal["resnet101", "densenet121"], WeightsEnum] = {
-        "resnet101": models.ResNet101_Weights.IMAGENET1K_V1,
-        "densenet121": models.DenseNet121_Weights.IMAGENET1K_V1,
-    }
+    published = {"resnet101": models.ResNet101_Weights, "densenet121": models.DenseNet121_Weights}
     if features.endswith(RANDOM):
         return tuple(Backbone(name, None, "random") for name in published)
     files = []
-    for name, weights in published.items():
+    for name, weights in ((name, kind.IMAGENET1K_V1) for name, kind in published.items()):
         file = Path(folder or f"{torch.hub.get_dir()}/checkpoints").expanduser() / Path(weights.url).name
         reason = "not there"
         if not file.exists() and not folder:
@@ -194,14 +187,11 @@ def notes(features: Features, folder: str | None) -> tuple[str, ...]:
     if features.endswith(RANDOM):
         return ("features of backbones with random weights, not pretrained",)
     names = []
-    for backbone in backbones(features, folder):
-        assert backbone.file
-        suffix = (
-            ""
-            if backbone.sha256.startswith(backbone.file.stem.split("-")[-1])
-            else ", not torchvision's published file"
-        )
-        names.append(f"{backbone.file.name} (sha256 {backbone.sha256[:8]}{suffix})")
+    for net in backbones(features, folder):
+        assert net.file
+        published = net.sha256.startswith(net.file.stem.split("-")[-1])
+        suffix = "" if published else ", not torchvision's published file"
+        names.append(f"{net.file.name} (sha256 {net.sha256[:8]}{suffix})")
     return (f"features by {', '.join(names)}",)
 
 
@@ -230,7 +220,7 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
 
 
 def _read(folder: Path, cached: Tensor) -> Tensor:
-    """Read a cache folder into ``found``; returns which of its rows are known. Damaged files are deleted."""
+    """Read a cache folder into ``cached``; returns which of its rows are known. Damaged files are deleted."""
     known = torch.zeros(len(cached), dtype=torch.bool)
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -288,8 +278,7 @@ def _transform(random_crops: bool, pixels: Mapping[str, list[float]]) -> Callabl
     random = v2.Compose(steps)
 
     def cut_out(image: Image.Image, number: int) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive("crop", number))
+        with drawing(CPU, "crop", number):
             made: Tensor = random(image)
         return made
 

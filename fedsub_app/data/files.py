@@ -11,7 +11,6 @@ import math
 import os
 import tarfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
-from fedsub_app.common.memory import check_memory
+from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import Progress
 from fedsub_app.data.names import IMAGES, NPZ_KEYS, folder_form
 
@@ -45,7 +44,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDSUB_CACHE") or user_cache_path("fedsub") / "decoded").expanduser()
 
 
-def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
+def checked(file: Path, split: str, images: Array, labels: Array, classes: int = MAX_CLASSES) -> Split:
     """Return images [n, h, w] or [n, h, w, 1 or 3] and labels [n] or [n, 1] as tensors, or say what is wrong."""
     prefix = f"{file}: {split}"
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
@@ -59,9 +58,8 @@ def checked(file: Path, split: str, images: Array, labels: Array) -> Split:
         raise UserError(f"{prefix} labels are {labels.dtype} {list(labels.shape)}, expected integers [n] or [n, 1]")
     if len(labels) != len(images):
         raise UserError(f"{prefix} has {len(labels)} labels for {len(images)} images")
-    if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
-        actual = f"{prefix} has labels from {labels.min()} to {labels.max()}"
-        raise UserError(f"{actual}, expected 0 or more and less than {MAX_CLASSES}")
+    if not 0 <= labels.min() <= labels.max() < classes:
+        raise UserError(f"{prefix} labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}")
     channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
     x = channels_last.permute(0, 3, 1, 2).contiguous()
     # With the strides of a new tensor: an axis of one channel may have any, and torch chooses convolutions by them.
@@ -171,14 +169,11 @@ def list_images(path: Path) -> list[Listed]:
     if split:
         parts_of = ((f.relative_to(path).parts, f) for f in files)
         return [(parts, f) for parts, f in parts_of if _is_image(parts)]
-    listed: list[Listed] = []
-    seen: Counter[str] = Counter()
-    for file in files:
-        if _is_image(("train", *file.relative_to(path).parts)):
-            seen[file.parent.name] += 1
-            part = "train" if seen[file.parent.name] % HOLD_OUT else "test"
-            listed.append(((part, file.parent.name, file.name), file))
-    return listed
+    files = [file for file in files if _is_image(("train", *file.relative_to(path).parts))]
+    numbers = {name: number for number, name in enumerate(sorted({file.parent.name for file in files}))}
+    test = hold_out(torch.tensor([numbers[file.parent.name] for file in files]))
+    parts = ("test" if held_out else "train" for held_out in test.tolist())
+    return [((part, file.parent.name, file.name), file) for part, file in zip(parts, files, strict=True)]
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

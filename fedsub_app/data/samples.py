@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch, Inputs, Shape
+from fedsub_app.common.tensors import CPU
 from fedsub_app.data.settings import Normalise
 
-CPU = torch.device("cpu")
 WHITE = 255.0
 
 

@@ -6,8 +6,7 @@ Every network but ResNet-18 is one ``nn.Sequential`` with named children (``conv
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Shape
-from fedsub_app.common.memory import check_memory
+from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
-from fedsub_app.common.seeds import derive
-from fedsub_app.common.tensors import brought
+from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tensors import CPU, brought
 from fedsub_app.models.base import base_names
 from fedsub_app.models.names import NETWORKS, is_sourced
 from fedsub_app.models.sources import adopted, from_source, numbers
@@ -167,7 +166,7 @@ def build_model(
         allowed = ", ".join(_MLPS)
         raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {allowed}")
     if is_sourced(name):
-        with seeded(seed, "model"):
+        with drawing(CPU, seed, "model"):
             return from_source(name, in_shape, num_classes, read_options(options))
     if options:
         raise UserError(f"model-options = {options!r}: must be '' with model = {name!r}, whose settings are its own")
@@ -184,17 +183,8 @@ def build_model(
     if not name.startswith("resnet"):  # whose size does not depend on the images'
         with torch.device("meta"):  # without values
             check_memory(f"model = {name!r}", sum(4 * parameter.numel() for parameter in build().parameters()))
-    with seeded(seed, "model"):
+    with drawing(CPU, seed, "model"):
         return build()
-
-
-@contextmanager
-def seeded(seed: int, purpose: str) -> Iterator[None]:
-    """Draw what networks draw from torch's global generator by a seed and a purpose; leave the generator as it was."""
-    # devices=[] and default_generator, not manual_seed(): that would seed the GPUs' generators as well.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive(seed, purpose))
-        yield
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

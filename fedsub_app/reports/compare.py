@@ -89,13 +89,6 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     return [score.titled(f"{kind_of(key)}, {name}") for key, name in places], rows
 
 
-class CostTable(NamedTuple):
-    """A table of costs: its header, and a label and cells for each row."""
-
-    header: tuple[str, ...]
-    rows: list[tuple[str, list[str]]]
-
-
 def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list[str]]:
     """Return the threshold and its costs of each group, compared among the runs of a section and a seed.
 
@@ -116,8 +109,8 @@ def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list
     ]
 
 
-def cost_table(groups: Sequence[Group]) -> CostTable | None:
-    """Return what 90 % of the best run's score has cost; ``None`` for less than two rows."""
+def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]] | None:
+    """Return what 90 % of the best run's score has cost: the header, and rows; ``None`` for less than two of them."""
     records = [record for group in groups for record in group.records]
     timed, several = OPTIONAL in costs_of(records), len({group.section for group in groups}) > 1
     rows = []
@@ -126,15 +119,15 @@ def cost_table(groups: Sequence[Group]) -> CostTable | None:
             label = f"{group.section}: {group.label}" if several else group.label
             rows += [(label, [texts[0], kind_of(key), *texts[1:]])] if texts[0] else []
     score = records[0].score
-    return CostTable((score.titled("threshold"), score.name, *columns(score, timed)), rows) if len(rows) > 1 else None
+    return ([score.titled("threshold"), score.name, *columns(score, timed)], rows) if len(rows) > 1 else None
 
 
 def cost_text(groups: Sequence[Group]) -> str:
     """Return :func:`cost_table` as Markdown, "" where there is none."""
     if not (costs := cost_table(groups)):
         return ""
-    score, rows = groups[0].records[0].score, [[label, *texts] for label, texts in costs.rows]
-    return f"Cost to {score.name}. {about(score)}\n\n{markdown(('run', *costs.header), rows)}"
+    score, rows = groups[0].records[0].score, [[label, *texts] for label, texts in costs[1]]
+    return f"Cost to {score.name}. {about(score)}\n\n{markdown(('run', *costs[0]), rows)}"
 
 
 def summary_text(groups: Sequence[Group]) -> str:

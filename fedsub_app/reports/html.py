@@ -34,7 +34,7 @@ from fedsub_app.reports.records import (
     losses_of,
     named_runs,
 )
-from fedsub_app.runs.masks import Masks, last_masks
+from fedsub_app.runs.masks import last_masks
 
 MEANING = {
     "global": "the global model on the global test set",
@@ -43,7 +43,6 @@ MEANING = {
     "global-local-validation": "the global model on each client's validation samples, mean over the clients",
     "personal-validation": "each client's own model on its validation samples, mean over the clients",
 }
-PARTS = ("train", "validation", "test")  # of a client's samples
 MAX_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 
 
@@ -109,6 +108,7 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "clients": _clients(groups),
         "subnetworks": _subnetworks(groups),
         "partitions": _partitions(groups),
+        "max_cells": MAX_CELLS,
         "differing": differing_keys([group.records[0] for group in groups]),
         "settings": [(group.label, group.records[0].settings) for group in groups],
         "not_compared": NOT_COMPARED,
@@ -172,45 +172,22 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
         try:
             masked = last_masks(group.records[0].folder)
         except UserError as error:
-            masks.append({"label": group.label, "said": str(error), "tables": []})
+            masks.append({"label": group.label, "said": str(error)})
             continue
         if masked:
-            masks.append({"label": group.label, "said": "", "tables": _mask_tables(masked)})
+            masks.append({"label": group.label, "found": masked})
     return {"pictures": pictures, "masks": masks}
 
 
-def _mask_tables(masks: Masks) -> list[tuple[str, list[str], list[list[float]]]]:
-    """Return the heading, the columns and the rows of each table, in percent."""
-    clients = [str(client) for client in range(len(masks.shares))]
-    shares, overlap = ([[100 * part for part in row] for row in rows] for rows in (masks.shares, masks.overlap))
-    tables = [
-        (f"Part of a layer's {masks.kind} in a client's mask after round {masks.round}, percent", masks.layers, shares)
-    ]
-    if len(clients) <= MAX_CELLS:
-        tables.append(("Intersection over union of two clients' masks, percent", clients, overlap))
-    return tables
-
-
 def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return each partition that the runs have, once, with the runs that have it."""
+    """Return each partition that the runs have, once: a run that has it, and the seeds and labels of all of them."""
     partitions: dict[str, dict[str, Any]] = {}
     for group in groups:
         for record in group.records:
-            if not (counts := record.partition.get("counts")):
-                continue
-            entry = partitions.setdefault(json.dumps(counts), {"counts": counts, "of": {}, "about": record})
-            entry["of"].setdefault(record.settings["seed"], []).append(group.label)
-    return [
-        {
-            "seeds": ", ".join(map(str, entry["of"])),
-            "labels": ", ".join(dict.fromkeys(label for labels in entry["of"].values() for label in labels)),
-            "about": f"{entry['about'].settings.get('dataset')}, {entry['about'].settings.get('partition')}",
-            "sizes": {part: sizes for part in PARTS if max(sizes := entry["about"].partition.get(part) or [0])},
-            "small": len(entry["counts"]) <= MAX_CELLS,
-            "counts": entry["counts"],
-        }
-        for entry in partitions.values()
-    ]
+            if counts := record.partition.get("counts"):
+                entry = partitions.setdefault(json.dumps(counts), {"record": record, "seeds": {}, "labels": {}})
+                entry["seeds"][record.settings["seed"]] = entry["labels"][group.label] = None
+    return list(partitions.values())
 
 
 def _dropped(groups: Sequence[Group]) -> dict[tuple[str, str], list[Json]]:
@@ -222,17 +199,13 @@ def _dropped(groups: Sequence[Group]) -> dict[tuple[str, str], list[Json]]:
     return by_reason
 
 
-def _made(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Return what the runs were made with, those of other versions apart."""
+def _made(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Return what the runs were made with -> their labels."""
     by_origin: dict[str, list[str]] = {}
     for group in groups:
-        for record in group.records:
-            about = record.provenance
+        for about in (record.provenance for record in group.records):
             parts = [f"commit {about.get('commit', 'unknown')}", f"code {about.get('code', 'unknown')}"]
             for key in ("versions", "machine"):
                 parts += [f"{name} {value}" for name, value in dict(about.get(key) or {}).items()]
             by_origin.setdefault(", ".join(parts), []).append(group.label)
-    return [
-        (", ".join(dict.fromkeys(labels)) if len(by_origin) > 1 else "all runs", origin)
-        for origin, labels in by_origin.items()
-    ]
+    return by_origin
