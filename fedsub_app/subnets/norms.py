@@ -37,7 +37,8 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
     if not rows.numel():
         return [0.0] * len(rows)
     if rows.numel() <= BLOCK:
-        return torch.linalg.vector_norm(flat - at, dim=1).double().square().tolist()
+        total = torch.linalg.vector_norm(flat - at, dim=1).double().square()
+        return total.tolist()  # type: ignore[no-any-return]
     height, width = max(1, BLOCK // len(at)), min(len(at), BLOCK)
     total = torch.zeros(len(flat), dtype=torch.float64)
     for columns, begin in zip(flat.split(width, 1), at.split(width), strict=True):
