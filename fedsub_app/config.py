@@ -34,7 +34,8 @@ def _sections() -> dict[str, type[Section]]:
 
 
 @cache
-def _fields() -> dict[str, FieldInfo]:
+def fields() -> dict[str, FieldInfo]:
+    """Return every key with its field."""
     return {
         f"{prefix}{field.alias}": field
         for prefix, section in _sections().items()
@@ -53,20 +54,22 @@ def register(name: str, method: Method) -> None:
     """Add a method of the running program to the register, or replace it; its keys are known from then on."""
     check_name(name)
     METHODS[name] = method
-    _fields.cache_clear()
+    fields.cache_clear()
     defaults.cache_clear()
 
 
 def describe() -> dict[str, str]:
     """Return every key with its default, its allowed values and its meaning, as text."""
     return {
-        key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(field)))
-        for key, field in _fields().items()
+        key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(key)))
+        for key, field in fields().items()
     }
 
 
-def _about(field: FieldInfo) -> list[str]:
-    return [line for line in (field.description or "").splitlines() if line]
+def _about(key: str) -> list[str]:
+    section, _, own_key = key.rpartition(".")
+    text = _sections()[section and f"{section}."].docstrings().get(own_key, "")
+    return [line for line in text.splitlines() if line]
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -101,21 +104,22 @@ def as_toml() -> str:
             if not prefix and home.__doc__ != about:
                 about = home.__doc__ or ""
                 lines.append(f"# --- {about}")
-            value = json.dumps(defaults()[f"{prefix}{field.alias}"])  # written alike in TOML and JSON
+            key = f"{prefix}{field.alias}"
+            value = json.dumps(defaults()[key])  # written alike in TOML and JSON
             words = f"{allowed}: " if " | " in (allowed := _allowed(field)) else ""
-            lines.append(f"{f'{field.alias} = {value}':<28} # {words}{_about(field)[0]}")
+            lines.append(f"{f'{field.alias} = {value}':<28} # {words}{_about(key)[0]}")
     return "\n".join(lines) + "\n"
 
 
 def is_list(key: str) -> bool:
     """Say whether the value of a key is itself a list, in one text with commas."""
-    return key in _fields() and any(isinstance(about, Listed) for about in _fields()[key].metadata)
+    return key in fields() and any(isinstance(about, Listed) for about in fields()[key].metadata)
 
 
 def canonical(key: str, value: Value) -> Value:
     """Return a value as :meth:`Settings.flat` writes it, ``"a, b"`` for ``"a,b"``; invalid values are unchanged."""
-    if key in _fields():
-        adapter = _adapter(_fields()[key])
+    if key in fields():
+        adapter = _adapter(fields()[key])
         with suppress(ValidationError):
             written: Value = adapter.dump_python(adapter.validate_python(value, strict=True))
             return written
@@ -134,7 +138,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     check_experiment(name, source)
     keys = renamed(flatten(read_toml(path)))
     base = keys.pop("extends", None)
-    check_keys(keys, defaults(), f" in {conf_name(path)}")
+    check_keys(keys, fields(), f" in {conf_name(path)}")
     if base is None:
         return keys
     if not isinstance(base, str) or not base:
@@ -189,7 +193,7 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
 def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
     """Return single keys without those of methods that they do not run; a table sets keys of several methods."""
     overrides = renamed(overrides)
-    check_keys(overrides, defaults(), "")
+    check_keys(overrides, fields(), "")
     name = overrides.get("experiment", "")
     method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
     return {key: value for key, value in overrides.items() if "." not in key or key.startswith(f"{method}.")}
@@ -204,7 +208,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         One line that names the key, the value and what is allowed.
     """
     overrides = renamed(overrides)
-    check_keys(overrides, defaults(), "")
+    check_keys(overrides, fields(), "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
     given = chosen | dict(overrides)

@@ -256,7 +256,7 @@ class AttackSettings(ClientsSettings):
 class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSettings, DataSettings, RunSettings):
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
-    options: MethodSettings = Field(default=MethodSettings(), exclude=True)  # has a table of its own in TOML
+    options: MethodSettings = Field(default_factory=MethodSettings, exclude=True)  # has a table of its own in TOML
 
     @property
     def hidden_width(self) -> int | None:

@@ -386,7 +386,7 @@ def merge_round(strategy: SubnetStrategy, updates: list[Update], asked: Sequence
 def forget(method: str) -> None:
     """Take a method that a test has registered out of the register."""
     METHODS.pop(method, None)
-    for cached in (config._fields, config.defaults):
+    for cached in (config.fields, config.defaults):
         cached.cache_clear()
 
 

@@ -5,11 +5,13 @@ from urllib.error import URLError
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torchvision.models import resnet18
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.models import (
+    Network,
     build_model,
     head_names,
     layer_groups,
@@ -256,3 +258,15 @@ def test_lenet5_is_the_one_of_the_papers() -> None:
     for k in (1, 2):
         h = torch.relu(F.linear(h, t[f"fc{k}.weight"], t[f"fc{k}.bias"]))
     torch.testing.assert_close(model(x), F.linear(h, t["fc3.weight"], t["fc3.bias"]))
+
+
+def test_a_network_runs_with_other_tensors_as_torchs_functional_call_does() -> None:
+    """Some of them, a tied one in both its places; afterwards its own are back."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    module[2].weight = module[0].weight
+    network, x = Network(module), torch.randn(5, 4)
+    mine, before = network.tensors, module(x)
+    for names in (mine, ["0.weight", "3.running_mean", "4.bias"]):
+        other = {name: torch.randn_like(mine[name]) ** 2 for name in names}
+        assert torch.equal(network(x, other).logits, functional_call(module, other, (x,)))
+        assert torch.equal(module(x), before)

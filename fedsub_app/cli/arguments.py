@@ -69,8 +69,8 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
 
 def checked(pairs: Iterable[str]) -> "dict[str, Value]":
     """Return settings of ``key=value`` words; :class:`UserError` where one is no pair, or a key is unknown."""
-    from fedsub_app.config import defaults
+    from fedsub_app.config import fields
 
     values = parse_pairs(pairs)
-    check_keys(values, defaults())
+    check_keys(values, fields())
     return values

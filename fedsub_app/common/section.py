@@ -4,7 +4,13 @@ A key has one type, one range and one default, its field's, and one description,
 kebab-case and one word, number or text: what is None in Python is ``""`` or 0 there, a tuple is text with commas.
 """
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainSerializer
@@ -24,11 +30,25 @@ class Section(BaseModel):
         extra="forbid",
         alias_generator=_kebab,
         populate_by_name=True,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a command needs few of the sections
     )
 
     def toml(self) -> dict[str, Any]:
         return self.model_dump(by_alias=True)
+
+    @classmethod
+    @cache
+    def docstrings(cls) -> dict[str, str]:
+        """Return the docstring under each key; pydantic would read all of them whenever the classes are loaded."""
+        texts: dict[str, str] = {}
+        for section in reversed(cls.__mro__):
+            with suppress(OSError, TypeError):  # a class without a file, or one of C
+                (code,) = ast.parse(dedent(inspect.getsource(section))).body if issubclass(section, Section) else [None]
+                for field, text in pairwise(getattr(code, "body", ())):
+                    match field, text:
+                        case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                            texts[str(cls.model_fields[name].alias)] = inspect.cleandoc(words)
+        return texts
 
 
 class SeedSettings(Section):

@@ -220,5 +220,4 @@ def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tens
             raise ValueError(f"tensor {name} has shape {tuple(new[name].shape)}, the model's is {tuple(tensor.shape)}")
     with torch.no_grad():
         there = brought(new, next(iter(own.values())).device)
-        for name, tensor in own.items():
-            tensor.copy_(there[name])
+        torch._foreach_copy_(list(own.values()), [there[name] for name in own])

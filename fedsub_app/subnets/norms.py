@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median, median_low
 from typing import Generic, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-BLOCK = 1 << 17  # elements that are subtracted at a time, in a buffer that stays in the processor's cache
+BLOCK = 1 << 17  # elements that are subtracted at a time, in memory that stays in the processor's cache
 FIRST = 8  # updates that are compared with each other before any of them is summed
 MAJORITY = 3  # the median of fewer norms does not tell which of them is odd
 # A median counts as at least this fraction of the model's norm. Clients whose own task is solved, as FedRep's on a few
@@ -36,17 +36,22 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
     flat, at = rows.reshape(len(rows), start.numel()), start.reshape(-1)
     if not rows.numel():
         return [0.0] * len(rows)
+    if rows.numel() <= BLOCK:
+        total = torch.linalg.vector_norm(flat - at, dim=1).double().square()
+        return total.tolist()  # type: ignore[no-any-return]
     height, width = max(1, BLOCK // len(at)), min(len(at), BLOCK)
-    buffer = torch.empty(min(height, len(flat)), width)
-    partial = torch.empty(-(-len(at) // width), len(flat))
-    for k, (columns, begin) in enumerate(zip(flat.split(width, 1), at.split(width), strict=True)):
-        for some, norms in zip(columns.split(height), partial[k].split(height), strict=True):
-            difference = torch.sub(some, begin, out=buffer[: len(some), : len(begin)])
-            torch.linalg.vector_norm(difference, dim=1, out=norms)
     total = torch.zeros(len(flat), dtype=torch.float64)
-    for norms in partial:
-        total += norms.double().square()
+    for columns, begin in zip(flat.split(width, 1), at.split(width), strict=True):
+        norms = [torch.linalg.vector_norm(some - begin, dim=1) for some in columns.split(height)]
+        total += torch.cat(norms).double().square()
     return total.tolist()
+
+
+def squares_of(rows: Sequence[Tensor], start: Tensor) -> list[float]:
+    """Return :func:`squares` of tensors that lie apart; small ones are stacked for it."""
+    if rows and start.numel() < BLOCK:
+        return squares(torch.stack(list(rows)), start)
+    return [square(row, start) for row in rows]
 
 
 def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:

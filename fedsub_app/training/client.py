@@ -319,7 +319,8 @@ class Training:
         else:
             forward = forward or self.network
             output = forward(x, None)
-            loss = self.loss(output, y) + self.objective.term(x, output, forward)
+            loss, term = self.loss(output, y), self.objective.term(x, output, forward)
+            loss = loss if term is None else loss + term
         gradients = self.optimizer.gradients(loss)
         self.objective.correct(gradients, self.optimizer.parameters)
         if self.shift:

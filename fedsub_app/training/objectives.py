@@ -31,12 +31,12 @@ class Objective:
 
     def term(
         self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean"
-    ) -> Tensor | float:
-        """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``.
+    ) -> Tensor | None:
+        """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``; None: none.
 
         With ``reduction = "none"`` it is one number a sample.
         """
-        return 0.0
+        return None
 
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
         """Add the gradient of a term that needs no graph, in place, to the trained tensors' gradients by name."""

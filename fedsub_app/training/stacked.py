@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.utils.rnn import pad_sequence
 
 from fedsub_app.common.errors import one_line
@@ -44,7 +45,7 @@ def unstackable(settings: Settings, network: Network) -> str:
         x = joined([blank(2, shape, network.device)] * 2, torch.stack)
         network.training_mode()
         try:
-            vmap(lambda own, batch: functional_call(network.module, own, (batch,)))(stacked, x)
+            vmap(network.module_with)(stacked, x)
         except Exception as error:  # code of others; dropout, whose draws are one client's
             return f"model = {settings.model}: {one_line(error)[:100]}"
     return ""
@@ -74,8 +75,9 @@ class _Meeting(Generic[T]):
 
     def __init__(self, runs: Sequence[Callable[[], T]]) -> None:
         self._runs = runs
-        self._turns = [threading.Semaphore(0) for _ in runs]
-        self._back = threading.Semaphore(0)
+        # Queues, which are C code, as gates; threading's semaphores are Python code.
+        self._turns = [SimpleQueue[None]() for _ in runs]
+        self._back = SimpleQueue[None]()
         self._waiting: dict[int, _Waiting] = {}
         self._results: dict[int, T] = {}
         self._errors: list[BaseException] = []
@@ -88,8 +90,8 @@ class _Meeting(Generic[T]):
         alive = list(range(len(self._runs)))
         while alive:
             for k in alive:
-                self._turns[k].release()
-                self._back.acquire()
+                self._turns[k].put(None)
+                self._back.get()
             alive = list(self._waiting)
             kinds: dict[object, list[_Waiting]] = {}
             for waiting in self._waiting.values():
@@ -101,21 +103,21 @@ class _Meeting(Generic[T]):
         return [self._results[k] for k in range(len(self._runs))]
 
     def _run(self, k: int) -> None:
-        self._turns[k].acquire()
+        self._turns[k].get()
         side_by_side.train = lambda training, batches: self._meet(k, training, batches)
         try:
             self._results[k] = self._runs[k]()
         except BaseException as error:  # raised again by the thread that waits
             self._errors.append(error)
-        self._back.release()
+        self._back.put(None)
 
     def _meet(self, k: int, training: Training, batches: Sequence[Tensor]) -> tuple[float, int]:
         """Wait for others; returns the sum of the samples' losses and the number of steps that were made."""
         start = time.perf_counter()
         own = {name: tensor.detach().clone() for name, tensor in training.network.tensors.items()}
         self._waiting[k] = waiting = _Waiting(training, batches, own)
-        self._back.release()
-        self._turns[k].acquire()
+        self._back.put(None)
+        self._turns[k].get()
         del self._waiting[k]
         training.client.waited += time.perf_counter() - start - waiting.seconds
         if waiting.error:
@@ -185,12 +187,11 @@ class _Stack:
         sizes = [[len(batch) for batch in one.batches] for one in self.clients]
         blank = labels[0].new_zeros(self.width, dtype=torch.int64)  # the width to which all batches are padded
         padded = [pad_sequence([*one.batches, blank], True)[:-1] for one in self.clients]
-        index = pad_sequence([batches + begin for batches, begin in zip(padded, begins, strict=False)], True)
+        index = [batches + begin for batches, begin in zip(padded, begins, strict=False)]
+        joint = pad_sequence([rows[places] for rows, places in zip(index, self.joint, strict=True)], True)
 
-        def step(clients: range, places: Sequence[int]) -> None:
-            counts = [sizes[k][place] for k, place in zip(clients, places, strict=True)]
-            at = [index[k, place] for k, place in zip(clients, places, strict=True)]
-            batch = torch.stack(at)[:, : max(counts)]
+        def step(clients: range, batch: Tensor, counts: Sequence[int]) -> None:
+            batch = batch[:, : max(counts)]
             self._move(clients)
             self._step(x[batch], y[batch], counts)
 
@@ -200,9 +201,9 @@ class _Stack:
             places = [self.joint[k][number] for k in moving]
             for k in moving:
                 for place in range(made[k], places[k]):
-                    step(range(k, k + 1), [place])
+                    step(range(k, k + 1), index[k][place : place + 1], [sizes[k][place]])
                 made[k] = places[k] + 1
-            step(moving, places)
+            step(moving, joint[: len(moving), number], [sizes[k][places[k]] for k in moving])
         for k, (one, loss) in enumerate(zip(self.clients, self.losses.tolist(), strict=True)):
             one.loss, one.steps = loss, made[k]
             one.tensors = {name: stack[k].detach() for name, stack in self.tensors.items()}
@@ -229,21 +230,22 @@ class _Stack:
         optimizer.first, optimizer.second = map(rows, self.moments)
         self.objective.others = tuple(map(rows, self.others))
         self.optimizer, self.now = optimizer, rows(self.tensors) | moved
-        self.change, self.factor = rows(self.shift), rows(self.factors)
+        self.change, self.factor, self.sums = rows(self.shift), rows(self.factors), self.losses[some]
 
     def _forward(self, x: Batch, tensors: Mapping[str, Tensor] | None) -> Output:
         """Run all clients' networks; returns the outputs of their samples one after the other."""
         if self.objective.forwards:
             output = vmap(self.network)(x, tensors or self.now)
             return Output(*(part.flatten(0, 1) for part in output))
-        logits = vmap(lambda own, batch: functional_call(self.network.module, own, (batch,)))(self.now, x).flatten(0, 1)
+        logits = vmap(self.network.module_with)(self.now, x).flatten(0, 1)
         return Output(logits, logits)  # no term needs its features
 
     def _step(self, x: Batch, y: Tensor, counts: Sequence[int]) -> None:
         """Make a step, as :meth:`Training.descend` does; ``counts`` of each client's samples are no padding."""
         output = self._forward(x, None)
         losses = self.task.loss(output.logits, y.flatten(0, 1), "none")
-        losses = (losses + self.objective.term(x, output, self._forward, "none")).view(len(counts), -1)
+        term = self.objective.term(x, output, self._forward, "none")
+        losses = (losses if term is None else losses + term).view(len(counts), -1)
         means = losses.mean(1)
         if min(counts) < max(counts):
             sizes = torch.tensor(counts, device=losses.device)
@@ -256,7 +258,7 @@ class _Stack:
         for name, factor in self.factor.items():
             gradients[name].mul_(factor)
         self.optimizer.step(gradients)
-        self.losses[self.moving.start : self.moving.stop] += losses.detach().sum(1)
+        self.sums += losses.detach().sum(1)
 
 
 def _stacked(tensors: Sequence[Mapping[str, Tensor]]) -> Tensors:
