@@ -27,7 +27,7 @@ def parts(strategy: Hooks, valid: Valid) -> Iterator[Part]:
     update, contribution, _ = valid
     masks, slices, origin = contribution.masks or {}, contribution.slices or {}, strategy.origin(update)
     for name, x in contribution.tensors.items():
-        yield name, x, select(strategy.current[name], slices.get(name, ALL)), masks.get(name)
+        yield name, x, select(origin[name], slices.get(name, ALL)), masks.get(name)
     for name, x in update.tensors.items():
         if name not in contribution.tensors and x.is_floating_point():
             start = origin.get(name)

@@ -42,7 +42,7 @@ class Hooks(Server):
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
     judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
-        model is no model of the whole task, because parts of it stay with the clients.
+        model is no model of the whole task, or its loss swings between honest rounds.
     warning : a line of the log at the start of a run; "" for none.
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     """
@@ -138,7 +138,7 @@ class Hooks(Server):
         return {"update": self.distance(update, contribution)}
 
     def origin(self, update: Update) -> Tensors:
-        """Return the values that the update's tensors beside its contribution started from, by name; the others: 0.
+        """Return the values that the update's tensors started from, by name; those that it does not name: 0.
 
         With ``robust`` their change is bounded like the model's.
         """

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fedsub_app.common.tensors import chosen
+from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
@@ -53,6 +53,9 @@ class SSFL(Sparse):
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         return {"update": norm(update.tensors.values())} if self.choosing else super().norms(update, contribution)
+
+    def origin(self, update: Update) -> Tensors:
+        return {name: torch.zeros_like(x) for name, x in update.tensors.items()} if self.choosing else self.current
 
     def refuses(self) -> Mapping[str, str]:
         return dict.fromkeys(DEFENCES, "the answers of its first round are saliencies")

@@ -21,7 +21,9 @@ from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
+from strategies.bounding import parts
 from strategies.feddst import FedDST
+from strategies.merging import Valid
 
 Run = Callable[..., tuple[Json, Path]]
 WEIGHTS = ("fc1.weight", "fc2.weight")
@@ -223,6 +225,17 @@ def test_a_position_that_no_client_keeps_is_pruned() -> None:
     merge_round(strategy, updates)
     assert not strategy.masks["fc1.weight"][row, column]
     assert strategy.current["fc1.weight"][row, column] == 0
+
+
+def test_robust_holds_saliencies_against_each_other() -> None:
+    """And not against the weights, whose names they have."""
+    strategy, client = made("ssfl")
+    strategy.round = 1
+    task = strategy.task(0)
+    update = client(0, 1, {}).run_training(dict(task.tensors), task.config)
+    changes = [*parts(strategy, Valid(update, strategy.contribution(update), {}))]
+    assert {name for name, *_ in changes} == {*strategy.shapes}
+    assert not any(bool(start.any()) for _, _, start, _ in changes)
 
 
 def test_a_density_that_is_none_is_named() -> None:
