@@ -98,7 +98,7 @@ def test_a_network_of_ones_own(example: Any, keys: dict[str, Any]) -> None:
 
 # --- on Flower's engines: the model of the local engine, bit for bit ------------------------------------------------
 
-FEW = {"num-rounds": 1, "robust": "on"}  # on real nodes ``robust`` is on by default
+FEW = {"num-rounds": 1, "robust": "on", "node-timeout": 600.0}  # on real nodes ``robust`` is on by default
 SENTIMENT = {"tokenizer": "characters", "tokens": 24, "clients-per-round": 4}
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("diabetes/diabetes", {}),
