@@ -179,6 +179,9 @@ class Bert(nn.Module):
 
 
 NETWORKS: dict[str, str] = {  # name in the table -> model
+    "lenet5": "lenet5",
+    "fedpews-cnn": "fedpews-cnn",
+    "feature-mlp": "feature-mlp",
     "two-layer `nn.Module`": "bench.networks:TwoLayers",
     "residual, GroupNorm": "bench.networks:Residual",
     "VGG, small": "bench.networks:vgg",
