@@ -174,7 +174,7 @@ def test_a_superlink_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatc
     late.write_text(f'#!/bin/sh\nsleep 17\nexec "{Path(sys.executable).parent}/flower-superlink" "$@"\n')
     late.chmod(0o755)
     with own_flower(tmp_path, sys.executable, os.environ) as variables:
-        path = os.pathsep.join((str(late.parent), variables["PATH"]))
+        path = os.pathsep.join((str(late.parent), str(Path(sys.executable).parent), variables["PATH"]))
         monkeypatch.setattr(deployment, "full_environment", lambda: variables | {"PATH": path})
         assert deployment.ask("list", "local-simulation")["runs"] == []
 
