@@ -14,12 +14,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 MOVED = ("strategies", "client_apps")
 KEPT = ("fedsub", "fedsub_app")
 IMPORT = re.compile(rf"^(\s*(?:from|import) )({'|'.join(MOVED)})\b", re.MULTILINE)
-NAMED = re.compile(rf'"({"|".join(MOVED)})(?=\.|"\))')  # a name in a text: "strategies.base", Late("strategies")
+NAMED = re.compile(rf'(Late\()?"({"|".join(MOVED)})(?(1)(?=")|(?=\.))')  # "strategies.base", Late("strategies", …)
 
 
 def moved(text: str) -> str:
     """Return a module's source with the imports of the wheel."""
-    return NAMED.sub(r'"fedsub_app.\1', IMPORT.sub(r"\1fedsub_app.\2", text))
+    return NAMED.sub(r'\1"fedsub_app.\2', IMPORT.sub(r"\1fedsub_app.\2", text))
 
 
 class Layout(BuildHookInterface):

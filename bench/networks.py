@@ -59,6 +59,7 @@ OF_METHOD: dict[str, dict[str, Value]] = {
     "fedrolex": {"fedrolex.widths": "1, 0.5"},
     "subfedavg": {"validation-fraction": 0.2, "subfedavg.score": 0.0},
     "fedpm": {"lr": 1.0},
+    **{name: {f"{name}.widths": "0.5, 1"} for name in ("fjord", "feddrop", "fiarse")},
     **{
         name: {"trainable": "lora"}
         for name in ("fedit", "ffa-lora", "fedsa-lora", "flexlora", "flora", "fedex-lora", "hetlora")
@@ -110,11 +111,41 @@ class Residual(nn.Module):
         return logits
 
 
+def resnet50(in_shape: Shape, num_classes: int) -> nn.Module:
+    """Return resnet50 with one narrow bottleneck a stage."""
+    blocks = models.resnet.Bottleneck
+    return for_channels(models.ResNet(blocks, [1, 1, 1, 1], num_classes, width_per_group=8), in_shape[0])
+
+
 def vgg(in_shape: Shape, num_classes: int) -> nn.Module:
     """Return a VGG with BatchNorm, four convolutions and one Linear."""
     features = models.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"], batch_norm=True)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes)
     return for_channels(nn.Sequential(features, *head), in_shape[0])
+
+
+def mobilenet(in_shape: Shape, num_classes: int) -> nn.Module:
+    """Return a MobileNetV2 of three stages."""
+    stages = [[1, 16, 1, 1], [4, 24, 1, 2], [4, 32, 1, 2]]
+    return for_channels(models.MobileNetV2(num_classes, 0.5, stages), in_shape[0])
+
+
+def efficientnet(in_shape: Shape, num_classes: int) -> nn.Module:
+    """Return an EfficientNet of three stages."""
+    sizes = ((1, 3, 1, 16, 16, 1), (4, 3, 2, 16, 24, 1), (4, 5, 2, 24, 40, 1))
+    stages = [models.efficientnet.MBConvConfig(*size) for size in sizes]
+    return for_channels(models.EfficientNet(stages, 0.2, num_classes=num_classes, last_channel=160), in_shape[0])
+
+
+def densenet(in_shape: Shape, num_classes: int) -> nn.Module:
+    """Return a DenseNet of two blocks of three layers."""
+    return for_channels(models.DenseNet(8, (3, 3), 16, num_classes=num_classes), in_shape[0])
+
+
+def convnext(in_shape: Shape, num_classes: int) -> nn.Module:
+    """Return a ConvNeXt of three stages."""
+    stages = [models.convnext.CNBlockConfig(*sizes) for sizes in ((16, 32, 1), (32, 64, 1), (64, None, 1))]
+    return for_channels(models.ConvNeXt(stages, num_classes=num_classes), in_shape[0])
 
 
 def swin(in_shape: Shape, num_classes: int) -> nn.Module:
@@ -147,18 +178,26 @@ class Bert(nn.Module):
         return self.bert(inputs_embeds=self.rows(x.mean(1)))
 
 
-NETWORKS: dict[str, str] = {  # name in the table -> model; the slowest last
+NETWORKS: dict[str, str] = {  # name in the table -> model
     "lenet5": "lenet5",
     "fedpews-cnn": "fedpews-cnn",
     "feature-mlp": "feature-mlp",
     "two-layer `nn.Module`": "bench.networks:TwoLayers",
     "residual, GroupNorm": "bench.networks:Residual",
-    "transformers' BERT, small": "bench.networks:Bert",
     "VGG, small": "bench.networks:vgg",
     "ViT, small": "bench.networks:vit",
-    "Swin, small": "bench.networks:swin",
-    "timm's resnet10t": "timm:resnet10t",
+    "DenseNet, small": "bench.networks:densenet",
+    "ConvNeXt, small": "bench.networks:convnext",
+    "EfficientNet, small": "bench.networks:efficientnet",
+    "MobileNetV2, small": "bench.networks:mobilenet",
     "squeezenet1_1": "torchvision:squeezenet1_1",
+    "resnet50, narrow": "bench.networks:resnet50",
+    "Swin, small": "bench.networks:swin",
+    "transformers' BERT, small": "bench.networks:Bert",
+    "timm's resnet10t": "timm:resnet10t",
+}
+# A row takes a quarter of an hour to hours: they run where `--only` names them.
+IN_FULL: dict[str, str] = {
     "mobilenet_v3_small": "torchvision:mobilenet_v3_small",
     "resnet18": "torchvision:resnet18",
     "resnet18-gn": "resnet18-gn",
@@ -237,7 +276,8 @@ def table(results: Json) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the networks in turn and print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.networks", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
+    every = NETWORKS | IN_FULL
+    parser.add_argument("--only", nargs="+", choices=every, default=list(NETWORKS), metavar="NETWORK")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
     options = parser.parse_args(arguments)
@@ -246,12 +286,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (package := PACKAGES.get(name)) and not find_spec(package):
             print(f"{name}: needs the package {package}", file=sys.stderr)
             continue
-        start, found = time.perf_counter(), structure(NETWORKS[name])
+        start, found = time.perf_counter(), structure(every[name])
         found["methods"] = results.get(name, {}).get("methods", {})
         for method in [method for method in options.methods if found["methods"].get(method) != ""]:
-            found["methods"][method] = outcome(NETWORKS[name], method)
+            found["methods"][method] = outcome(every[name], method)
             results[name] = found
-            ordered = {name: results[name] for name in NETWORKS if name in results}
+            ordered = {name: results[name] for name in every if name in results}
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps({"commit": commit(), "networks": ordered}, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)

@@ -100,6 +100,23 @@ def test_restore_returns_the_last_checkpoint_and_cuts_off_later_lines(tmp_path: 
         run.close()
 
 
+@pytest.mark.parametrize(
+    ("task", "best"), [("classification", [True, False, True]), ("regression", [True, True, False])]
+)
+def test_the_best_round_is_by_the_score_of_the_task(task: str, best: list[bool], tmp_path: Path) -> None:
+    run = opened(tmp_path / "run", task=task, method="fedavg")
+    found = []
+    try:
+        for number, value in enumerate((5.0, 4.0, 9.0)):
+            line = {"round": number, f"global-{run.settings.score.name}": value}
+            found.append(run.is_best(line))
+            run.log_round(line)
+            run.log_round({"round": number})  # without an evaluation
+        assert found == best
+    finally:
+        run.close()
+
+
 def test_without_a_checkpoint_everything_starts_again(tmp_path: Path) -> None:
     run = opened(tmp_path / "run")
     try:

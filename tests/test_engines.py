@@ -23,6 +23,7 @@ from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, ru
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
+from fedsub_app.deployment import flower as deployment
 from fedsub_app.deployment.flower import PROJECT, environment
 from fedsub_app.federation.blocks import MANY
 from fedsub_app.runs.rounds import read_rounds
@@ -163,6 +164,19 @@ def test_flowers_simulation_is_the_local_engine(
     assert done.returncode == 0, done.stdout + done.stderr
     assert rounds(tmp_path / "run") == local
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_superlink_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's own command gives it 15 s and kills it."""
+    late = tmp_path / "bin/flower-superlink"
+    late.parent.mkdir()
+    late.write_text(f'#!/bin/sh\nsleep 17\nexec "{Path(sys.executable).parent}/flower-superlink" "$@"\n')
+    late.chmod(0o755)
+    with own_flower(tmp_path, sys.executable, os.environ) as variables:
+        path = os.pathsep.join((str(late.parent), str(Path(sys.executable).parent), variables["PATH"]))
+        monkeypatch.setattr(deployment, "full_environment", lambda: variables | {"PATH": path})
+        assert deployment.ask("list", "local-simulation")["runs"] == []
 
 
 @pytest.mark.slow

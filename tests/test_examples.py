@@ -23,6 +23,7 @@ from test_engines import flower, own_flower  # noqa: F401  (a fixture)
 
 import fedsub
 from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.deployment.flower import flwr as command
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.library.keywords import title
 from fedsub_app.methods import METHODS
@@ -109,12 +110,16 @@ def flwr_run(folder: Path, python: Path, variables: dict[str, str], connection: 
     variables = variables | {"PATH": f"{python.parent}{os.pathsep}{variables['PATH']}"}
 
     def told(*arguments: str) -> Any:
-        command = [flwr, *arguments, "--format", "json"]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
+        words = [flwr, *arguments, "--format", "json"]
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
         assert "{" in done.stdout, done.stderr
         return json.loads(done.stdout[done.stdout.index("{") :])
 
-    number = told("run", str(folder), connection, "-c", "num-server-rounds=1")["run-id"]
+    patient = [str(python), *command("list", connection)[1:]]  # Flower's own gives a SuperLink 15 s to start
+    subprocess.run(patient, env=variables, timeout=PATIENCE, cwd=folder, capture_output=True)
+    began = told("run", str(folder), connection, "-c", "num-server-rounds=1")
+    assert began["success"], began
+    number = began["run-id"]
     log = [flwr, "log", str(number), connection, "--stream"]  # until the run has ended
     said = subprocess.run(log, env=variables, timeout=PATIENCE, capture_output=True, text=True, cwd=folder)
     (listed,) = told("list", connection, "--run-id", str(number))["runs"]

@@ -167,6 +167,12 @@ def test_a_connection_of_nested_tables_is_replaced_as_a_whole(machine: Any) -> N
     assert options(config) == before
 
 
+def test_an_installed_package_names_no_checkout(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(2)
+    monkeypatch.setattr(flower, "is_checkout", lambda: False)
+    assert flower.setup()[0] == f"environment {sys.prefix}"
+
+
 def test_an_environment_belongs_to_one_checkout(machine: Any, tmp_path: Path) -> None:
     """Setup says into which it writes; the defaults of another checkout, if that is still there, stay."""
     machine(2)

@@ -199,8 +199,9 @@ EACH_WAY = ("fedavg", "fedselect", "fedpart")
     "method", [pytest.param(name, marks=[] if name in EACH_WAY else pytest.mark.slow) for name in METHODS]
 )
 def test_the_same_bits_as_a_run(method: str, tmp_path: Path) -> None:
-    keys = {key.replace("_", "-"): value for key, value in METHOD_KEYS[method].items() if "__" not in key}
-    own = {key.replace("__", "."): value for key, value in METHOD_KEYS[method].items() if "__" in key}
+    given = METHOD_KEYS.get(method, {})
+    keys = {key.replace("_", "-"): value for key, value in given.items() if "__" not in key}
+    own = {key.replace("__", "."): value for key, value in given.items() if "__" in key}
     own = {key.replace("_", "-"): value for key, value in own.items()}
     data = {"num-clients": 4, "train-per-class": 40, "test-per-class": 10, "evaluate": "personal"}
     record = fedsub.run({**RUN, **data, **keys, **own, "method": method, "run-dir": str(tmp_path / "run")})

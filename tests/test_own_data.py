@@ -382,11 +382,29 @@ def test_a_source_that_cannot_be_read(table: Path, keys: dict[str, Any], message
         fedsub_app.run(keys_of(table, "csv:t.csv", label="kind", model="feature-mlp", num_rounds=1) | keys)
 
 
-def test_a_partitioner_of_flwr_datasets(table: Path) -> None:
-    keys = keys_of(table, "csv:t.csv", input="size", label="kind", partition="flwr:LinearPartitioner", num_clients=3)
-    data = load_dataset(resolve(keys).data)
-    sizes = [len(own) for own in make_partition(data, resolve(keys).partitioning).train]
-    assert sizes == [4, 8, 12]
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("Iid", "", [8, 8, 8]),
+        ("Linear", "", [4, 8, 12]),
+        ("Square", "", [1, 6, 17]),
+        ("Exponential", "", [2, 5, 17]),
+        ("Size", "partition_sizes=[3, 5, 16]", [3, 5, 16]),
+        ("NaturalId", "partition_by='source'", [8, 8, 8]),
+        ("Dirichlet", "partition_by='label', alpha=0.5, min_partition_size=2", None),
+        ("InnerDirichlet", "partition_by='label', alpha=0.5, partition_sizes=[4, 8, 12]", [4, 8, 12]),
+        ("Pathological", "partition_by='label', num_classes_per_partition=2", None),
+        ("Shard", "partition_by='label', num_shards_per_partition=2", [8, 8, 8]),
+        ("Continuous", "partition_by='index', strictness=1.0", [8, 8, 8]),
+    ],
+)
+def test_the_partitioners_of_flwr_datasets(table: Path, name: str, options: str, sizes: list[int] | None) -> None:
+    """Each sample goes to one client."""
+    keys = keys_of(table, "csv:t.csv", input="size", label="kind", group="site", partition=f"flwr:{name}Partitioner")
+    settings = resolve(keys | {"num-clients": 3, "partition-options": options})
+    clients = make_partition(load_dataset(settings.data), settings.partitioning).train
+    assert torch.cat(clients).sort().values.tolist() == list(range(24))
+    assert sizes in (None, [len(own) for own in clients])
 
 
 def test_a_node_reads_tables_of_its_own_folder_alone(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_a_network_of_ones_own(example: Any, keys: dict[str, Any]) -> None:
 
 # --- on Flower's engines: the model of the local engine, bit for bit ------------------------------------------------
 
-FEW = {"num-rounds": 1, "robust": "on"}  # on real nodes ``robust`` is on by default
+FEW = {"num-rounds": 1, "robust": "on", "node-timeout": 600.0}  # on real nodes ``robust`` is on by default
 SENTIMENT = {"tokenizer": "characters", "tokens": 24, "clients-per-round": 4}
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("diabetes/diabetes", {}),
@@ -150,12 +151,23 @@ def my_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def same_model(run: Callable[..., Any], keys: dict[str, Any], folder: Path) -> None:
     """A run on another engine completes with the model of the local engine."""
-    local = fedsub(folder, "run", *pairs(keys | {"run-dir": folder / "local"}))
+    local = fedsub(folder, "run", *pairs(keys | {"run-dir": folder / "local"}), "--workers", "1")
     assert local.code == 0, local.err
     done = run(*pairs(keys | {"run-dir": folder / "other"}))
     assert done.returncode == 0, done.stdout + done.stderr
     models = [(folder / name / "model.safetensors").read_bytes() for name in ("local", "other")]
     assert models[0] == models[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "keys"), EXAMPLES)
+def test_on_worker_processes(name: str, keys: Any, corpus: str, tmp_path: Path) -> None:
+    def with_workers(*words: str) -> subprocess.CompletedProcess[str]:
+        done = fedsub(tmp_path, "run", *words, "--workers", "2")
+        return subprocess.CompletedProcess(words, done.code, done.out, done.err)
+
+    keys = {"experiment": f"{PROJECT}/examples/{name}.toml", "data-dir": corpus} | FEW | keys
+    same_model(with_workers, keys, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Networks of a user's file, of a module and of packages: built, refused in one line, and their structure."""
 
 import json
+import re
 import sys
 import warnings
 import zipfile
@@ -16,12 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
 from torchvision.models.vgg import make_layers
+from torchvision.ops import StochasticDepth
 
 import fedsub_app
 from fedsub_app import node
 from fedsub_app.common import own_code
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, write_json
+from fedsub_app.common.inputs import Form, Part, Shape, blank
 from fedsub_app.common.own_code import bundled
 from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import PROJECT, bundle
@@ -40,12 +43,14 @@ from fedsub_app.models import (
     tensors_of,
     unit_groups,
     widths_of,
+    with_head,
 )
 from fedsub_app.models.groups import Place, split
 from fedsub_app.node import settings_from
 from fedsub_app.problem import Problem
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import prepare
+from fedsub_app.runs.plan import plan
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand
@@ -174,6 +179,9 @@ def test_tied_weights_have_one_name() -> None:
 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
+TOKENS = Form(
+    (Part((5,), torch.int64, 20), Part((5,), torch.int64, 2)), ("input_ids", "attention_mask")
+)  # of a text of five
 FAMILIES = {
     "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "efficientnet_v2_s": 32,
     "googlenet": 64, "inception_v3": 299, "maxvit_t": 224, "mnasnet0_5": 32, "mobilenet_v2": 32,
@@ -187,12 +195,52 @@ def test_every_tensor_of_a_family_is_in_one_layer(family: str) -> None:
     with warnings.catch_warnings(), torch.device("cpu" if family in ("maxvit_t", "regnet_y_400mf") else "meta"):
         warnings.simplefilter("ignore", FutureWarning)
         model = get_model(family, weights=None, num_classes=10)
-    layers = layer_groups(adopted(model.to("meta"), (3, FAMILIES[family], FAMILIES[family])))
+    every_tensor_once_in_the_order_of_execution(model.to("meta"), (3, FAMILIES[family], FAMILIES[family]))
+    last = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+    assert set(map(id, last.parameters())) & {id(tensors_of(model)[name]) for name in layer_groups(model)[-1]}
+
+
+TRANSFORMERS = {
+    "Bert": ({"vocab_size": 20, "intermediate_size": 24}, TOKENS),
+    "DistilBert": ({"vocab_size": 20, "n_heads": 2, "n_layers": 2, "dim": 12, "hidden_dim": 24}, TOKENS),
+    "ViT": ({"image_size": 16, "patch_size": 8, "intermediate_size": 24}, (3, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_every_tensor_of_a_family_of_transformers_is_in_one_layer(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes, in_shape = TRANSFORMERS[family]
+    small = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2} if family != "DistilBert" else {}
+    config = getattr(transformers, f"{family}Config")(**small, **sizes, num_labels=3)
+    task = "ImageClassification" if family == "ViT" else "SequenceClassification"
+    model = getattr(transformers, f"{family}For{task}")(config)
+    every_tensor_once_in_the_order_of_execution(model, in_shape)
+    assert [group.size for group in unit_groups(model)].count(24) == 2  # the feed-forward units
+
+
+def every_tensor_once_in_the_order_of_execution(model: nn.Module, in_shape: Shape) -> None:
+    """By hooks of this test's own: a layer's first module runs before the next layer's."""
+    layers = layer_groups(adopted(model, in_shape))
     flat = [name for layer in layers for name in layer]
     assert sorted(flat) == sorted(tensors_of(model))
     assert len(set(flat)) == len(flat)
-    last = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
-    assert set(map(id, last.parameters())) & {id(tensors_of(model)[name]) for name in layers[-1]}
+    turns: dict[str, int] = {}
+    names = {module: name for name, module in model.named_modules() if not any(True for _ in module.children())}
+
+    def enter(module: nn.Module, inputs: object) -> None:
+        turns.setdefault(names[module], len(turns))
+
+    hooks = [module.register_forward_pre_hook(enter) for module in names]
+    like = next(model.parameters())
+    with torch.no_grad():
+        model.train()(blank(2, in_shape, like.device, like.dtype))
+    for hook in hooks:
+        hook.remove()
+    ran = [[turns[owner] for name in layer if (owner := name.rpartition(".")[0]) in turns] for layer in layers]
+    first = [min(each) for each in ran if each]
+    assert first == sorted(first)
+    assert len(first) > len(layers) / 2
 
 
 def test_tensors_beside_layers_go_with_the_first_of_them() -> None:
@@ -283,17 +331,31 @@ SOURCES = {
         "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
     ),
 }  # fmt: skip
+WHOLE_FAMILIES = {
+    "torchvision:resnet18": ("", 12), "torchvision:resnet50": ("", 37), "torchvision:mobilenet_v2": ("", 25),
+    "torchvision:efficientnet_b0": ("", 40), "torchvision:densenet121": ("", 120),
+    "torchvision:convnext_tiny": ("", 18), "torchvision:swin_t": ("", 12), "torchvision:vgg11_bn": ("", 10),
+    "torchvision:vit_b_16": ("image_size=32", 12), "timm:resnet10t": ("", 10),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_network_without_units_is_the_network_in_which_they_are_zero(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        *((name, *of) for name, of in SOURCES.items()),
+        *(pytest.param(name, *of, marks=pytest.mark.slow) for name, of in WHOLE_FAMILIES.items()),
+    ],
+)
+def test_a_network_without_units_is_the_network_in_which_they_are_zero(name: str, options: str, count: int) -> None:
     """In training as well: outputs, gradients and running statistics. traced_groups tries it in evaluation alone."""
-    model = build_model(name, (3, 32, 32), 10, 0, options=SOURCES[name][0]).double()
+    if name.startswith("timm"):
+        pytest.importorskip("timm")
+    model = build_model(name, (3, 32, 32), 10, 0, options=options).double()
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout | StochasticDepth):
             module.p = 0.0
     groups = unit_groups(model)
-    assert len(groups) == SOURCES[name][1]
+    assert len(groups) == count
     draws = torch.Generator().manual_seed(0)
     units = {group.name: torch.rand(group.size, generator=draws) < 0.7 for group in groups}
     for mask in units.values():
@@ -451,6 +513,26 @@ def test_the_head_that_a_key_names(file: Path) -> None:
         Problem.of(resolve(keys | {"head": "last"})).network()
 
 
+class SeveralHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.heads = nn.ModuleDict({"main": nn.Linear(5, 3), "age": nn.Linear(5, 1)})
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.body(x).relu()
+        return {"logits": self.heads["main"](h), "age": self.heads["age"](h)}
+
+
+def test_of_several_heads_the_logits_are_the_output() -> None:
+    model = adopted(SeveralHeads(), (4,))
+    assert model(torch.zeros(2, 4)).shape == (2, 3)
+    assert layer_groups(model) == tuple((f"{n}.weight", f"{n}.bias") for n in ("body", "heads.main", "heads.age"))
+    assert [group.name for group in unit_groups(model)] == ["body"]
+    assert part_names(with_head(model, "heads.main"), "head") == ("heads.main.weight", "heads.main.bias")
+    assert len(part_names(with_head(model, "heads"), "head")) == 4
+
+
 def test_a_loss_that_is_not_finite_at_the_start(file: Path, tmp_path: Path) -> None:
     file.write_text(NETWORK.replace("torch.relu(self.first(x.flatten(1)))", "self.first(x.flatten(1)).log()"))
     with pytest.raises(UserError, match=r"^the loss of the first \d+ training samples is nan before round 1: must"):
@@ -523,6 +605,15 @@ def test_flops_of_a_network_that_makes_tensors_of_its_own(tmp_path: Path) -> Non
     (tmp_path / "hard.py").write_text(HARD)
     problem = Problem.of(resolve({"model": f"{tmp_path}/hard.py:Net"}))
     assert forward_flops(problem, problem.network()) == 2 * (64 * 12 + 2 * 12 * 12 + 12 * 10)
+
+
+def test_a_plan_of_a_network_of_ones_own(file: Path) -> None:
+    text = plan(resolve({"model": f"{file}:Net", "model-options": "width=5", "method": "fedavg", "partition": "iid"}))
+    assert re.search(rf"^network +{file}:Net: {64 * 5 + 5 + 5 * 10 + 10} parameters, 1.54 kB$", text, re.MULTILINE)
+    flops = 3 * 2 * (64 * 5 + 5 * 10) - 2 * 64 * 5  # forwards and backwards, but for the gradient of the input
+    samples = 2 * resolve({"method": "fedavg"}).local_epochs
+    assert re.search(r"^training +\S+ GFLOPs a round", text, re.MULTILINE), (flops, samples)
+    assert re.search(r"^memory +", text, re.MULTILINE)
 
 
 def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
 
 STATE = "federation.json"
-START_S = 120.0  # more than the 60 s for which Flower takes a node for online that was killed
+START_S = 240.0  # a busy machine takes minutes; Flower alone takes a killed node for online for 60 s
 LOOK_S = 0.5
 SUPERLINK, SUPEREXEC, DOOR = "superlink", "-superexec", "door"  # names of processes, and the end of a name
 

@@ -49,6 +49,9 @@ NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the con
 )
 PROJECT = Path(__file__).resolve().parents[2]
 
+# Flower gives the SuperLink that it starts 15 s, which a busy machine exceeds, and kills it; no option changes that.
+FLWR = "from flwr.cli import app, local_superlink as s; s.LOCAL_SUPERLINK_STARTUP_TIMEOUT = 180.0; app.app()"
+
 # Ports of the SuperLink that Flower starts: without them all users and environments of a machine would share one.
 HTTP_PORT, CONTROL_PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT"
 
@@ -95,7 +98,7 @@ def setup(cluster: int | None = None) -> list[str]:
         raise UserError(
             f"{sys.prefix}: the environment of the checkout {other[1]}; delete {hook} to set it up for {PROJECT}"
         )
-    lines = [f"environment {sys.prefix}, checkout {PROJECT}"]
+    lines = [f"environment {sys.prefix}{f', checkout {PROJECT}' if is_checkout() else ''}"]
     known, gpus = connections(), torch.cuda.device_count()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
         table = flatten(known.get(name, {}), deep=True)
@@ -177,7 +180,7 @@ def gpu_share(workers: int, gpus: int) -> float:
 
 def flwr(*arguments: str) -> list[str]:
     """Return a command of Flower's command line interface."""
-    return [str(Path(sys.executable).parent / "flwr"), *arguments]
+    return [sys.executable, "-P", "-c", FLWR, *arguments]
 
 
 def full_environment() -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree
 
 from fedsub_app.common.errors import one_line
 from fedsub_app.common.inputs import Batch, Shape, drawn
@@ -52,6 +53,7 @@ def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
 def _randomised(model: nn.Module, x: Batch) -> nn.Module:
     """Return a copy in evaluation mode in which no tensor is zero or constant: nothing passes by accident."""
     ghost = copy.deepcopy(model).cpu().double().train().requires_grad_(True)
+    ghost.register_forward_hook(_joined, prepend=True)
     draws = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for tensor in tensors_of(ghost).values():
@@ -62,6 +64,12 @@ def _randomised(model: nn.Module, x: Batch) -> nn.Module:
                 module.momentum = 1.0
         ghost(x)  # BatchNorm takes the statistics of x, so that no signal fades on its way through many layers
     return ghost.eval()
+
+
+def _joined(module: nn.Module, inputs: object, output: Any) -> Any:
+    """Return the outputs of a network with several heads as one tensor [n, ...]: a unit is removed from all heads."""
+    outputs = [t.flatten(1) for t in _pytree.tree_leaves(output) if isinstance(t, Tensor) and t.dim() > 1]
+    return torch.cat(outputs, 1) if len(outputs) > 1 else output
 
 
 # --- what torch-pruning offers ---------------------------------------------------------------------------------------

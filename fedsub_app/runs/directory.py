@@ -7,7 +7,7 @@ rounds.jsonl                          one line a round with its checksum, writte
 checkpoints/round-000012.safetensors  global model and the strategy's state after that round
 clients/client-000003/…               the clients' durable state (simulation; a real node keeps its own)
 summary.json, model.safetensors       written when the run ends
-model-best.safetensors                with robust: the global model of the round with the best accuracy so far
+model-best.safetensors                with robust: the global model of the round with the best score so far
 ====================================  =================================================================================
 
 Killed at any moment and resumed, a run gives bit-identical weights and metrics on the CPU: everything random depends on
@@ -167,9 +167,10 @@ class Run:
         return last
 
     def is_best(self, line: Json) -> bool:
-        """Say whether a round's line has a higher accuracy, the first of ``evaluate``, than all before it."""
-        key = f"{self.settings.evaluations[0]}-accuracy"
-        return key in line and all(line[key] > before.get(key, -1) for before in self.lines)
+        """Say whether a round's line has a better score, the first of ``evaluate``, than all before it."""
+        score = self.settings.score
+        key = f"{self.settings.evaluations[0]}-{score.name}"
+        return key in line and all(score.better(line[key], other[key]) for other in self.lines if key in other)
 
     def keep_best(self, model: Mapping[str, torch.Tensor]) -> None:
         with self._writing("model-best.safetensors") as path:
