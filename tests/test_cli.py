@@ -200,7 +200,8 @@ def test_the_bundle_does_not_hold_it_so_its_keys_are_sent(desk: Path, monkeypatc
     monkeypatch.setattr(flower.subprocess, "run", refuse)
     with pytest.raises(UserError, match="no SuperLink"):
         flower.run("mine", {"experiment": str(desk / "my.toml")})
-    keys = parse_config_args([started[0][started[0].index("-c") + 1]])
+    arguments = started[0][started[0].index("mine") :]
+    keys = parse_config_args([arguments[arguments.index("-c") + 1]])
     assert keys["method"] == "fedprox"
     assert "experiment" not in keys
 

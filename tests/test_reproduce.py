@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import forked
+from helpers import fedsub, forked
 
 from fedsub_app import config
 from fedsub_app.cli import main as cli
@@ -320,11 +320,12 @@ def test_a_failing_row_is_named(table: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_runs_are_jobs_of_a_cluster(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_jobs_of_a_cluster(tmp_path: Path) -> None:
     """submitit's cluster of this machine takes Slurm's place."""
-    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs"))
-    arguments = ["reproduce", table, "--out", str(tmp_path / "out"), "--seeds", "1", "--slurm", "cluster=local"]
-    assert cli.main([*arguments, "--slurm", "timeout_min=5"]) == 0
+    (tmp_path / "small.toml").write_text(TABLE)
+    arguments = ("reproduce", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--seeds", "1")
+    done = fedsub(tmp_path, *arguments, "--slurm", "cluster=local", "--slurm", "timeout_min=5")
+    assert done.code == 0, done.err
     assert (tmp_path / "out/digits-fedavg/seed0/summary.json").exists()
     assert len([*(tmp_path / "runs/slurm").glob("*_result.pkl")]) == 2
 
@@ -333,13 +334,13 @@ def test_runs_are_jobs_of_a_cluster(table: str, tmp_path: Path, monkeypatch: pyt
     ("option", "said"),
     [("cluster=nothing", "AutoExecutor doesn't know any"), ("partitoin=gpu", "Parameter 'partitoin' need")],
 )
-def test_an_unknown_option_of_a_cluster_is_one_line(
-    option: str, said: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("submitit")
-    arguments = ["reproduce", table, "--out", str(tmp_path / "out"), "--slurm", "cluster=local", "--slurm", option]
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"error: --slurm cluster=local {option}: {said}")
+def test_an_unknown_option_of_a_cluster_is_one_line(option: str, said: str, tmp_path: Path) -> None:
+    """In a process of its own: submitit, where it is imported, closes all handlers of logging, pytest's as well."""
+    (tmp_path / "small.toml").write_text(TABLE)
+    arguments = (str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--slurm", "cluster=local")
+    done = fedsub(tmp_path, "reproduce", *arguments, "--slurm", option)
+    assert done.code == 2, done.err
+    assert done.err.startswith(f"error: --slurm cluster=local {option}: {said}")
 
 
 def test_unknown_names_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
