@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import SAME, away, merge_round
+from helpers import merge_round
 from test_methods import made
-from test_parts import BODY, HEAD, initial, model_of
+from test_parts import BODY, HEAD, model_of
 from test_personal import Slow
-from test_sparse import SMALL, WEIGHTS, top, trained
+from test_sparse import SMALL, WEIGHTS, nearly_equal, top, trained
 from torch import Tensor, nn
 
 from fedsub_app.common.seeds import derive, generator
@@ -270,9 +270,7 @@ def test_the_model_is_that_of_the_algorithm(
     _, folder = run_local(**keys)
     model = model_of(folder)
     expected = reference(Slow(resolve({k.replace("__", ".").replace("_", "-"): v for k, v in keys.items()})))
-    differ = [float(((model[n] != 0) != (expected[n] != 0)).double().mean()) for n in WEIGHTS]
-    assert max(differ) < 5e-4, differ
-    assert away(model, expected, initial()) < SAME
+    nearly_equal(model, expected)
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

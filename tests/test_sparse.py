@@ -145,6 +145,11 @@ def test_the_model_is_that_of_the_algorithm(
     _, folder = run_local(**keys)
     model = model_of(folder)
     expected = reference(Slow(resolve({k.replace("__", ".").replace("_", "-"): v for k, v in keys.items()})))
+    nearly_equal(model, expected)
+
+
+def nearly_equal(model: Tensors, expected: Tensors) -> None:
+    """Compare two models: where two sizes are nearly equal, rounding may choose the other weight, a few in 10,000."""
     differ = [float(((model[n] != 0) != (expected[n] != 0)).double().mean()) for n in WEIGHTS]
     assert max(differ) < 5e-4, differ
     assert away(model, expected, initial()) < SAME
