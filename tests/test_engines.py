@@ -325,22 +325,21 @@ def test_each_run_has_the_code_of_its_checkout(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_named_and_does_not_hang(
+def test_a_killed_ray_worker_is_named_and_replaced(
     flower: dict[str, str], other_checkout: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Client 1 takes its Ray worker down in round 2. The pool does not recover: the run stops, as min-replies says."""
+    """Client 1 takes its Ray worker down in round 2: that round is abandoned, as min-replies says, and no other one."""
     project = other_checkout(END_OF_A_WORKER)
     folder = tmp_path / "run"
     keys = pairs(run_dir=folder, num_rounds=4, min_replies=3, max_abandoned=2, round_timeout=60.0)
     done = run_flower(flower, "--engine", "local-simulation", *keys, project=project)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = rounds(folder)
-    assert [line["status"] for line in lines] == ["ok", "ok", "abandoned", "abandoned"]
+    assert [line["status"] for line in lines] == ["ok", "ok", "abandoned", "ok", "ok"]
     reasons = {drop["client"]: drop["reason"] for drop in lines[2]["dropped"]}
     assert 1 in reasons
     assert all(reason.startswith(("node failed: ", "no reply within")) for reason in reasons.values())
-    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
-    assert "max-abandoned = 2" in done.stdout + done.stderr
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
 
 
 @pytest.fixture
