@@ -385,7 +385,8 @@ def besides(record: Record) -> Json:
     """Return how many answers were refused; of three rounds the median norm of an update, and the clipped updates."""
     lines = [line for line in record.lines if line["round"]]
     chosen = [lines[0], lines[len(lines) // 2 - 1], lines[-1]]
-    several = {key: [line[key] for line in chosen] for key in ("update-norm", "clipped-updates") if all(key in line for line in chosen)}
+    keys = [key for key in ("update-norm", "clipped-updates") if all(key in line for line in chosen)]
+    several = {key: [line[key] for line in chosen] for key in keys}
     return several | {"refused": sum(len(line.get("dropped", ())) for line in lines)}
 
 
