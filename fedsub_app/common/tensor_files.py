@@ -72,7 +72,7 @@ def _checksum(path: Path, tensors: Tensors, texts: Mapping[str, str]) -> str:
     about = [place, sorted(texts.items()), [(name, str(t.dtype), tuple(t.shape)) for name, t in named]]
     checksum = zlib.crc32(os.fsencode(repr(about)))
     for _, tensor in named:
-        checksum = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, checksum)
     return f"{checksum:08x}"
 
 
