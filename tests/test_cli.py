@@ -32,10 +32,9 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies import reproduce
 from fedsub_app.studies.batch import run_job
 from fedsub_app.studies.job import Job
-from fedsub_app.studies.search_space import read_space
 from fedsub_app.studies.sweep import metric_of
 from fedsub_app.studies.tables import read_table
-from fedsub_app.studies.trials import Search
+from fedsub_app.studies.trials import Search, read_space
 
 Run = Callable[..., tuple[Json, Path]]
 OWN = """extends = "quickstart/digits"

@@ -206,11 +206,6 @@ def test_garbage_in_the_middle_of_the_rounds(killed: Path, whole: Path, capsys: 
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_rounds_of_an_earlier_version_have_no_checksum(tmp_path: Path) -> None:
-    (tmp_path / "rounds.jsonl").write_text('{"round": 0, "global-loss": NaN}\n{"round": 1}\n')
-    assert read_rounds(tmp_path) == [{"round": 0, "global-loss": None}, {"round": 1}]
-
-
 def test_stray_files_are_left_alone(killed: Path, whole: Path) -> None:
     strays = ["round-abc.safetensors", "round-000009.safetensors.bak", "round-3.safetensors", "notes", "\udcff"]
     for name in strays:

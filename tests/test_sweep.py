@@ -22,8 +22,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.studies import batch, sweep
-from fedsub_app.studies.search_space import Space, read_space
-from fedsub_app.studies.trials import Search, Sweep, Trial
+from fedsub_app.studies.trials import Search, Space, Sweep, Trial, read_space
 
 KEYS = ["evaluate=personal", "validation-fraction=0.2", "num-rounds=4", "method=fedselect"]
 VALIDATED = [word for key in KEYS for word in ("-s", key)]

@@ -181,7 +181,7 @@ def test_diabetes() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"task": "classification"}, "dataset = 'diabetes': not with this task: y of shape"),
+        ({"task": "classification"}, "dataset = 'diabetes', train: y of shape"),
         ({"partition": "classes"}, "partition = 'classes': needs classes, diabetes has none; allowed are 'iid'"),
         ({"train-per-class": 5}, "train-per-class = 5: diabetes has no classes; must be 0"),
         ({"method": "fedpac"}, "task = 'regression': has no classes, whose means fedpac aligns"),

@@ -1,12 +1,13 @@
-"""``fedsub export``: the numbers of runs as CSV, the model of one as ONNX, as an adapter or whole."""
+"""``fedsub export`` and ``fedsub predict``: the numbers of runs, the model of one, and its predictions."""
 
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.predict import Client
 from fedsub_app.common.errors import UserError
+
+Client = Annotated[int | None, Option(metavar="N", help="the model of this client (default: the global one)")]
 
 
 def export(
@@ -33,11 +34,25 @@ def export(
         return
     if client is not None:
         raise UserError(f"--client {client}: only with a model; --clients prints all clients' numbers")
-    from fedsub_app.reports.export import export as table
+    from fedsub_app.reports.export import csv_of, rows_of_clients, rows_of_rounds
+    from fedsub_app.reports.records import named_runs, read_run
 
-    text = table(folders, clients)
+    runs = dict(named_runs([read_run(folder) for folder in folders]))
+    text = csv_of(rows_of_clients(runs) if clients else rows_of_rounds(runs))
     if out:
         out.write_text(text)
         print(out)
     else:
         print(text, end="")
+
+
+def predict(
+    folder: Annotated[Path, Argument(metavar="RUN", help="directory of a run")],
+    files: Annotated[list[Path], Argument(metavar="FILE...", help="images, or tables with the run's columns")],
+    client: Client = None,
+) -> None:
+    """Print a run's prediction for each image or row, as CSV."""
+    from fedsub_app.analysis.prediction import predictions
+    from fedsub_app.reports.export import csv_text
+
+    print(csv_text(*predictions(folder, files, client)), end="")

@@ -109,8 +109,6 @@ def blank(
     count: int, shape: Shape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Batch:
     """Return inputs of zeros, masks of ones; ``dtype``: of floating-point tensors."""
-    if not isinstance(shape, Form):
-        return torch.zeros(count, *shape, device=device, dtype=dtype)
 
     def made(part: Part) -> Tensor:
         kind = dtype if dtype and part.dtype.is_floating_point else part.dtype
@@ -121,25 +119,23 @@ def blank(
 
 def drawn(count: int, shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     """Return random inputs on the CPU: normal numbers, tokens all alike likely, masks of ones."""
-    if not isinstance(shape, Form):
-        return torch.randn(count, *shape, generator=generator, dtype=dtype)
 
     def made(part: Part) -> Tensor:
         size = (count, *part.shape)
         if part.dtype.is_floating_point:
             return torch.randn(size, generator=generator, dtype=dtype)
-        return (
-            torch.full(size, 1, dtype=part.dtype)
-            if _is_mask(part)
-            else torch.randint(part.limit, size, generator=generator)
-        )
+        if _is_mask(part):
+            return torch.ones(size, dtype=part.dtype)
+        return torch.randint(part.limit, size, generator=generator)
 
     return _batch(shape, made)
 
 
-def _batch(form: Form, made: Callable[[Part], Tensor]) -> Batch:
-    tensors = tuple(map(made, form.parts))
-    return tensors[0] if form.single else Inputs(tensors, form.names)
+def _batch(shape: Shape, made: Callable[[Part], Tensor]) -> Batch:
+    if not isinstance(shape, Form):
+        return made(Part(shape, torch.float32))
+    tensors = tuple(map(made, shape.parts))
+    return tensors[0] if shape.single else Inputs(tensors, shape.names)
 
 
 def _is_mask(part: Part) -> bool:

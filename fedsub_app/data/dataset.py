@@ -1,6 +1,7 @@
 """A data set as tensors: sources chosen per class, brought to one form, joined, normalised."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
-from fedsub_app.data import features, synthetic
+from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.features import Pictures
 from fedsub_app.data.known import Source, Split
 from fedsub_app.data.names import ALIASES, data_folder
@@ -21,7 +22,7 @@ from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
 from fedsub_app.data.sources import check_hidden, load_sources
 from fedsub_app.data.tables import load_source
-from fedsub_app.tasks import Task, task_of
+from fedsub_app.tasks import task_of
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 
@@ -75,34 +76,28 @@ def _load(settings: DataSettings) -> Dataset:
         train_samples, test_samples = normalised(train_x, test_x, settings.normalise)
     else:
         train_samples, test_samples = Samples(train_x), Samples(test_x)
-    return _as_the_task_takes_it(
-        task_of(settings.task),
-        Dataset(
-            name=settings.dataset,
-            train_x=train_samples,
-            train_y=torch.cat([y + first for (_, y), first in zip(train, first_label, strict=True)]),
-            train_source=torch.cat([torch.full((len(y),), i) for i, (_, y) in enumerate(train)]),
-            test_x=test_samples,
-            test_y=torch.cat([y + first for (_, y), first in zip(test, first_label, strict=True)]),
-            test_source=torch.cat([torch.full((len(y),), i) for i, (_, y) in enumerate(test)]),
-            num_classes=num_classes,
-            sources=tuple(known),
-            notes=tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
-            + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
-        ),
+    task, train_y = task_of(settings.task), _labels(train, first_label)
+    return own.dataset_of(
+        settings.dataset,
+        own.Split(train_samples, train_y, _groups(known, train)),
+        own.Split(test_samples, _labels(test, first_label), _groups(known, test)),
+        task,
+        form_of(train_x, test_x, tokens=num_classes),
+        task.output(train_y, num_classes),
+        tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
+        + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
+        known,
     )
 
 
-def _as_the_task_takes_it(task: Task, data: Dataset) -> Dataset:
-    """Return the data set with y checked; :class:`UserError` where it is not the task's."""
-    try:
-        output = task.output(data.train_y, data.num_classes)
-        train_y, test_y = (task.targets(y, output) for y in (data.train_y, data.test_y))
-    except ValueError as error:
-        raise UserError(f"dataset = {data.name!r}: not with this task: {error}") from None
-    stored = [torch.as_tensor(x.stored) for x in (data.train_x, data.test_x) if isinstance(x, Samples)]
-    tokens = None if stored[0].dtype != torch.int64 else form_of(*stored, tokens=data.num_classes)
-    return replace(data, train_y=train_y, test_y=test_y, form=tokens)
+def _labels(splits: Sequence[Split], first_label: Sequence[int]) -> Tensor:
+    """Return the labels of several sources; those of each begin behind the ones before."""
+    return torch.cat([y + first for (_, y), first in zip(splits, first_label, strict=True)])
+
+
+def _groups(names: Iterable[str], splits: Sequence[Split]) -> list[str]:
+    """Return the source of each sample."""
+    return [name for name, (_, y) in zip(names, splits, strict=True) for _ in range(len(y))]
 
 
 def _pictures(split: Split) -> Split:

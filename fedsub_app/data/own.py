@@ -1,6 +1,6 @@
 """Data of a user's own: tensors, or map-style data sets of torch or the package datasets, as a :class:`Dataset`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,29 +64,29 @@ def dataset_of(
     form: Shape,
     output: tuple[int, ...] | None = None,
     notes: tuple[str, ...] = (),
+    sources: Iterable[str] = (),
 ) -> Dataset:
-    """Return the data set of two splits; ``output``: shape of a network's output, by default what y needs."""
-    try:
-        output = output or task.output(train.y, max(map(task.outputs, (train.y, test.y))))
-        train_y, test_y = (_targets(task, one.y, output, part) for one, part in ((train, "train"), (test, "test")))
-    except ValueError as error:
-        raise UserError(f"dataset = {name!r}: {error}") from None
-    names = tuple(sorted({*train.groups, *test.groups})) or (name,)
+    """Return the data set of two splits.
+
+    ``output``: shape of a network's output, by default what y needs; ``sources``: by default the sorted groups.
+    """
+    where = "" if name == OWN else f"dataset = {name!r}, "
+    targets = []
+    for part, one in (("train", train), ("test", test)):
+        try:
+            output = output or task.output(train.y, max(map(task.outputs, (train.y, test.y))))
+            targets.append(task.targets(one.y, output))
+        except ValueError as error:
+            raise UserError(f"{where}{part}: {error}") from None
+    assert output
+    names = tuple(sources) or tuple(sorted({*train.groups, *test.groups})) or (name,)
     numbers = {group: number for number, group in enumerate(names)}
-    sources = (
+    train_source, test_source = (
         torch.tensor([numbers[group] for group in one.groups]) if one.groups else torch.zeros(len(one.y)).long()
         for one in (train, test)
     )
-    train_source, test_source = sources
+    train_y, test_y = targets
     return Dataset(*(name, train.x, train_y, train_source, test.x, test_y, test_source), output[-1], names, notes, form)
-
-
-def _targets(task: Task, y: Tensor, output: tuple[int, ...], name: str) -> Tensor:
-    """Return y as the task takes it; :class:`UserError` with the name where it cannot."""
-    try:
-        return task.targets(y, output)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
 
 
 def _split(data: object, name: str, collate: Collate | None) -> Split:

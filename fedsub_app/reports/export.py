@@ -9,18 +9,16 @@ from typing import Any
 
 from fedsub_app.common.errors import escaped
 from fedsub_app.common.section import Json
-from fedsub_app.reports.records import COSTS, Record, named_runs, read_run
+from fedsub_app.reports.records import COSTS, Record
 
 
-def table_of_rounds(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
-    """Return a header and a row a round: the numbers and words of every round of some runs, by name.
+def rows_of_rounds(runs: Mapping[str, Record]) -> list[Json]:
+    """Return a row a round: the numbers and words of every round of some runs, by name.
 
     Lists of numbers are one text, lists of anything else their length; each client's own numbers are left out
-    (:func:`table_of_clients`).
+    (:func:`rows_of_clients`).
     """
-    rows = [{"run": name} | _flat(line) for name, record in runs.items() for line in record.lines]
-    header = list(dict.fromkeys(key for row in rows for key in row))
-    return header, [[row.get(key, "") for key in header] for row in rows]
+    return [{"run": name} | _flat(line) for name, record in runs.items() for line in record.lines]
 
 
 def _flat(line: Json) -> Json:
@@ -36,16 +34,20 @@ def _flat(line: Json) -> Json:
     return flat
 
 
-def table_of_clients(runs: Mapping[str, Record]) -> tuple[list[str], list[list[Any]]]:
-    """Return a header and a row a client and round in which it was evaluated."""
-    rows = [
+def rows_of_clients(runs: Mapping[str, Record]) -> list[Json]:
+    """Return a row a client and round in which it was evaluated."""
+    return [
         {"run": name, "round": line["round"], "client": int(client)} | numbers
         for name, record in runs.items()
         for line in record.lines
         for client, numbers in line.get("evaluated", {}).items()
     ]
-    header = list(dict.fromkeys(["run", "round", "client", *(key for row in rows for key in row)]))
-    return header, [[row.get(key, "") for key in header] for row in rows]
+
+
+def csv_of(rows: Sequence[Json]) -> str:
+    """Return rows as CSV, with a column for each key of any row."""
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    return csv_text(header, [[row.get(key, "") for key in header] for row in rows])
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -69,9 +71,3 @@ def _cell(value: Any) -> Any:
         float(value)
         return value
     return f"'{escaped(value)}"
-
-
-def export(folders: Sequence[Path], clients: bool = False) -> str:
-    """Return the rounds of some runs, or their clients' numbers, as CSV."""
-    runs = dict(named_runs([read_run(folder) for folder in folders]))
-    return csv_text(*(table_of_clients if clients else table_of_rounds)(runs))

@@ -13,7 +13,7 @@ from fedsub_app.common.section import Json
 from fedsub_app.methods import reported
 from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
-from fedsub_app.reports.export import csv_text, table_of_rounds
+from fedsub_app.reports.export import csv_of, rows_of_rounds
 from fedsub_app.reports.pictures import (
     MAX_LABELS,
     axes_of,
@@ -82,7 +82,7 @@ def write_html(
     ]
     files = {
         target: page.get_template("report.html").render(content),
-        target.with_suffix(".csv"): csv_text(*table_of_rounds(runs)),
+        target.with_suffix(".csv"): csv_of(rows_of_rounds(runs)),
         target.with_suffix(".json"): to_json({"title": title, "command": command, "runs": numbers}, indent=2) + "\n",
     }
     for path, text in files.items():

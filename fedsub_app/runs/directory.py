@@ -104,7 +104,7 @@ class Run:
     def log_round(self, line: Json) -> None:
         """Append a round's line and wait until it is on disk."""
         text = to_line(line)
-        self.lines.append(from_line(text, checksum=True))
+        self.lines.append(from_line(text))
         self.last_round = line["round"]
         with self._writing(ROUNDS) as path, path.open("a") as file:
             file.write(f"{text}\n")
@@ -208,7 +208,6 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
                 f"rounding; device = {now} goes on with it"
             )
         then = recorded.get(OWN_CODE, {})
-        then = {"model": then} if isinstance(then, str) else then  # as earlier versions recorded it
         for key, digest in _own_digests(settings).items():
             if then.get(key, digest) != digest:
                 was = f"{key} = {getattr(settings, key)!r}"

@@ -32,20 +32,19 @@ def to_line(line: Json) -> str:
     return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
 
 
-def from_line(text: str, checksum: bool) -> Json:
-    """Return the inverse of :func:`to_line`; ``checksum`` is False for lines of 0.1.0, which have no checksum.
+def from_line(text: str) -> Json:
+    """Return the inverse of :func:`to_line`.
 
     Raises
     ------
     ValueError
         The text is not a round's line, or was changed after it was written.
     """
-    if checksum:
-        place = max(0, len(text) - _CHECKSUM_LENGTH)
-        text, ending = f"{text[:place]}}}", text[place:]
-        if ending != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
-            raise ValueError("its checksum is of another line")
-    line = json.loads(text, parse_constant=lambda _: None)
+    place = max(0, len(text) - _CHECKSUM_LENGTH)
+    text, ending = f"{text[:place]}}}", text[place:]
+    if ending != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
+        raise ValueError("its checksum is of another line")
+    line = json.loads(text)
     if not isinstance(line, dict) or type(line.get("round")) is not int:
         raise ValueError("not a round's line")
     return line
@@ -67,10 +66,9 @@ def read_rounds(folder: Path) -> list[Json]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     lines: list[Json] = []
-    checksum = any(b'"crc32"' in text for text in texts)
     for number, text in enumerate(texts, 1):
         try:
-            line = from_line(text.decode(), checksum)
+            line = from_line(text.decode())
             if lines and line["round"] <= lines[-1]["round"]:
                 raise ValueError(f"round {line['round']} after round {lines[-1]['round']}")
         except (ValueError, RecursionError) as error:
