@@ -18,11 +18,9 @@ class Client(ClientTools):
 
     Attributes
     ----------
-    computes_with_sgd : the method computes with SGD's learning rate or steps; a user's own optimizer is refused.
     irreplaceable : the reason why a client cannot start anew after losing its state, the end of a message; "": it can.
     """
 
-    computes_with_sgd = False
     irreplaceable = ""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:

@@ -10,7 +10,6 @@ from strategies.scaffold import VARIATE
 class ScaffoldClient(Client):
     """Trains along g - c_i + c. Its state is c_i, ``variate/<parameter>``."""
 
-    computes_with_sgd = True
     irreplaceable = "its variate is nowhere else"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:

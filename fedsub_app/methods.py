@@ -73,7 +73,7 @@ METHODS = {
     "fedprox": Method("Li et al. 2020", preset={"objective": "prox"}, title="FedProx"),
     "moon": Method("Li, He, Song 2021", preset={"objective": "moon"}, title="MOON"),
     "scaffold": Method("Karimireddy et al. 2020", MethodSettings, "scaffold:Scaffold", "scaffold:ScaffoldClient"),
-    "fednova": Method("Wang et al. 2020", keys.FedNovaSettings, "fednova:FedNova", "fednova:FedNovaClient"),
+    "fednova": Method("Wang et al. 2020", keys.FedNovaSettings, "fednova:FedNova"),
     "fedadam": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedAdam"),
     "fedyogi": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedYogi"),
     "fedadagrad": Method("Reddi et al. 2021", keys.FedAdagradSettings, "fedopt:FedAdagrad"),

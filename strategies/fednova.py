@@ -6,7 +6,8 @@ NeurIPS 2020, https://arxiv.org/abs/2007.07481::
     w <- w + tau_eff * sum_i p_i (w_i - w) / a_i,   tau_eff = sum_i p_i a_i
 
 a_i is the distance of client i's tau_i steps under a gradient that stays 1, in learning rates: tau_i for plain SGD. p_i
-are the weights of the setting ``weighting`` (the paper's: ``"examples"``). Where all a_i are equal this is FedAvg.
+are the weights of the setting ``weighting`` (the paper's: ``"examples"``). Where all a_i are equal this is FedAvg. Its
+clients are FedAvg's: the server counts their steps by their samples.
 
 Deviations:
 
@@ -21,7 +22,7 @@ Deviations:
 from collections.abc import Mapping, Sequence
 
 from fedsub_app.common.tensors import chosen
-from fedsub_app.federation.protocol import BadReply, Range, Update
+from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import trainable
 from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
 from strategies.base import SubnetStrategy
@@ -64,15 +65,12 @@ class FedNova(SubnetStrategy):
     """FedAvg with normalised changes."""
 
     options: FedNovaSettings
+    computes_with_sgd = True
     secure = "its server weighs each answer by the steps that its client made"
     refused = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
 
     def setup(self) -> None:
         self.parameters = list(trainable(self.model))
-
-    def metrics(self, client: int) -> Mapping[str, Range]:
-        limit = min(MAX_STEPS, self.settings.local_steps or self.max_samples(client))
-        return {**super().metrics(client), "steps": Range(0, limit, integer=True, needed=True)}
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         norms = super().norms(update, super().contribution(update))
@@ -80,7 +78,7 @@ class FedNova(SubnetStrategy):
 
     def distance_of_steps(self, update: Update) -> float:
         """Return a_i; for a client without a step, whose change is 0, the a_i of one step."""
-        settings, steps = self.settings, max(1, int(update.metrics["steps"]))
+        settings, steps = self.settings, max(1, self.steps(update.num_examples))
         if settings.optimizer == "adam":
             return float(steps)
         pull = settings.lr_at(self.round) * settings.prox_mu if settings.objective == "prox" else 0.0
@@ -88,9 +86,9 @@ class FedNova(SubnetStrategy):
         return count(steps, settings.momentum, pull)
 
     def contribution(self, update: Update) -> Contribution:
-        """Add the parameters, weighed by p_i / a_i; the steps must be those of the client's samples."""
-        if self.facts and update.metrics["steps"] != (steps := self.steps(update.num_examples)):
-            raise BadReply(f"metric 'steps' = {update.metrics['steps']:g}: must be {steps}")
+        """Add the parameters, weighed by p_i / a_i."""
+        if (steps := self.steps(update.num_examples)) > MAX_STEPS:
+            raise BadReply(f"num-examples = {update.num_examples}: {steps} steps, at most {MAX_STEPS}")
         weight = self.weight(update) / self.distance_of_steps(update)
         return Contribution(chosen(update.tensors, self.parameters), None, weight)
 
@@ -104,7 +102,7 @@ class FedNova(SubnetStrategy):
         largest, total = max(distances), sum(weights)
         effective = sum(p * (a / largest) for p, a in zip(weights, distances, strict=True)) / total
         if self.options.normalisation == "authors" and self.settings.objective == "prox" and self.settings.prox_mu:
-            steps = [update.metrics["steps"] for update in updates]
+            steps = [self.steps(update.num_examples) for update in updates]
             effective = sum(p / total * tau for p, tau in zip(weights, steps, strict=True)) / largest
         shares = sum(p * (largest / a) for p, a in zip(weights, distances, strict=True)) / total
         model = mean.result(self.settings.server_lr * effective * shares)

@@ -39,6 +39,7 @@ class Hooks(Server):
     measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
     holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
     narrows : the method goes by the widths of the clients' devices; others refuse a class below ``model-width``.
+    computes_with_sgd : the method computes with SGD's learning rate or steps; a user's own optimizer is refused.
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
     refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
     judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
@@ -52,6 +53,7 @@ class Hooks(Server):
 
     holds_all = False
     narrows = False
+    computes_with_sgd = False
     judged = True
     warning = ""
     secure: ClassVar[str] = "it is not said that its server needs no more than the sum of the clients' contributions"

@@ -40,6 +40,7 @@ class Scaffold(SubnetStrategy):
     variate : c, for every trainable parameter a float32 tensor of its shape.
     """
 
+    computes_with_sgd = True
     secure = "its server also adds up the clients' variates, and checks each by its model"
     remembers = ("variate",)
     refused = dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")

@@ -170,7 +170,7 @@ def _check_optimizer(settings: Settings) -> None:
     ):
         if value != allowed:
             raise UserError(f"{key} = {value!r}: must be {allowed!r} with optimizer= of client_app, which replaces it")
-    if METHODS[settings.method].client.computes_with_sgd:
+    if METHODS[settings.method].strategy.computes_with_sgd:
         reason = f"method = {settings.method!r}, which computes with SGD's steps"
         raise UserError(f"optimizer= of client_app: not with {reason}")
 
