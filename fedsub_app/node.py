@@ -7,11 +7,7 @@ of a user's app.
 
 import json
 import math
-import os
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -22,10 +18,9 @@ import torch
 from flwr.app import Context, MessageType, RecordDict
 from torch import Tensor
 
-from fedsub_app.common.code import code_digest, settings_digest, versions
+from fedsub_app.common.code import code_digest, versions
 from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
-from fedsub_app.common.files import write_atomic
 from fedsub_app.common.inputs import shape_shown
 from fedsub_app.common.own_code import bundled
 from fedsub_app.common.section import Value
@@ -43,6 +38,7 @@ from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, u
 from fedsub_app.methods import METHODS
 from fedsub_app.models import other_base
 from fedsub_app.problem import Problem, own_code
+from fedsub_app.run_files import Config, initial_file, keep_settings, kept_settings, simulated, state_folder
 from fedsub_app.secure.client import SECRET, masked
 from fedsub_app.secure.client import answer as secure_answer
 from fedsub_app.settings import Settings
@@ -52,16 +48,8 @@ from fedsub_app.training.local import evaluation_batches, sums_of
 from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 
-Config = Mapping[str, Any]
 Places = Callable[[int], Workplace]  # client -> its workplace
 Source = Callable[[str, Json, Context], Places]  # the run's settings as JSON, a message's header, the node's context
-_texts: dict[Path, str] = {}  # settings as JSON, by their file
-_state_folders: dict[str, str] = {}  # of simulated nodes, by run
-
-
-def simulated() -> bool:
-    """Say whether this process serves simulated nodes (Ray, in-process grid), which share one disk."""
-    return Path(sys.argv[0]).stem != "flwr-clientapp"
 
 
 def sees_gpu() -> bool:
@@ -84,7 +72,7 @@ def roll_call(header: Json, context: Context, source: Source) -> Json:
     if not 0 <= partition < count:
         return answer | {"error": f"partition-id = {partition}: must be 0 to num-partitions - 1"}
     if "settings" in header:
-        _keep_settings(header, state_folder(header, config))
+        keep_settings(header, state_folder(header, config))
     if header.get("base") and not simulated():
         try:
             source(header["settings"], header, context)
@@ -221,8 +209,8 @@ def settings_text(header: Json, config: Config) -> str:
         raise UserError(_other_code(header["code"]))
     folder = state_folder(header, config)
     if "settings" in header:
-        _keep_settings(header, folder)
-    return _kept_settings(folder, header["digest"])
+        keep_settings(header, folder)
+    return kept_settings(folder, header["digest"])
 
 
 def named(text: str, header: Json, context: Context) -> Places:
@@ -312,54 +300,6 @@ def _keys(text: str) -> dict[str, Value]:
     if not isinstance(keys, dict):
         raise UserError(f"settings = {shown(keys)}: must be an object")
     return keys
-
-
-# --- a run's settings and folder ------------------------------------------------------------------------------------
-
-
-def _keep_settings(header: Json, folder: Path) -> None:
-    """Keep a run's settings beside its clients' state; later messages, to any process of the node, have the digest."""
-    text = header["settings"]
-    if header["digest"] != settings_digest(text):
-        raise UserError(f"digest = {header['digest']!r}: not that of the settings")
-    path = _settings_file(folder, header["digest"])
-    if path not in _texts:
-        _texts[path] = text
-        with suppress(OSError):  # a process without the file asks for the settings
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomic(path, text.encode())
-
-
-def _kept_settings(folder: Path, digest: str) -> str:
-    """Return a run's settings as JSON; "" where this node lacks them or their file is damaged."""
-    path = _settings_file(folder, digest)
-    if path not in _texts:
-        with suppress(OSError, UnicodeDecodeError):
-            text = path.read_text()
-            if settings_digest(text) == digest:
-                _texts[path] = text
-    return _texts.get(path, "")
-
-
-def _settings_file(folder: Path, digest: str) -> Path:
-    return folder / f".settings-{digest}.json"
-
-
-def state_folder(header: Json, config: Config) -> Path:
-    """Return the folder of client states: in the run directory on one machine, else a folder of the node's own."""
-    run, folder = str(header["run"]), str(config.get("state-dir", ""))
-    if not re.fullmatch(r"\w[\w-]{0,63}", run, re.ASCII):
-        raise UserError(f"run = {run!r}: must be the id of a run, letters and digits")
-    if simulated() and not folder:
-        if "state-dir" in header:
-            _state_folders[run] = header["state-dir"]
-        return Path(_state_folders.get(run, ""))  # unknown to a new process of Ray's, which asks for the settings
-    return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
-
-
-def initial_file(folder: Path) -> Path:
-    """Return where the initial global model of a run lies, for clients that cannot rebuild it from the seed."""
-    return folder / "initial.safetensors"
 
 
 def _other_code(theirs: str) -> str:

@@ -8,7 +8,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedsub_app.federation.phase import Phase
-from strategies import rounds
+from strategies import evaluation, rounds
 from strategies.hooks import Hooks
 from strategies.measurement import Measurement
 
@@ -38,11 +38,11 @@ class SubnetStrategy(Hooks, Strategy):
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
         """Ask all clients for the scores on their own test sets, if the settings name any."""
-        return rounds.ask_evaluation(self, server_round, arrays, config, grid)
+        return evaluation.ask_evaluation(self, server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the unweighted client means; the clients' own values go into the round's line."""
-        return rounds.read_evaluations(self, replies)
+        return evaluation.read_evaluations(self, replies)
 
     def summary(self) -> None:
         """Log the method's own settings that differ from its defaults, one line, and its warning; if there are any."""

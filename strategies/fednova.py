@@ -6,8 +6,8 @@ NeurIPS 2020, https://arxiv.org/abs/2007.07481::
     w <- w + tau_eff * sum_i p_i (w_i - w) / a_i,   tau_eff = sum_i p_i a_i
 
 a_i is the distance of client i's tau_i steps under a gradient that stays 1, in learning rates: tau_i for plain SGD. p_i
-are the weights of the setting ``weighting`` (the paper's: ``"examples"``). Where all a_i are equal this is FedAvg. Clients
-are FedAvg's: the server counts their steps by their samples.
+are the weights of the setting ``weighting`` (the paper's: ``"examples"``). Where all a_i are equal this is FedAvg. Its
+clients are FedAvg's: the server counts their steps by their samples.
 
 Deviations:
 

@@ -10,7 +10,6 @@ current, or none where the round is abandoned. A client continues from the state
 is as if the client had not been asked.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -124,20 +123,16 @@ class Hooks(Server):
         costs = {"flops": flops, "subnet-flops": flops, "published-flops": flops, "compute-seconds": seconds}
         return {"train-loss": Range(*self.score.losses, loss=True), **costs}
 
-    def passes(self, client: int) -> float:
-        """Return an upper bound on a client's passes over its samples in a round, beside ``local-epochs``.
-
-        A client that reports more FLOPs than these passes can cost is dropped. Beside the method's keys of type
-        ``Epochs`` this is one pass, which covers work that no key counts, such as features or scores.
-        """
-        return 1 + self.options.epochs
-
     def max_samples(self, client: int) -> int:
-        """Return an upper bound on the samples that a client computes on in a round, each counted once a pass."""
+        """Return an upper bound on the samples that a client computes on in a round, each counted once a pass.
+
+        A client that reports more FLOPs than these can cost is dropped. Beside the training and the method's keys of
+        type ``Epochs`` this is one pass, which covers work that no key counts, such as features or scores.
+        """
         settings, count = self.settings, self.max_examples(client)
         steps = settings.local_steps
         fitted = steps * settings.batch_size if steps else count * settings.local_epochs
-        return fitted + math.ceil(count * self.passes(client))
+        return fitted + count * (1 + self.options.epochs)
 
     def max_flops(self, client: int) -> float:
         """Return an upper bound on the FLOPs of a client in a round."""

@@ -29,6 +29,5 @@ class PerFedAvg(SubnetStrategy):
 
     options: PerFedAvgSettings
 
-    def passes(self, client: int) -> float:
-        tuned = self.options.tune_steps * self.settings.batch_size
-        return super().passes(client) + tuned / max(1, self.max_examples(client))
+    def max_samples(self, client: int) -> int:
+        return super().max_samples(client) + self.options.tune_steps * self.settings.batch_size

@@ -4,24 +4,19 @@ They are functions of a strategy, whose hooks (``base.py``) they call; no method
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
-from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.own_code import OWN
-from fedsub_app.common.score import SPREAD
-from fedsub_app.common.tensors import Json, prefixed
-from fedsub_app.federation.nodes import draw, held_out
+from fedsub_app.common.tensors import Json
+from fedsub_app.federation.nodes import draw
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import GLOBAL, BadReply, Diverged, Range, StateLost, Task, Update, finite
+from fedsub_app.federation.protocol import BadReply, Diverged, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.secure.server import Unopened
 from fedsub_app.subnets.norms import NormGuard, norm
@@ -34,10 +29,8 @@ from strategies.harm import ROUND, far_worse, harmless
 from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 from strategies.secure import SecureMerging, check_secure, refusal
-from strategies.served import by_client
 
 MAX_COST = 1.5  # with robust, of a sample, over the median client's
-FURTHER, MAX_FURTHER = Range(-1e12, 1e12), 16  # metrics besides score and loss
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
 
 
@@ -53,7 +46,7 @@ def ask(
     """Return the phase, of Flower's message type ``kind``, with the clients' tasks; a task names its client's state."""
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
-    task, extra = partial(_with_state, strategy, strategy.task), _checkpoints(strategy, config)
+    task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
     asked, merging = clients, Merging(strategy)
     if kind == MessageType.TRAIN and strategy.settings.secure_aggregation:
         merging = secure = SecureMerging(strategy, clients, grid)
@@ -72,13 +65,13 @@ def ask(
     return strategy.phase
 
 
-def _with_state(strategy: Hooks, task: Callable[[int], Task], client: int) -> Task:
+def with_state(strategy: Hooks, task: Callable[[int], Task], client: int) -> Task:
     """Return a client's task with the round of the state that it starts from, if it has one."""
     asked, merged = task(client), int(strategy.state_rounds[client])
     return replace(asked, config={**asked.config, "state": merged}) if merged else asked
 
 
-def _checkpoints(strategy: Hooks, config: ConfigRecord) -> Json:
+def kept_rounds(strategy: Hooks, config: ConfigRecord) -> Json:
     """Return the rounds whose states the clients keep: those of the checkpoints, and of the best model."""
     good = [int(strategy.good[ROUND])] if strategy.good else []
     return {"checkpoints": [*config.get("checkpoints", []), *good]}  # type: ignore[misc]
@@ -147,13 +140,13 @@ def merge_answers(
     # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.
     updates = merging.updates
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
-    metrics = _means(updates, names, strategy.robust) | _sums(updates, COSTS, strategy.robust)
+    metrics = means_of(updates, names, strategy.robust) | sums_of(updates, COSTS, strategy.robust)
     # The server's own measurements override the clients' metrics.
     phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
     phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": sum(phase.outbox.formula_of.values())}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
     phase.report |= merging.report | _privacy(strategy) | (bounds.report if bounds else {})
-    phase.report |= _lost(strategy, "lost-state", updates)
+    phase.report |= lost_states(strategy, "lost-state", updates)
     merged, reason = _merged(strategy, merging, diverged)
     phase.report["merge-seconds"] = merging.seconds
     if spares:
@@ -164,7 +157,7 @@ def merge_answers(
         phase.report |= clock.report([update.client for update in updates], wanted)
     if merged and len(updates) < wanted:
         phase.report["partial"] = f"{len(updates)} of {wanted} replies"
-    phase.report["dropped"] = _reasons(phase.dropped)
+    phase.report["dropped"] = reasons(phase.dropped)
     if merged is None:
         phase.report |= {"abandoned": reason}
         return None, MetricRecord(dict(metrics))
@@ -219,112 +212,23 @@ def _privacy(strategy: Hooks) -> Json:
     return {"epsilon": spent, "delta": settings.dp_delta}
 
 
-def _lost(strategy: Hooks, key: str, updates: Sequence[Update]) -> Json:
+def lost_states(strategy: Hooks, key: str, updates: Sequence[Update]) -> Json:
     """Return, for the report, the clients that did not have the state of their last merged reply."""
     lost = [update.client for update in updates if update.state[0] < strategy.state_rounds[update.client]]
     return {key: lost} if lost else {}
 
 
-def evaluation_due(strategy: Hooks, server_round: int, config: ConfigRecord) -> bool:
-    """Say whether the round ends with an evaluation: every ``eval-every`` rounds and the last one.
-
-    ``config["last"]`` says that a budget has made it the last one.
-    """
-    last = bool(config.get("last")) or server_round == strategy.settings.num_rounds
-    return last or server_round % strategy.settings.eval_every == 0
-
-
-def ask_evaluation(strategy: Hooks, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
-    """Ask all clients for the scores on their own test sets, if the settings name any."""
-    wanted = [name for name in strategy.settings.evaluations if name != "global"]
-    strategy.phase = Phase()
-    if wanted and evaluation_due(strategy, server_round, config):
-        strategy.federation.meet(grid)
-        strategy.round, strategy.current = server_round, to_tensors(arrays)
-        clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | _checkpoints(strategy, config)
-        task = partial(_with_state, strategy, partial(_evaluation_task, strategy, wanted))
-        strategy.phase = strategy.federation.ask(MessageType.EVALUATE, server_round, clients, task, extra)
-    return strategy.phase
-
-
-def _evaluation_task(strategy: Hooks, wanted: Sequence[str], client: int) -> Task:
-    """Return the tensors of a client's own model and, for the global one, the tensors that differ from them."""
-    personal = strategy.personal_download(client) if "personal" in wanted else {}
-    differs = {n: t for n, t in strategy.current.items() if personal.get(n) is not t}
-    return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
-
-
-def _evaluation_metrics(strategy: Hooks, client: int) -> dict[str, Range]:
-    """Return the metrics that a client may answer an evaluation with: the requested ones, and its costs."""
-    ranges, score = {"flops": Range(0, strategy.max_flops(client))}, strategy.score
-    losses = Range(min(0, score.losses[0]), max(1e9, score.losses[1]), needed=True)
-    for name in strategy.settings.evaluations:
-        if name != "global":
-            limits = Range(score.low, score.high)
-            ranges |= {f"{name}-{score.name}": limits._replace(needed=True), f"{name}-loss": losses}
-            ranges |= {f"{name}-validation-{score.name}": limits, **{f"{name}-{o}": FURTHER for o in score.others}}
-    return ranges
-
-
-def _further_metrics(strategy: Hooks, names: object) -> dict[str, Range]:
-    """Return the metrics that the ClientApp of a user's app adds: a few words, whose names the server does not know."""
-    if strategy.settings.model != OWN or not isinstance(names, dict):
-        return {}
-    word = re.compile(rf"({'|'.join(strategy.settings.evaluations)})-[a-z]\w{{0,40}}", re.ASCII)
-    fitting = [name for name in names if word.fullmatch(str(name))]
-    return dict.fromkeys(fitting[:MAX_FURTHER], FURTHER)
-
-
-def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecord | None:
-    """Return the unweighted client means; the clients' own values go into the round's line."""
-    phase = strategy.phase
-    updates = []
-    for client, part, expected in strategy.federation.answers(phase, replies, lambda _: {}):
-        try:
-            allowed = _evaluation_metrics(strategy, client) | _further_metrics(strategy, part.config.get("metrics"))
-            updates.append(read_update(part, expected, allowed))
-        except BadReply as error:
-            phase.dropped.append(Dropped(client, str(error)))
-    members = [update for update in updates if update.client not in held_out(strategy.settings)]
-    names = sorted({key for update in updates for key in update.metrics} - {"flops"})
-    accuracies = [name for name in names if not name.endswith("-loss")]  # 0 to 100: no client moves their mean far
-    means = _means(members, accuracies) | _means(members, [*{*names} - {*accuracies}], strategy.robust)
-    if SPREAD in strategy.settings.metrics:
-        means |= _spread(members, names)
-    spent = {f"evaluate-{key}": value for key, value in _sums(updates, ("flops",), strategy.robust).items() if value}
-    phase.report |= means | spent
-    phase.report |= _lost(strategy, "evaluated-without-state", updates)
-    if served := by_client(strategy, updates):
-        phase.report["served"] = served
-    phase.report["evaluated"] = {update.client: update.metrics for update in updates}
-    phase.report["not-evaluated"] = _reasons(phase.dropped)
-    return MetricRecord(dict(means)) if updates else None
-
-
-def _reasons(dropped: Sequence[Dropped]) -> list[Json]:
+def reasons(dropped: Sequence[Dropped]) -> list[Json]:
     return [{"client": drop.client, "reason": drop.reason} for drop in sorted(dropped, key=lambda drop: drop.client)]
 
 
-def _means(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
+def means_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
     """Return the clients' means; with ``robust`` their lower medians, which no client moves by what it says."""
     values = {key: [u.metrics[key] for u in updates if key in u.metrics] for key in keys}
     return {key: median_low(each) if robust else sum(each) / len(each) for key, each in values.items() if each}
 
 
-def _spread(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
-    """Return standard deviation, 10 % and 90 % quantile of each metric over the clients that answered with it."""
-    values = {key: np.array([u.metrics[key] for u in updates if key in u.metrics]) for key in keys}
-    parts: dict[str, Callable[[Any], Any]] = {
-        "sd": np.std,
-        "q10": partial(np.quantile, q=0.1),
-        "q90": partial(np.quantile, q=0.9),
-    }
-    return {
-        f"{key}-{name}": float(part(each)) for key, each in values.items() if len(each) for name, part in parts.items()
-    }
-
-
-def _sums(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
+def sums_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
     """Return the clients' sums; with ``robust`` a client counts as at most 1.5 times the median cost of a sample."""
     costs = {key: [u.metrics.get(key, 0.0) for u in updates] for key in keys}
     if robust and updates:

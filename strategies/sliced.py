@@ -26,8 +26,8 @@ from fedsub_app.subnets.slices import Index, indices, position, select, sliced_s
 from fedsub_app.tasks import task_of
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
+from strategies.evaluation import evaluation_due
 from strategies.measurement import Measurement
-from strategies.rounds import evaluation_due
 from strategies.settings import WidthSettings
 
 

@@ -31,8 +31,8 @@ from fedsub_app.subnets.masks import deal
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.training.workplace import workplace
 from strategies.clock import Clock
+from strategies.evaluation import by_client
 from strategies.merging import FirstValid, Valid
-from strategies.served import by_client
 
 Run = Callable[..., tuple[Json, Path]]
 TWO = """

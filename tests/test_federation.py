@@ -17,6 +17,7 @@ from helpers import rounds
 import fedsub_app.common.code
 import fedsub_app.federation.roll
 import fedsub_app.node
+import fedsub_app.run_files
 from fedsub_app.client_app import app
 from fedsub_app.common.code import code_digest, settings_digest
 from fedsub_app.common.errors import UserError
@@ -623,7 +624,7 @@ def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytes
     grid = LocalGrid(app, {}, 2)
     fed.meet(grid)
     phase = ask(fed, [0])
-    fedsub_app.node._texts.clear()
+    fedsub_app.run_files._texts.clear()
     for module in (fedsub_app.node, fedsub_app.common.code):
         monkeypatch.setattr(module, "code_digest", lambda: "f00d")
     assert list(fed.answers(phase, fed.exchange(grid, phase), nothing)) == []
@@ -839,7 +840,7 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
         header, _ = unpack(message.content)
         headers.append(header)
         if len(headers) in (2, 4):
-            fedsub_app.node._texts.clear()
+            fedsub_app.run_files._texts.clear()
             for file in tmp_path.rglob(".settings-*"):
                 file.unlink()
         return app(message=message, context=context)

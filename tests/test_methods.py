@@ -241,13 +241,6 @@ class ManyPassesSettings(MethodSettings):
     passes: Epochs = 40
 
 
-class ManyPasses(SubnetStrategy):
-    options: ManyPassesSettings
-
-    def passes(self, client: int) -> float:
-        return super().passes(client) + self.options.passes
-
-
 class ManyPassesClient(Client):
     options: ManyPassesSettings
 
@@ -261,7 +254,7 @@ def test_a_client_that_trains_by_a_key_of_any_name_is_not_dropped(
     run_local: Run, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(partial(forget, "many-passes"))
-    register("many-passes", Method("a test", ManyPassesSettings, ManyPasses, ManyPassesClient))
+    register("many-passes", Method("a test", ManyPassesSettings, SubnetStrategy, ManyPassesClient))
     _, folder = run_local(method="many-passes", num_rounds=1, train_per_class=20)
     assert read_rounds(folder)[-1]["dropped"] == []
 
@@ -276,9 +269,9 @@ EPOCH_KEYS = [
 
 @pytest.mark.parametrize(("method", "key"), EPOCH_KEYS)
 def test_a_client_may_spend_the_epochs_of_every_key_of_its_method(method: str, key: str) -> None:
-    """Its bound on FLOPs grows by as many passes as the key does; a strategy overrides ``passes`` for that."""
+    """Its bound on FLOPs grows by as many passes as the key does."""
     none, seven = (made(method, **{f"{method}__{key}": epochs})[0] for epochs in (0, 7))
-    assert seven.passes(0) == none.passes(0) + 7
+    assert seven.max_samples(0) == none.max_samples(0) + 7 * none.max_examples(0)
 
 
 def test_keys_that_count_epochs_are_found_by_their_type() -> None:

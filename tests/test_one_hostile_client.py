@@ -38,7 +38,7 @@ from strategies.bounding import parts
 from strategies.direction import AGREEMENT, agreeing, agreement
 from strategies.harm import LOSS, SUSPECTED, far_worse
 from strategies.merging import Valid
-from strategies.rounds import _checkpoints, check_defences
+from strategies.rounds import check_defences, kept_rounds
 
 Attack = Callable[[Any, Tensors, Update], Update]  # the hostile client, what it was sent, its honest answer
 KEYS: dict[str, Value] = {"num_clients": 8, "num_rounds": 8, "batch_size": 16, "partition": "iid", "robust": "on"}
@@ -308,7 +308,7 @@ def test_the_servers_state_goes_back_with_the_model(scene: Callable[[str], Scene
 
 
 def rounds_of_states(made: Any) -> list[int]:
-    return list(_checkpoints(made, ConfigRecord({"checkpoints": [7]}))["checkpoints"])
+    return list(kept_rounds(made, ConfigRecord({"checkpoints": [7]}))["checkpoints"])
 
 
 def test_one_bad_round_undoes_no_other(scene: Callable[[str], Scene]) -> None:  # noqa: F811

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away, merge_round, read, too_large
+from helpers import SAME, away, merge_round, too_large
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -158,8 +158,8 @@ def test_a_change_that_its_steps_do_not_explain() -> None:
 
 
 def test_more_steps_than_can_be_counted_are_refused() -> None:
+    strategy = made("fednova")
     with pytest.raises(BadReply, match=r"^num-examples = 2000002: 1000001 steps, at most 1000000$"):
-        strategy = made("fednova")
         strategy.contribution(update(0, [0.0, 0.0], 1_000_001))
 
 

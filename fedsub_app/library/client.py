@@ -21,8 +21,9 @@ from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
 from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
-from fedsub_app.node import Places, Source, initial_file, settings_from, state_folder
+from fedsub_app.node import Places, Source, settings_from
 from fedsub_app.problem import Model, Problem
+from fedsub_app.run_files import initial_file, state_folder
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer

@@ -71,7 +71,7 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
 
 
 def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
-    """Return the last scores by width, device class and so on (strategies/served.py): the header, and rows.
+    """Return the last scores by width, device class and so on (strategies/evaluation.py): the header, and rows.
 
     Both are empty where no run has any.
     """

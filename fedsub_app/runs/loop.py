@@ -34,8 +34,8 @@ from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
-from strategies.rounds import check_defences, evaluation_due
-from strategies.served import by_width
+from strategies.evaluation import by_width, evaluation_due
+from strategies.rounds import check_defences
 from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
