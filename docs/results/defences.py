@@ -79,12 +79,28 @@ def privacy(content: Json) -> str:
     return markdown(header, lines)
 
 
+def variants(content: Json) -> str:
+    """Return a table of a setting's accuracies: a line a method, a column a variant ("method, variant")."""
+    (setting,) = _names(content, "setting")
+    names = [name.rpartition(", ") for name in _names(content, "method")]
+    kinds = list(dict.fromkeys(kind for _, _, kind in names))
+
+    def cell(method: str, kind: str) -> str:
+        row = row_of(content, setting, f"{method}, {kind}")
+        found = row and sample_of(row)
+        return _text(found) if found else ""
+
+    methods = dict.fromkeys(method for method, _, _ in names)
+    return markdown(["method", *kinds], [[method, *(cell(method, kind) for kind in kinds)] for method in methods])
+
+
 TABLES: Mapping[str, Callable[[Json], str]] = {
     "command": lambda content: content["command"],
     "matrix": matrix,
     "pairs": pairs,
     "settings": by_setting,
     "privacy": privacy,
+    "variants": variants,
 }
 
 
