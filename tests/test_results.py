@@ -88,7 +88,7 @@ def test_finished_runs_are_put_into_the_tables_file(
         folder = tmp_path / f"runs/fedpart-table1/cifar-10-iid-fedavg/seed{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "settings.json").write_text(json.dumps({"settings": keys | {"seed": seed}, "commit": "abc"}))
-        (folder / "rounds.jsonl").write_text(json.dumps({"round": 18, "global-accuracy": final}) + "\n")
+        (folder / "rounds.jsonl").write_text(to_line({"round": 18, "global-accuracy": final}) + "\n")
         totals = {f"total-{cost}": 0 for cost in ("formula-bytes-down", "formula-bytes-up", "flops", "seconds")}
         summary = {"status": status, "rounds": 18, "final-global-accuracy": final}
         (folder / "summary.json").write_text(json.dumps(summary | totals))
