@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from fedsub_app.runs.rounds import to_line
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
+from fedsub_app.runs.rounds import to_line
 from fedsub_app.studies.evidence import (
     Estimate,
     Sample,
@@ -146,7 +147,7 @@ def test_a_run_becomes_an_entry_of_the_file(tmp_path: Path) -> None:
     lines: list[Json] = [{"round": 0, "global-accuracy": 10.0}, {"round": 1}, {"round": 2, "global-accuracy": 30.0}]
     for line in lines[1:]:
         line |= {"formula-bytes-down": 1_500_000, "formula-bytes-up": 500_000, "flops": 1e9, "seconds": 2.0}
-    (tmp_path / "rounds.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "rounds.jsonl").write_text("".join(f"{to_line(line)}\n" for line in lines))
     totals = {"total-formula-bytes-down": 3_000_000, "total-formula-bytes-up": 1_000_000, "total-flops": 2e9}
     summary = {"rounds": 2, "final-global-accuracy": 30.0, "rounds-to-target": None, "total-seconds": 4.0} | totals
     (tmp_path / "summary.json").write_text(json.dumps(summary))
