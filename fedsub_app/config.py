@@ -58,10 +58,10 @@ def register(name: str, method: Method) -> None:
     defaults.cache_clear()
 
 
-def describe() -> dict[str, str]:
+def describe() -> dict[str, tuple[str, str, str]]:
     """Return every key with its default, its allowed values and its meaning, as text."""
     return {
-        key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(key)))
+        key: (json.dumps(defaults()[key]), _allowed(field).strip(), " ".join(_about(key)))
         for key, field in fields().items()
     }
 

@@ -147,8 +147,6 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     tracking.follow(run.lines)
     began = time.perf_counter()
     over = ended_by(run.lines, settings)
-    if over:
-        log.info("the run is over: %s = %s", over, settings.flat().get(over, settings.stop_at_score))
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
@@ -179,12 +177,11 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         left = pace * (settings.num_rounds - number)
         details = {"line": line, "score": strategy.score, "rounds": settings.num_rounds, "left": left, "pace": pace}
         log.info("%s", console.round_line(line, settings, strategy.score, left), extra=details)
-        if over:
-            log.info(
-                "round %d was the last one: %s = %s", number, over, settings.flat().get(over, settings.stop_at_score)
-            )
         if over or abandoned >= settings.max_abandoned:
             break
+    if over:
+        limit = settings.flat().get(over, settings.stop_at_score)
+        log.info("round %d was the last one: %s = %s", number, over, limit)
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
         run.finish("failed", to_tensors(arrays))
         audited("run failed", round=number)
