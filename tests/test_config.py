@@ -254,7 +254,7 @@ def test_pairs() -> None:
         ({"train-per-class": -1}, "train-per-class = -1: must be greater than or equal to 0"),
         ({"image-size": "8"}, "image-size = '8': must be integer"),
         ({"run-dir": 3}, "run-dir = 3: must be string"),
-        ({"target-accuracy": 101}, "target-score = 101: must be less than or equal to 100"),
+        ({"target-score": 101}, "target-score = 101: must be less than or equal to 100"),
         ({"partition": "even"}, f"partition = 'even': must be {PARTITIONS}"),
         ({"num-clients": 0}, "num-clients = 0: must be greater than or equal to 1"),
         ({"shards-per-client": 0}, "shards-per-client = 0: must be greater than or equal to 1"),

@@ -35,7 +35,7 @@ seeds = 2
 [[setting]]
 name = "digits"
 experiment = "fedpews/digits"
-set = { num-rounds = 2, model = "feature-mlp", lr = 0.05, target-accuracy = 1.0 }
+set = { num-rounds = 2, model = "feature-mlp", lr = 0.05, target-score = 1.0 }
 paper.FedAvg = { rounds = "7", final = "12.3 ± 0.4" }
 
 [[method]]
@@ -44,7 +44,7 @@ set = { method = "fedavg" }
 
 [[method]]
 label = "local"
-set = { method = "local", target-accuracy = 0.0 }
+set = { method = "local", target-score = 0.0 }
 """
 
 
@@ -358,7 +358,7 @@ def test_report_draws_runs_into_one_picture(run_local: Run, tmp_path: Path) -> N
 
 
 def test_a_run_leaves_what_it_should(run_local: Run, tmp_path: Path) -> None:
-    summary, folder = run_local(target_accuracy=30.0)
+    summary, folder = run_local(target_score=30.0)
     written = {"settings.json", "rounds.jsonl", "summary.json", "model.safetensors", "partition.json"}
     pictures = {"partition.png", "curve.png"}
     assert {path.name for path in folder.iterdir()} & (written | pictures) == written

@@ -180,8 +180,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         if over or abandoned >= settings.max_abandoned:
             break
     if over:
-        limit = settings.flat().get(over, settings.stop_at_score)
-        log.info("round %d was the last one: %s = %s", number, over, limit)
+        log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
         run.finish("failed", to_tensors(arrays))
         audited("run failed", round=number)
