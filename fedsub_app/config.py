@@ -91,7 +91,7 @@ def as_toml() -> str:
 
     Every key with its default, the words that are allowed and the first line of what it means.
     """
-    lines = ["# A copy of the defaults that stand in the classes; made by `fedsub list settings --toml`."]
+    lines = ["# A copy of the defaults that stand in the classes; made by `make settings`."]
     for prefix, section in _sections().items():
         if section.model_fields:
             lines += ["", f"[{TABLE}.{prefix[:-1]}]"] if prefix else [f"[{TABLE}]"]

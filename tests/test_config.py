@@ -51,7 +51,7 @@ def test_defaults_resolve_and_every_key_is_described() -> None:
 
 
 def test_flower_is_told_every_key_with_its_default() -> None:
-    """``[tool.flwr.app.config]`` in pyproject.toml is what `fedsub list settings --toml` prints."""
+    """``[tool.flwr.app.config]`` in pyproject.toml is what `make settings` writes."""
     text = (PROJECT / "pyproject.toml").read_text()
     assert as_toml() in text
     assert flatten(tomllib.loads(text)["tool"]["flwr"]["app"]["config"]) == defaults()

@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from fedsub_app.cli.arguments import complete_experiments
 from fedsub_app.common.conf_files import experiments, tables
@@ -26,16 +26,8 @@ class Kind(StrEnum):
 
 def list_names(
     what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None,
-    toml: Annotated[bool, Option("--toml", help="settings: as pyproject.toml has to name them to Flower")] = False,
 ) -> None:
     """List methods, datasets, models, experiments, tables or settings."""
-    if toml:
-        if what is not Kind.SETTINGS:
-            raise UserError("--toml: only of the settings, `fedsub list settings --toml`")
-        from fedsub_app.config import as_toml
-
-        print(as_toml(), end="")
-        return
     texts = []
     for kind in [what] if what else list(Kind)[:-1]:
         header = ("key", "default", "allowed", "meaning") if kind is Kind.SETTINGS else (kind[:-1], "about")

@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     },
     "Use a model": {"predict": export.predict},
     "Learn": {"list": listing.list_names, "help": helping.explain, "cp": listing.copy},
-    "This machine": {"setup": setup.setup, "env": setup.env, "stop": setup.stop},
+    "This machine": {"setup": setup.setup, "stop": setup.stop},
     "Extend": {"new-method": new_method.write_method},
 }
 app = typer.Typer(
