@@ -173,10 +173,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         tracking.follow(run.lines)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
-        pace = (time.perf_counter() - began) / (number - last)
-        left = pace * (settings.num_rounds - number)
-        details = {"line": line, "score": strategy.score, "rounds": settings.num_rounds, "left": left, "pace": pace}
-        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=details)
+        left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
+        shown = {"done": number, "total": settings.num_rounds, "stays": console.is_lossy(line)}
+        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=shown)
         if over or abandoned >= settings.max_abandoned:
             break
     if over:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
 from fedsub_app.common.section import Json
-from fedsub_app.runs.progress import LiveLine, measured
+from fedsub_app.runs.console import measured
+from fedsub_app.runs.progress import LiveLine
 from fedsub_app.studies.job import Job
 
 
