@@ -275,27 +275,25 @@ def settings() -> str:
     from fedsub_app.settings import Settings
 
     known = describe()
-    sections: dict[str, dict[str, str]] = {}
+    sections: dict[str, dict[str, tuple[str, str, str]]] = {}
     for field_name, field in Settings.model_fields.items():
         if not field.exclude:
             home = next(base for base in reversed(Settings.__mro__) if field_name in getattr(base, "model_fields", ()))
             heading = (home.__doc__ or "").partition("\n")[0].rstrip(".")
             sections.setdefault(heading, {})[str(field.alias)] = known[str(field.alias)]
-    for key, text in known.items():
+    for key, described in known.items():
         if "." in key:
-            sections.setdefault(_title(key.partition(".")[0]), {})[key] = text
+            sections.setdefault(_title(key.partition(".")[0]), {})[key] = described
     parts = ["# Settings", "", "Every key with its default, its allowed values and its meaning.", ""]
     for heading, keys in sections.items():
         parts += [f"## {heading}", "", _settings_table(keys), ""]
     return "\n".join(parts)
 
 
-def _settings_table(known: dict[str, str]) -> str:
+def _settings_table(known: dict[str, tuple[str, str, str]]) -> str:
     rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
-    for key, text in known.items():
-        first, _, rest = text.partition("\n")
-        default, _, allowed = first.partition(" ")
-        words = (re.sub(r"\s+", " ", part).strip() for part in (default, allowed, rest))
+    for key, described in known.items():
+        words = (re.sub(r"\s+", " ", part).strip() for part in described)
         default, allowed, rest = (html.escape(part, quote=False).replace("|", "&#124;") for part in words)
         rest = re.sub("`([^`]+)`", r"<code>\1</code>", _prose(rest))  # in Markdown's own code nothing is escaped
         rows.append(f'| <code id="{key}">{key}</code> | <code>{default}</code> | {allowed} | {rest} |')

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from fedsub_app.common.conf_files import conf_name, experiment_file, is_file, read_toml
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Listed, Section, Value, flatten
-from fedsub_app.common.spelling import check_experiment, check_keys, check_method, renamed
+from fedsub_app.common.spelling import check_experiment, check_keys, check_method
 from fedsub_app.methods import METHODS, Method, check_name
 from fedsub_app.settings import Settings
 
@@ -58,10 +58,10 @@ def register(name: str, method: Method) -> None:
     defaults.cache_clear()
 
 
-def describe() -> dict[str, str]:
+def describe() -> dict[str, tuple[str, str, str]]:
     """Return every key with its default, its allowed values and its meaning, as text."""
     return {
-        key: "\n".join((f"{json.dumps(defaults()[key]):<16} {_allowed(field)}".rstrip(), *_about(key)))
+        key: (json.dumps(defaults()[key]), _allowed(field).strip(), " ".join(_about(key)))
         for key, field in fields().items()
     }
 
@@ -91,7 +91,7 @@ def as_toml() -> str:
 
     Every key with its default, the words that are allowed and the first line of what it means.
     """
-    lines = ["# A copy of the defaults that stand in the classes; made by `fedsub list settings --toml`."]
+    lines = ["# A copy of the defaults that stand in the classes; made by `make settings`."]
     for prefix, section in _sections().items():
         if section.model_fields:
             lines += ["", f"[{TABLE}.{prefix[:-1]}]"] if prefix else [f"[{TABLE}]"]
@@ -136,7 +136,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = experiment_file(name)
     check_experiment(name, source)
-    keys = renamed(flatten(read_toml(path)))
+    keys = flatten(read_toml(path))
     base = keys.pop("extends", None)
     check_keys(keys, fields(), f" in {conf_name(path)}")
     if base is None:
@@ -192,7 +192,6 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
 
 def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
     """Return single keys without those of methods that they do not run; a table sets keys of several methods."""
-    overrides = renamed(overrides)
     check_keys(overrides, fields(), "")
     name = overrides.get("experiment", "")
     method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
@@ -207,7 +206,6 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     UserError
         One line that names the key, the value and what is allowed.
     """
-    overrides = renamed(overrides)
     check_keys(overrides, fields(), "")
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}

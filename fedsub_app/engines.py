@@ -33,22 +33,12 @@ def run_local(
     wait: bool = False,
     task: "Task | None" = None,
 ) -> Json:
-    """Run on the local engine; returns the summary.
+    """Run on the local engine as :func:`fedsub_app.run` does, with its arguments and errors; returns the summary.
 
     Parameters
     ----------
-    overrides : single keys, as in TOML.
     workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
-    model, data : a network's class or factory, and ``(train, test)``, in the place of those that the keys name.
     wait : draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
-    task : a task of one's own, in the place of the one that the keys name.
-
-    Raises
-    ------
-    UserError
-        Bad input, before round 1.
-    RunFailed
-        The run could not continue; its ``folder`` may hold a checkpoint to resume from.
     """
     if model is None:
         settings_of(overrides)  # a wrong key is named before torch is there, which takes seconds

@@ -119,13 +119,10 @@ class RunSettings(Section):
     target_score: AmountOrNone = None
     """Score of the task, an accuracy in percent; the summary names the round that reached it; 0: none.
 
-    Reached: at least as good, where a low score is good at most this. Also written ``target-accuracy``.
+    Reached: at least as good, where a low score is good at most this.
     """
     stop_at_score: AmountOrNone = None
-    """Stop, as max-flops does, when the first score of ``evaluate`` reaches this; 0: no limit.
-
-    Also written ``stop-at-accuracy``.
-    """
+    """Stop, as max-flops does, when the first score of ``evaluate`` reaches this; 0: no limit."""
     run_dir: TextOrNone = None
     """Run directory; "": a new folder under $FEDSUB_RUNS.
 

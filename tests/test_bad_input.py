@@ -413,8 +413,6 @@ WRONG_ARGUMENTS: list[tuple[str, str]] = [
     ),
     ("analyse x --samples 0", "--samples 0: must be 1 to 1000000"),
     ("analyse x --starts y", "--starts y: only with --approximation ROUNDS"),
-    ("list methods --toml", "--toml: only of the settings, `fedsub list settings --toml`"),
-    ("list --toml", "--toml: only of the settings, `fedsub list settings --toml`"),
     ("report {run} --out /nodir/x.png", "/nodir/x.png: No such file or directory"),
     ("report {run} --out x.xyz", "x.xyz: Format 'xyz' is not supported (supported formats: "),
     ("report {run}/rounds.jsonl", "{run}/rounds.jsonl: not the directory of a run (no readable settings.json)"),

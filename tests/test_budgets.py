@@ -69,12 +69,12 @@ def test_a_run_ends_with_an_accuracy(evaluate: str, run_local: Run) -> None:
     found = {line["round"]: line[key] for line in read_rounds(whole) if key in line and line["round"]}
     assert list(found) == [2, 4, 6]
     assert found[4] > found[2] + 0.1
-    summary, folder = run_local("stopped", **keys, stop_at_accuracy=found[4])
-    assert (summary["status"], summary["rounds"], summary["ended-by"]) == ("completed", 4, "stop-at-accuracy")
+    summary, folder = run_local("stopped", **keys, stop_at_score=found[4])
+    assert (summary["status"], summary["rounds"], summary["ended-by"]) == ("completed", 4, "stop-at-score")
     assert rounds(folder) == rounds(whole)[: len(read_rounds(folder))]
     assert (folder / "checkpoints/round-000004.safetensors").exists()
     before = (folder / "model.safetensors").read_bytes()
-    run_local("stopped", **keys, stop_at_accuracy=found[4], resume=True)  # and stays so
+    run_local("stopped", **keys, stop_at_score=found[4], resume=True)  # and stays so
     assert read_rounds(folder)[-1]["round"] == 4
     assert (folder / "model.safetensors").read_bytes() == before
 

@@ -286,7 +286,7 @@ def test_weights_of_a_file_leave_the_output_layer_fresh(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedsub_app.common.packaged.find_spec", lambda _: None)
+    monkeypatch.setattr("fedsub_app.common.own_code.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"package:efficientnet-lite0: needs the package efficientnet"):
         problem(model="package:efficientnet-lite0").network()
     with pytest.raises(UserError, match="package:gpt: allowed are all-MiniLM"):

@@ -82,7 +82,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_of_a_program(half: str, run_local: Run, tmp_path: Path) -> None:
     """Its keys are known and checked; forked workers know it; written anew it takes the old one's place."""
     assert defaults()["half.step"] == 1.0
-    assert "Fraction of its change that a client sends." in describe()["half.step"]
+    assert "Fraction of its change that a client sends." in describe()["half.step"][2]
     with pytest.raises(UserError, match=r"half.step = 2: must be"):
         resolve({"method": half, "half.step": 2})
     _, fedavg = run_local("fedavg", num_rounds=2, num_clients=4)

@@ -71,7 +71,7 @@ KEYS: dict[str, Value] = {
     "subfedavg.distance": 0.0,
     "subfedavg.hybrid-distance": 0.0,
     "subfedavg.channel-distance": 0.0,
-    "subfedavg.accuracy": 0.0,
+    "subfedavg.score": 0.0,
 }
 MODELS = {"unstructured": "mnist-cnn", "structured": "mnist-cnn-bn", "hybrid": "mnist-cnn-bn"}
 IN_SHAPE = (1, 28, 28)
@@ -403,7 +403,7 @@ def follows(folder: Path, written: Written, keys: dict[str, Any]) -> None:
         # 0.3, then 0.3 + 0.7 * 0.05 of the weights, as 0.45 - 0.3 < 0.3, and again
         ({}, [0.2988, 0.3337, 0.3669]),
         # of 25 samples a pruned network has 5, 9 and 8 right: the first client's gate stays shut in round 1
-        ({"subfedavg.accuracy": 26.0}, [0.2988 * 2 / 3, (0.2988 + 2 * 0.3337) / 3, (0.3337 + 2 * 0.3669) / 3]),
+        ({"subfedavg.score": 26.0}, [0.2988 * 2 / 3, (0.2988 + 2 * 0.3337) / 3, (0.3337 + 2 * 0.3669) / 3]),
     ],
     ids=["as published", "a gate that fails"],
 )
@@ -419,7 +419,7 @@ def test_it_follows_algorithm_1(changes: dict[str, Value], fractions: list[float
     [
         ({}, "both both both"),
         # of 25 samples 9 and then 5, 12 and 13, 13 and 6 are right
-        ({"subfedavg.accuracy": 42.0}, "none both fc"),
+        ({"subfedavg.score": 42.0}, "none both fc"),
         # 0.045, 0.043 and 0.052 of the fc masks differ, 6 of 30 channels
         ({"subfedavg.hybrid-distance": 0.048, "subfedavg.channel-distance": 0.1}, "channels channels both"),
         ({"subfedavg.hybrid-distance": 0.048, "subfedavg.channel-distance": 0.25}, "none none fc"),
@@ -661,7 +661,7 @@ def test_masks_that_grow_and_values_that_do_not_fit_are_refused() -> None:
 
 def test_a_client_does_not_empty_a_layer() -> None:
     """Of fc1 all but the removed channel's weights are small: pruned both ways, nothing of it would be left."""
-    strategy, client = made(subfedavg__accuracy=0.0)
+    strategy, client = made(subfedavg__score=0.0)
     worker, plan = client(0, 1, {}), strategy.plan
     masks = plan.everything()
     gone = masks | {"conv1": bits(1, *[0] * 9), "fc1.weight": torch.zeros_like(masks["fc1.weight"])}
@@ -710,7 +710,7 @@ def test_a_network_must_exceed_the_gates_accuracy() -> None:
     accuracy = worker.score("validation")
     assert accuracy > 0
     for threshold, passes in ((accuracy, False), (math.nextafter(accuracy, 0), True)):
-        _, client = made(subfedavg__accuracy=threshold)
+        _, client = made(subfedavg__score=threshold)
         assert client(0, 1, {}).good(model, masks) == passes
 
 
@@ -742,7 +742,7 @@ def test_running_statistics_stay_with_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "shut", [{"subfedavg.accuracy": 100.0}, {"subfedavg.hybrid-distance": 1.0, "subfedavg.channel-distance": 1.0}]
+    "shut", [{"subfedavg.score": 100.0}, {"subfedavg.hybrid-distance": 1.0, "subfedavg.channel-distance": 1.0}]
 )
 def test_a_shut_gate_prunes_nothing(shut: dict[str, Value], run_local: Run) -> None:
     _, folder = run_with(run_local, num_rounds=1, **shut)

@@ -9,7 +9,6 @@ import click
 from typer import Argument, Context
 
 from fedsub_app.cli.arguments import complete_methods
-from fedsub_app.cli.listing import cells_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
@@ -43,7 +42,7 @@ def about_method(name: str) -> str:
     from fedsub_app.methods import METHODS
 
     method = METHODS[name]
-    rows = [[key, *cells_of(text)] for key, text in describe().items() if key.startswith(f"{name}.")]
+    rows = [[key, *cells] for key, cells in describe().items() if key.startswith(f"{name}.")]
     keys = markdown(("key", "default", "allowed", "meaning"), rows) if rows else "It has no settings of its own."
     preset = ", ".join(f"`{key} = {value}`" for key, value in method.preset.items())
     place = vars(method)["strategy"]  # its module is not imported for its docstring: that would load torch

@@ -1,12 +1,17 @@
-"""``fedsub list``: names that settings can have, and the settings themselves."""
+"""``fedsub list`` and ``fedsub cp``: names that settings can have, the settings, and an experiment of one's own."""
 
+import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
+from fedsub_app.cli.arguments import complete_experiments
 from fedsub_app.common.conf_files import experiments, tables
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
+from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
 
 
@@ -21,16 +26,8 @@ class Kind(StrEnum):
 
 def list_names(
     what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None,
-    toml: Annotated[bool, Option("--toml", help="settings: as pyproject.toml has to name them to Flower")] = False,
 ) -> None:
     """List methods, datasets, models, experiments, tables or settings."""
-    if toml:
-        if what is not Kind.SETTINGS:
-            raise UserError("--toml: only of the settings, `fedsub list settings --toml`")
-        from fedsub_app.config import as_toml
-
-        print(as_toml(), end="")
-        return
     texts = []
     for kind in [what] if what else list(Kind)[:-1]:
         header = ("key", "default", "allowed", "meaning") if kind is Kind.SETTINGS else (kind[:-1], "about")
@@ -53,7 +50,7 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
         case Kind.SETTINGS:
             from fedsub_app.config import describe
 
-            return {key: cells_of(text) for key, text in describe().items()}
+            return {key: [*cells] for key, cells in describe().items()}
         case Kind.DATASETS:
             from fedsub_app.data import dataset_names
 
@@ -62,8 +59,22 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
     return {name: [path.read_text().partition("\n")[0].removeprefix("#").strip()] for name, path in files.items()}
 
 
-def cells_of(text: str) -> list[str]:
-    """Return default, allowed values and meaning of a setting from its text, for a Markdown table."""
-    first, _, rest = text.partition("\n")
-    default, _, allowed = first.partition(" ")
-    return [cell.strip().replace("\n", " ").replace("|", "\\|") for cell in (default, allowed, rest)]
+def copy(
+    name: Annotated[str, Argument(help="an experiment or a table", autocompletion=complete_experiments)],
+    target: Annotated[Path, Argument(metavar="FILE", help="a new file, my.toml")],
+) -> None:
+    """Copy an experiment or a table to a file that you can change and run."""
+    files = experiments() | tables()
+    if name not in files:
+        raise UserError(
+            f"cp {name}: {near(name, files, '`fedsub list experiments` and `fedsub list tables` show the names')}"
+        )
+    if target.suffix != ".toml":
+        raise UserError(f"cp {name} {target}: the file's name must end in .toml")
+    if target.exists():
+        raise UserError(f"{target}: there already")
+    # An experiment that extends its neighbour names it in full, so that it is found from anywhere.
+    paper = files[name].parent.name
+    text = re.sub(r'(?m)^extends = "([^"/]+)"', rf'extends = "{paper}/\1"', files[name].read_text())
+    write_atomic(target, text.encode())
+    print(f"fedsub {'run' if name in experiments() else 'reproduce'} {target}")

@@ -14,32 +14,30 @@ from typer.main import get_command
 
 from fedsub_app.cli import (
     analyse,
-    copying,
     export,
     federation,
     helping,
     listing,
     new_method,
     report,
-    reproduce,
     run,
     setup,
-    sweep,
+    studies,
 )
 from fedsub_app.common.errors import UserError
 
 EXIT_BAD_INPUT = 2
 COMPLETE = "_FEDSUB_COMPLETE"  # by it a shell asks for the words that complete a line
 GROUPS: dict[str, dict[str, Callable[..., object]]] = {
-    "Run": {"run": run.run, "reproduce": reproduce.reproduce, "sweep": sweep.sweep},
+    "Run": {"run": run.run, "reproduce": studies.reproduce, "sweep": studies.sweep},
     "Look at runs": {
         "report": report.report,
         "analyse": analyse.analyse,
         "export": export.export,
     },
     "Use a model": {"predict": export.predict},
-    "Learn": {"list": listing.list_names, "help": helping.explain, "cp": copying.copy},
-    "This machine": {"setup": setup.setup, "env": setup.env, "stop": setup.stop},
+    "Learn": {"list": listing.list_names, "help": helping.explain, "cp": listing.copy},
+    "This machine": {"setup": setup.setup, "stop": setup.stop},
     "Extend": {"new-method": new_method.write_method},
 }
 app = typer.Typer(

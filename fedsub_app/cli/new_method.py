@@ -75,7 +75,7 @@ def write_defaults(project: Path) -> None:
     from fedsub_app.config import TABLE
 
     path = project / "pyproject.toml"
-    command = [sys.executable, "-m", "fedsub_app.cli", "list", "settings", "--toml"]
+    command = [sys.executable, "-c", "from fedsub_app.config import as_toml; print(as_toml(), end='')"]
     toml = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
     text = path.read_text()
     start = text.index(toml.partition("\n")[0])

@@ -1,4 +1,4 @@
-"""``fedsub setup``, ``fedsub env`` and ``fedsub stop``: what Flower needs on this machine."""
+"""``fedsub setup`` and ``fedsub stop``: what Flower needs on this machine."""
 
 from typing import Annotated
 
@@ -21,14 +21,6 @@ def setup(
     lines = flower.setup(cluster)
     if not quiet:
         print(*lines, sep="\n")
-
-
-def env() -> None:
-    """Print what a shell needs where setup did not run: eval "$(fedsub env)"."""
-    from fedsub_app.deployment import flower
-
-    for name, value in flower.environment().items():
-        print(f'export {name}="${{{name}:-{value}}}"')
 
 
 def stop() -> None:

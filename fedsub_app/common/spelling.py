@@ -13,18 +13,6 @@ if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
 
 
-RENAMED = {  # keys as they were written for accuracies
-    "target-accuracy": "target-score",
-    "stop-at-accuracy": "stop-at-score",
-    "subfedavg.accuracy": "subfedavg.score",
-}
-
-
-def renamed(keys: "Mapping[str, Value]") -> "dict[str, Value]":
-    """Return keys and values with today's names of the keys."""
-    return {RENAMED.get(key, key): value for key, value in keys.items()}
-
-
 def near(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return ``"did you mean …?"`` with the most similar known word, ``otherwise`` where none is similar."""
     found = difflib.get_close_matches(word, known, n=1)
@@ -64,6 +52,5 @@ def parse_pairs(pairs: Iterable[str]) -> "dict[str, Value]":
             parsed = tomllib.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, a number of 5,000 digits, 5,000 brackets
             parsed = {}
-        key = RENAMED.get(key.strip(), key.strip())
-        values[key] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
+        values[key.strip()] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
     return values

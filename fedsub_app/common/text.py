@@ -36,4 +36,5 @@ def show(text: str) -> None:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in (header, ("---",) * len(header), *rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
-from fedsub_app.common.packaged import packaged
+from fedsub_app.common.own_code import packaged
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.packaged import packaged
+from fedsub_app.common.own_code import packaged
 from fedsub_app.tasks import IGNORED
 
 Encode = Callable[[Sequence[str]], list[list[int]]]

@@ -9,7 +9,6 @@ from typing import Any
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
-from fedsub_app.common.spelling import RENAMED
 from fedsub_app.config import defaults, resolve
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.methods import METHODS
@@ -54,15 +53,11 @@ def signature(method: str) -> Signature:
     return Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in both.items()])
 
 
-OLD = {_keyword(old.rpartition(".")[2]): _keyword(new.rpartition(".")[2]) for old, new in RENAMED.items()}
-
-
 def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
     """Return keywords as keys in TOML spelling; :class:`UserError` for one that there is not."""
     known = keywords(method)
     keys: dict[str, Any] = {"evaluate": EVALUATE}
-    for written, value in given.items():
-        name = OLD.get(written, written)
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(known)}"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
-from fedsub_app.common.own_code import named_code
-from fedsub_app.common.packaged import packaged
+from fedsub_app.common.own_code import named_code, packaged
 from fedsub_app.models.base import base_names
 
 Options = Mapping[str, Any]

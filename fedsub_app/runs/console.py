@@ -40,17 +40,15 @@ def stages_of(strategy: SubnetStrategy) -> list[tuple[str, str]]:
 def round_line(line: Json, settings: Settings, score: Score, seconds_left: float) -> str:
     """Return one round as one line of text; ``line`` is its line of rounds.jsonl."""
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
+    words.append(f"left {human_seconds(seconds_left)}")
     words += [line["stage"]] if "stage" in line else []
-    words += [f"{kind_of(key)} {score.text(line[key])}" for key in score.keys if key in line]
-    if line.get("train-loss") is not None:
-        words.append(f"train loss {line['train-loss']:.4f}")
+    words += measured(line, score)
     dropped, others = line.get("dropped", ()), line.get("not-waited-for", ())
     words.append(f"clients {len(line['clients']) - len(dropped) - len(others)}/{len(line['clients'])}")
     if line.get("epsilon") is not None:
         words.append(f"epsilon {line['epsilon']:.3g}")
     words.append(f"down {human_bytes(line['bytes-down'])} up {human_bytes(line['bytes-up'])}")
     words.append(f"{line['seconds']:.2f} s")
-    words.append(f"left {human_seconds(seconds_left)}")
     if line["status"] == "abandoned":
         stays = "back to that of round {back-to-round}".format(**line) if "back-to-round" in line else "the model stays"
         words.append(f"ABANDONED: {line['abandoned']}, {stays}")
@@ -61,6 +59,19 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
         words.append(f"and {len(dropped) - 3} more dropped")
     words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in NAMED if line.get(key)]
     return "  ".join(words)
+
+
+def measured(numbers: Json, score: Score) -> list[str]:
+    """Return the scores and the training loss of a round's line as words."""
+    words = [f"{kind_of(key)} {score.text(numbers[key])}" for key in score.keys if key in numbers]
+    if (loss := numbers.get("train-loss")) is not None:
+        words.append(f"train loss {loss:.4f}")
+    return words
+
+
+def is_lossy(line: Json) -> bool:
+    """Say whether a round was abandoned, or lost a reply or a client's state."""
+    return bool(line.get("dropped")) or line["status"] != "ok" or any(key in line for key in LOST)
 
 
 def summary_table(summary: Json, score: Score) -> str:

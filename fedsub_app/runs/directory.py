@@ -1,14 +1,6 @@
 """A run is a directory: settings, one JSON line a round, checkpoints, client state, summary, final model, pictures.
 
-====================================  =================================================================================
-settings.json                         settings, their digest, run id, versions
-partition.json, partition.png         client × class counts
-rounds.jsonl                          one line a round with its checksum, written and synced before the round counts
-checkpoints/round-000012.safetensors  global model and the strategy's state after that round
-clients/client-000003/…               the clients' durable state (simulation; a real node keeps its own)
-summary.json, model.safetensors       written when the run ends
-model-best.safetensors                with robust: the global model of the round with the best score so far
-====================================  =================================================================================
+docs/outputs.md lists its files. A line of rounds.jsonl is written and synced before its round counts.
 
 Killed at any moment and resumed, a run gives bit-identical weights and metrics on the CPU: everything random depends on
 (seed, round, client, purpose), the last checkpoint holds all that the next round needs, and later lines are cut off.

@@ -147,8 +147,6 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     tracking.follow(run.lines)
     began = time.perf_counter()
     over = ended_by(run.lines, settings)
-    if over:
-        log.info("the run is over: %s = %s", over, settings.flat().get(over, settings.stop_at_score))
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
@@ -175,16 +173,13 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         tracking.follow(run.lines)
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
-        pace = (time.perf_counter() - began) / (number - last)
-        left = pace * (settings.num_rounds - number)
-        details = {"line": line, "score": strategy.score, "rounds": settings.num_rounds, "left": left, "pace": pace}
-        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=details)
-        if over:
-            log.info(
-                "round %d was the last one: %s = %s", number, over, settings.flat().get(over, settings.stop_at_score)
-            )
+        left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
+        shown = {"done": number, "total": settings.num_rounds, "stays": console.is_lossy(line)}
+        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=shown)
         if over or abandoned >= settings.max_abandoned:
             break
+    if over:
+        log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
     if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
         run.finish("failed", to_tensors(arrays))
         audited("run failed", round=number)

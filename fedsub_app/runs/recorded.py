@@ -8,7 +8,6 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
-from fedsub_app.common.spelling import renamed
 from fedsub_app.config import canonical, resolve
 from fedsub_app.settings import LOCATION_KEYS, Settings, digest
 
@@ -34,9 +33,9 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
-    folder, overrides = Path(str(overrides["run-dir"])), renamed(overrides)
+    folder = Path(str(overrides["run-dir"]))
     content = read_recorded(folder)
-    recorded = renamed(content["settings"])
+    recorded = content["settings"]
     longer: dict[str, Value] = {}
     for key, value in overrides.items():
         if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):

@@ -81,8 +81,7 @@ def read_rounds(folder: Path) -> list[Json]:
 def ended_by(lines: list[Json], settings: Settings) -> str | None:
     """Return the setting that ends a run after these rounds, before ``num-rounds``; None where the run continues.
 
-    ``max-flops``, ``max-bytes``, ``max-device-seconds``: the budget is used up; ``stop-at-<score>``: the score is
-    reached.
+    ``max-flops``, ``max-bytes``, ``max-device-seconds``: the budget is used up. ``stop-at-score``: it is reached.
     """
     spent = {
         "max-flops": (settings.max_flops, ("flops",)),
@@ -95,7 +94,7 @@ def ended_by(lines: list[Json], settings: Settings) -> str | None:
     score, enough = settings.score, settings.stop_at_score
     measured = [line.get(f"{settings.evaluations[0]}-{score.name}") for line in lines]
     over = enough and any(value is not None and score.reached(value, enough) for value in measured)
-    return f"stop-at-{score.name}" if over else None
+    return "stop-at-score" if over else None
 
 
 def summarise(lines: list[Json], settings: Settings) -> Json:

@@ -139,27 +139,13 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
                 # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
                 keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
         if not keys.get("resume") and folder.exists():
-            _clear(folder, log)
+            kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
+            log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
         run_local(keys, wait=True)
         shutil.rmtree(folder / "clients", ignore_errors=True)
     except (UserError, RunFailed) as error:
         return str(error)
     return ""
-
-
-def _clear(folder: Path, log: logging.Logger) -> None:
-    """Delete a run of other settings; one that has ended, or that cannot be read, gets another name instead."""
-    keep = (folder / "summary.json").exists()
-    try:
-        if (folder / "settings.json").exists():
-            settings_of({"run-dir": str(folder), "resume": True})
-    except UserError:
-        keep = True
-    if keep:
-        kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
-        log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
-    else:
-        shutil.rmtree(folder)
 
 
 def facts(command: str, seeds: Iterable[int], jobs: Sequence[Job]) -> dict[str, str]:

@@ -3,12 +3,12 @@
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
 from fedsub_app.common.section import Json
-from fedsub_app.runs.progress import LiveLine, measured
+from fedsub_app.runs.console import measured
+from fedsub_app.runs.progress import LiveLine
 from fedsub_app.studies.job import Job
 
 
@@ -30,7 +30,7 @@ class BatchProgress:
             self._line.end()
 
     def start(self, job: Job) -> None:
-        self._begun[job.name] = (job, _last(_lines(job), "round") or 0)
+        self._begun[job.name] = (job, _last_line(job)["round"])
 
     def end(self, job: Job, failed: bool) -> None:
         self._ended.add(job.name)
@@ -49,14 +49,11 @@ class BatchProgress:
         below = []
         before = done = known = 0.0
         for name, (job, first) in self._begun.items():
-            rounds, lines = job.settings.num_rounds, [] if name in self._ended else _lines(job)
-            reached = rounds if name in self._ended else _last(lines, "round") or 0
-            before, done, known = before + first, done + reached, known + rounds
+            rounds = job.settings.num_rounds
+            line = {"round": rounds} if name in self._ended else _last_line(job)
+            before, done, known = before + first, done + line["round"], known + rounds
             if name not in self._ended:
-                numbers = {key: _last(lines, key) for key in (*job.settings.score.keys, "train-loss")}
-                kept = {key: value for key, value in numbers.items() if value is not None}
-                dropped = f"dropped {sum(len(line.get('dropped', ())) for line in lines)}"
-                words = [f"  {name}  round {reached:.0f}/{rounds}", *measured(kept, job.settings.score), dropped]
+                words = [f"  {name}  round {line['round']}/{rounds}", *measured(line, job.settings.score)]
                 below.append("  ".join(words))
         total = known + (self._total - len(self._begun)) * known / len(self._begun)
         # A resumed run first goes back to its last checkpoint.
@@ -69,12 +66,8 @@ class BatchProgress:
             print(to_go, flush=True)
 
 
-def _lines(job: Job) -> list[Json]:
-    """Return a run's lines; none where one is damaged, which the run itself will say."""
+def _last_line(job: Job) -> Json:
+    """Return a run's last line; round 0 before it, and where a line is damaged, which the run itself will say."""
     with contextlib.suppress(UserError):
-        return job.lines()
-    return []
-
-
-def _last(lines: Sequence[Json], key: str) -> float | None:
-    return next((line[key] for line in reversed(lines) if line.get(key) is not None), None)
+        return (job.lines() or [{"round": 0}])[-1]
+    return {"round": 0}
