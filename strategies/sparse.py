@@ -27,7 +27,7 @@ from fedsub_app.subnets.sparsity import kept_counts, largest_of_layers
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
 from strategies.hooks import Merged
-from strategies.settings import RegrownSettings, SparseSettings
+from strategies.sparse_settings import RegrownSettings, SparseSettings
 
 MASK = "mask/"
 
