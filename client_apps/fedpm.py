@@ -9,8 +9,8 @@ from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Prox
 from fedsub_app.training.optimizer import Optimizer
 from strategies.fedpm import THETA, signed_constants
-from strategies.settings import FedPMSettings
 from strategies.sparse import MASK
+from strategies.sparse_settings import FedPMSettings
 
 
 class FedPMClient(Client):

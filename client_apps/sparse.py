@@ -10,8 +10,8 @@ from fedsub_app.common.tensors import Json, Tensors, brought, prefixed, unprefix
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.sparsity import exchanged, largest_of_layers
 from strategies.asked import GROW, LOSSES, SLOPE, exchange_counts
-from strategies.settings import RegrownSettings, SparseSettings
 from strategies.sparse import MASK, weight_names
+from strategies.sparse_settings import RegrownSettings, SparseSettings
 
 
 class SparseClient(Client):

@@ -20,6 +20,7 @@ from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies import settings as keys
+from strategies import sparse_settings as sparse_keys
 
 if TYPE_CHECKING:  # torch takes seconds
     from client_apps.base import Client
@@ -107,12 +108,12 @@ METHODS = {
     "subfedavg": Method(
         "Sub-FedAvg, Vahidian et al. 2021", keys.SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
     ),
-    "fedpm": Method("Isik et al. 2023", keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
-    "ssfl": Method("Ohib et al. 2024", keys.SparseSettings, "ssfl:SSFL", "sparse:SSFLClient"),
-    "feddst": Method("Bibikar et al. 2022", keys.RegrownSettings, "feddst:FedDST", "sparse:FedDSTClient"),
-    "prunefl": Method("Jiang et al. 2022", keys.PruneFLSettings, "asked:PruneFL", "sparse:PruneFLClient"),
-    "fedtiny": Method("Huang et al. 2023", keys.FedTinySettings, "asked:FedTiny", "sparse:FedTinyClient"),
-    "fedrts": Method("Huang et al. 2025", keys.FedRTSSettings, "asked:FedRTS", "sparse:FedRTSClient"),
+    "fedpm": Method("Isik et al. 2023", sparse_keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
+    "ssfl": Method("Ohib et al. 2024", sparse_keys.SparseSettings, "ssfl:SSFL", "sparse:SSFLClient"),
+    "feddst": Method("Bibikar et al. 2022", sparse_keys.RegrownSettings, "feddst:FedDST", "sparse:FedDSTClient"),
+    "prunefl": Method("Jiang et al. 2022", sparse_keys.PruneFLSettings, "asked:PruneFL", "sparse:PruneFLClient"),
+    "fedtiny": Method("Huang et al. 2023", sparse_keys.FedTinySettings, "asked:FedTiny", "sparse:FedTinyClient"),
+    "fedrts": Method("Huang et al. 2025", sparse_keys.FedRTSSettings, "asked:FedRTS", "sparse:FedRTSClient"),
     "fedit": Method("FedIT, Zhang et al. 2024: LoRA", MethodSettings, "lora:FedIT"),
     "ffa-lora": Method("Sun et al. 2024", MethodSettings, "lora:FFALoRA", "lora:FFALoRAClient"),
     "fedsa-lora": Method("Guo et al. 2025", MethodSettings, "lora:FedSALoRA", "lora:FedSALoRAClient"),

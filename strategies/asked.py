@@ -43,8 +43,8 @@ from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import kept_counts, largest, largest_of_layers, worth_their_time
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
-from strategies.settings import FedRTSSettings, FedTinySettings, PruneFLSettings, RegrownSettings
 from strategies.sparse import MASK, Masked, Regrown, Sparse
+from strategies.sparse_settings import FedRTSSettings, FedTinySettings, PruneFLSettings, RegrownSettings
 
 GROW = "grow/"
 SLOPE = "slope/"

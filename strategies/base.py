@@ -1,9 +1,8 @@
 """The base of all methods: FedAvg's hooks (``hooks.py``) behind Flower's four verbs (``rounds.py``)."""
 
 import logging
-from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -30,19 +29,9 @@ class SubnetStrategy(Hooks, Strategy):
         clients = [client for client in self.federation.sample(server_round) if self.fits(client)]
         return rounds.ask(self, MessageType.TRAIN, clients, server_round, arrays, config, grid)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies and merge the valid updates as they come; ``(None, metrics)``: the round is abandoned."""
-        return rounds.merge_answers(self, server_round, replies)
-
-    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
-        """Ask all clients for the scores on their own test sets, if the settings name any."""
-        return evaluation.ask_evaluation(self, server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the unweighted client means; the clients' own values go into the round's line."""
-        return evaluation.read_evaluations(self, replies)
+    aggregate_train = rounds.merge_answers
+    configure_evaluate = evaluation.ask_evaluation
+    aggregate_evaluate = evaluation.read_evaluations
 
     def summary(self) -> None:
         """Log the method's own settings that differ from its defaults, one line, and its warning; if there are any."""

@@ -78,7 +78,7 @@ def _further_metrics(strategy: Hooks, names: object) -> dict[str, Range]:
     return dict.fromkeys(fitting[:MAX_FURTHER], FURTHER)
 
 
-def read_evaluations(strategy: Hooks, replies: Iterable[Message]) -> MetricRecord | None:
+def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
     """Return the unweighted client means; the clients' own values go into the round's line."""
     phase = strategy.phase
     updates = []

@@ -35,8 +35,8 @@ from fedsub_app.subnets.pruning import prunable
 from strategies.base import SubnetStrategy
 from strategies.defences import DEFENCES
 from strategies.hooks import Merged
-from strategies.settings import FedPMSettings
 from strategies.sparse import MASK, weight_names
+from strategies.sparse_settings import FedPMSettings
 
 THETA = "theta/"
 LIMIT = 0.01  # theta's distance from 0 and 1

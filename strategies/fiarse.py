@@ -21,6 +21,8 @@ model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and f
 - ``objective = "moon"`` is refused.
 """
 
+from functools import partial
+
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.federation.protocol import Task
 from fedsub_app.subnets.sparsity import largest_of_all
@@ -33,25 +35,23 @@ class FIARSE(WidthBased, Masked):
     """Sends each client the largest weights, as many as its width says."""
 
     options: FIARSESettings
-    _largest: tuple[Tensors, dict[float, tuple[Tensors, dict[str, float]]]] = ({}, {})
 
     def setup(self) -> None:
         self.names = weight_names(self.settings, self.model)
 
     def submodel(self, width: float) -> tuple[Tensors, dict[str, float]]:
         """Return the masks of the largest weights and the threshold of each tensor; none at width 1."""
-        if self._largest[0] is not self.current:
-            self._largest = (self.current, {1: ({}, {})})
-        if width not in self._largest[1]:
-            masks: Tensors = {}
-            thetas: dict[str, float] = {}
-            for names in [[name] for name in self.names] if self.options.threshold == "layer" else [self.names]:
-                sizes = {name: self.current[name].abs() for name in names}
-                masks |= largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
-                theta = min(float(sizes[name][masks[name]].min()) for name in names if masks[name].any())
-                thetas |= dict.fromkeys(names, theta)
-            self._largest[1][width] = (masks, thetas)
-        return self._largest[1][width]
+        return self.once(("submodel", width), partial(self._submodel, width)) if width < 1 else ({}, {})
+
+    def _submodel(self, width: float) -> tuple[Tensors, dict[str, float]]:
+        masks: Tensors = {}
+        thetas: dict[str, float] = {}
+        for names in [[name] for name in self.names] if self.options.threshold == "layer" else [self.names]:
+            sizes = {name: self.current[name].abs() for name in names}
+            masks |= largest_of_all(sizes, max(1, int(width * sum(size.numel() for size in sizes.values()))))
+            theta = min(float(sizes[name][masks[name]].min()) for name in names if masks[name].any())
+            thetas |= dict.fromkeys(names, theta)
+        return masks, thetas
 
     def kept(self, client: int) -> Tensors:
         return self.submodel(self.width(client))[0]

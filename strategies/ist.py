@@ -37,6 +37,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
+from fedsub_app.federation.protocol import Update
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
 from strategies.defences import ALONE, DEFENCES
 from strategies.settings import ISTSettings
@@ -62,6 +64,7 @@ class IST(Sliced):
                     f"model = {settings.model!r}: layer {group.name} has {group.size} units for the "
                     f"{settings.sample_size} clients of a round; allowed is at least one each"
                 )
+        self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         return self._deal(self.round)[client]
@@ -72,6 +75,10 @@ class IST(Sliced):
         draws = generator(self.settings.seed, server_round, "units")
         widths = [self.held_width(client) for client in clients]
         return dict(zip(clients, deal(self.units, widths, draws), strict=True))
+
+    def contribution(self, update: Update) -> Contribution:
+        """Average the tensors that all clients have; a unit's values are those of the one client that has it."""
+        return super().contribution(update)._replace(alone=self.dealt)
 
     def personal_download(self, client: int) -> Tensors:
         """Return the global model: a client has other units in every round."""

@@ -80,7 +80,10 @@ def kept_rounds(strategy: Hooks, config: ConfigRecord) -> Json:
 def merge_answers(
     strategy: Hooks, server_round: int, replies: Iterable[Message]
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-    """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round."""
+    """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round.
+
+    Returns the model and the clients' metrics; ``(None, metrics)``: the round is abandoned.
+    """
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
     # With privacy the answer of one client must not decide whether another one's counts, unless it has its noise.
     limit = math.inf if settings.server_noise else settings.max_update_norm
@@ -134,7 +137,8 @@ def merge_answers(
             take(judge.add(Valid(update, contribution, norms), norms))
         except BadReply as error:
             refuse(client, error)
-        if judge.enough and not federation.simulated and not clock:  # the server does not wait for the other replies
+        # On real nodes the server does not wait for the other replies.
+        if isinstance(judge, FirstValid) and judge.enough and not federation.simulated and not clock:
             break
     take(judge.rest())
     # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.

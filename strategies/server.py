@@ -4,10 +4,10 @@ Methods read it and override :meth:`Server.setup` alone; their hooks are :class:
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from fedsub_app.subnets.norms import square
 from fedsub_app.subnets.slices import ALL, select
 from strategies.memory import Memory, flattened, restored
 
+Value = TypeVar("Value")
 KEPT = ("state_rounds", "usual", "good")  # the server's state of every method
 
 
@@ -109,7 +110,7 @@ class Server:
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
         self.usual: Tensors = {}
         self.good: Tensors = {}
-        self._specs: tuple[Tensors, dict[str, Spec]] = ({}, {})
+        self._of_model: tuple[Tensors, dict[Hashable, Any]] = ({}, {})
         self.setup()
 
     def setup(self) -> None:
@@ -128,9 +129,15 @@ class Server:
     @property
     def specs(self) -> dict[str, Spec]:
         """Specs of a whole model that was trained from the global one."""
-        if self._specs[0] is not self.current:
-            self._specs = (self.current, specs(self.current))
-        return self._specs[1]
+        return self.once("specs", lambda: specs(self.current))
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return what ``make`` returns; it is called once for each global model."""
+        if self._of_model[0] is not self.current:
+            self._of_model = (self.current, {})
+        if key not in self._of_model[1]:
+            self._of_model[1][key] = make()
+        return self._of_model[1][key]  # type: ignore[no-any-return]
 
     def held_width(self, client: int) -> float:
         """Return the fraction of the global network that a client's device can hold.

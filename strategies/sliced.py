@@ -37,11 +37,6 @@ class Sliced(SubnetStrategy):
     narrows = True
     secure = ""
 
-    def setup(self) -> None:
-        super().setup()
-        # Slices of the model that some message still holds: equal ones are one object, which travels once a message.
-        self._slices: tuple[Tensors, WeakValueDictionary[object, Tensor]] = ({}, WeakValueDictionary())
-
     @abstractmethod
     def units_of(self, client: int) -> dict[str, Tensor]:
         """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only.
@@ -54,14 +49,14 @@ class Sliced(SubnetStrategy):
         return indices(self.units, self.units_of(client))
 
     def network_of(self, client: int) -> Tensors:
-        if self._slices[0] is not self.current:
-            self._slices = (self.current, WeakValueDictionary())
+        # Slices of the model that some message still holds: equal ones are one object, which travels once a message.
+        slices = self.once("slices", WeakValueDictionary[object, Tensor])
         network = dict(self.current)
         for name, index in self.slices_of(client).items():
             key = (name, *(None if wanted is None else wanted.numpy().tobytes() for wanted in index))
-            known = self._slices[1].get(key)
+            known = slices.get(key)
             network[name] = select(self.current[name], index) if known is None else known
-            self._slices[1][key] = network[name]
+            slices[key] = network[name]
         return network
 
     def task(self, client: int) -> Task:

@@ -27,7 +27,7 @@ from fedsub_app.subnets.sparsity import kept_counts, largest_of_layers
 from strategies.base import SubnetStrategy
 from strategies.defences import WITHOUT_MASKS
 from strategies.hooks import Merged
-from strategies.settings import RegrownSettings, SparseSettings
+from strategies.sparse_settings import RegrownSettings, SparseSettings
 
 MASK = "mask/"
 
@@ -36,7 +36,6 @@ class Masked(SubnetStrategy):
     """Sends, trains and merges the values that a client's masks keep."""
 
     secure = ""
-    _values: tuple[Tensors, dict[int, tuple[Tensors, Tensors]]] = ({}, {})
 
     @abstractmethod
     def kept(self, client: int) -> Tensors:
@@ -44,12 +43,8 @@ class Masked(SubnetStrategy):
 
     def values(self, client: int) -> Tensors:
         """Return the model, of tensors with a mask the values that it keeps; equal ones travel once a message."""
-        if self._values[0] is not self.current:
-            self._values = (self.current, {})
         masks = self.kept(client)
-        if id(masks) not in self._values[1]:
-            self._values[1][id(masks)] = (masks, self.current | gather(self.current, masks))
-        return self._values[1][id(masks)][1]
+        return self.once(("values", id(masks)), lambda: (masks, self.current | gather(self.current, masks)))[1]
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         return self.specs | {n: self.specs[n].of_shape([int(mask.sum())]) for n, mask in self.kept(client).items()}

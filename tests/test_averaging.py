@@ -20,7 +20,7 @@ def slow_mean(old, updates, server_lr):
         new[name] = torch.empty(tensor.shape)
         for index in itertools.product(*(range(n) for n in tensor.shape)):
             numerator = denominator = Fraction(0)
-            for values, masks, weight, slices in updates:
+            for values, masks, weight, slices, _ in updates:
                 if name not in values:
                     continue
                 mask, at = (masks or {}).get(name), index
@@ -244,6 +244,21 @@ def test_slices_by_hand():
     assert new["b"].tolist() == [7, 0]
     both = Contribution({"w": torch.ones(2, 2)}, None, 1.0, {"w": (None, columns)})
     assert masked_mean(old, [both])["w"].tolist() == [[1, 1, 1], [1, 4, 1]]
+
+
+def test_what_one_client_alone_contributes_is_taken_as_it_is():
+    """0.1 x / 0.1 is not x for each x."""
+    noise = generator(5)
+    old = {"a": torch.zeros(1000), "b": torch.zeros(3)}
+    halves = torch.arange(1000).split(500)
+    updates = [
+        Contribution({"a": torch.randn(500, generator=noise), "b": torch.ones(3) * k}, None, 7.0 - 6.9 * k, {
+            "a": (half, None)}, {"a"}) for k, half in enumerate(halves)
+    ]  # fmt: skip
+    new = masked_mean(old, updates)
+    assert torch.equal(new["a"], torch.cat([update.tensors["a"] for update in updates]))
+    assert torch.allclose(new["b"], torch.full((3,), 0.1 / 7.1))
+    assert not torch.equal(masked_mean(old, [u._replace(alone=()) for u in updates])["a"], new["a"])
 
 
 def part(rows, size):

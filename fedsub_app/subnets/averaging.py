@@ -1,6 +1,6 @@
 """The server's mean of the clients' tensors, with or without masks: FedAvg, FedPeWS, FedPart, Sub-FedAvg, FedSelect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -26,12 +26,15 @@ class Contribution(NamedTuple):
     weight : weight of the client; finite.
     slices : tensor name -> rows and columns of the whole tensor that the values belong to, for a tensor that holds only
         these; it has no mask.
+    alone : names of tensors at whose positions no other client contributes. They are added with weight 1, so that the
+        mean is exactly the value; any other weight w gives ``(w x) / w``, rounded twice.
     """
 
     tensors: Mapping[str, Tensor]
     masks: Mapping[str, Tensor] | None = None
     weight: float = 1.0
     slices: Mapping[str, Index] | None = None
+    alone: Collection[str] = ()
 
     def whole(self, name: str, old: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the values and the mask of a tensor in the shape of ``old``; beside a slice the values are 0."""
@@ -213,7 +216,7 @@ class _Term(NamedTuple):
     @classmethod
     def of(cls, update: Contribution, name: str) -> "_Term":
         mask, place = (update.masks or {}).get(name), (update.slices or {}).get(name)
-        return cls(update.tensors[name], mask, place, update.weight)
+        return cls(update.tensors[name], mask, place, 1.0 if name in update.alone else update.weight)
 
 
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:

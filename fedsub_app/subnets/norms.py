@@ -108,11 +108,6 @@ class NormGuard(Generic[T]):
         self._waiting = []
         return decided
 
-    @property
-    def enough(self) -> bool:
-        """Whether no more updates are needed; False: the guard takes all of them."""
-        return False
-
     def norms(self, kind: str) -> list[float]:
         """Return the norms above 0 of the accepted updates, sorted."""
         return self._passed.get(kind, [])

@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from fedsub_app.subnets.sparsity import largest
 
 Choose = Literal["most", "least", "random"]
 
@@ -41,32 +42,15 @@ def grow(
         count = mask.numel() - ones - round((1 - share) * (mask.numel() - ones))
         if full or not count:
             continue
-        off = _positions(~mask)
         if choose == "random":
-            chosen = torch.randperm(len(off), generator=generator)[:count]
+            off = (~mask).flatten().nonzero().flatten()
+            chosen = off[torch.randperm(len(off), generator=generator)[:count]]
+            result[name] = mask.flatten().index_fill(0, chosen, True).view(mask.shape)
         else:
-            distances = moved[name].flatten()[off].abs()
-            chosen = _largest(distances if choose == "most" else -distances, count)
-        grown = mask.clone()
-        grown.view(-1)[off[chosen]] = True
-        result[name] = grown
+            distances = moved[name].abs()
+            distances = distances if choose == "most" else -distances
+            result[name] = mask | largest(distances.masked_fill(mask, -torch.inf), count)
     return result
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Return the positions of the ``count`` largest values, the first ones of equal values.
-
-    It takes a tenth of the time of a stable sort. Many values are equal: a tap of a convolution that only ever sees
-    padding does not move.
-    """
-    edge = torch.kthvalue(values, len(values) - count + 1).values
-    above = _positions(values > edge)
-    return torch.cat((above, _positions(values == edge)[: count - len(above)]))
-
-
-def _positions(mask: Tensor) -> Tensor:
-    """Return the flat positions at which a mask is on, int64; by NumPy, as torch takes 17 times as long."""
-    return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def selectable(names: Collection[str], layer: str | None = None) -> list[str]:

@@ -5,12 +5,9 @@ and pooling are free. The IST paper counts otherwise: :func:`published_flops`.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +19,16 @@ from fedsub_app.common.inputs import blank
 from fedsub_app.models import UnitGroup, narrowed, trainable
 from fedsub_app.problem import Problem
 
-# Forward FLOPs of a whole network by layer: clients that learn masks ask in every round.
-_forward: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
-
 
 class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of the operations that run in it, by torch's formulas and by the innermost layer.
+    """Adds up the FLOPs of the operations that run in it, by torch's formulas.
 
     torch's own FlopCounterMode imports torch._dynamo, which takes longer than a short run.
-
-    Attributes
-    ----------
-    layer : the running convolution or linear layer; "" for none, and in the backward pass.
-    flops : name of the layer -> FLOPs.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layer = ""
-        self.flops: Counter[str] = Counter()
+        self.flops = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,19 +38,8 @@ class _Counter(TorchDispatchMode):
         """Run an operation and count it."""
         output = func(*args, **(kwargs or {}))
         if formula := flop_registry.get(func._overloadpacket):
-            self.flops[self.layer] += formula(*args, **(kwargs or {}), out_val=output)
+            self.flops += formula(*args, **(kwargs or {}), out_val=output)
         return output
-
-    def watch(self, model: nn.Module) -> None:
-        """Tell the layers of a model apart."""
-
-        def enter(name: str, *_: object) -> None:
-            self.layer = name
-
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                module.register_forward_pre_hook(partial(enter, name))
-                module.register_forward_hook(lambda *_: enter(""))
 
 
 @contextmanager
@@ -79,10 +56,8 @@ def _unfused() -> Iterator[None]:
         torch.backends.mkldnn.enabled = fused
 
 
-def _flops_by_layer(
-    problem: Problem, model: nn.Module, training: bool, names: Collection[str] | None = None
-) -> Counter[str]:
-    """Return the FLOPs of one batch of two inputs, by convolution or linear layer; ``""``: of everything else.
+def _flops(problem: Problem, model: nn.Module, training: bool, names: Collection[str] | None = None) -> int:
+    """Return the FLOPs of one input, half of those of a batch of two.
 
     A copy of the model computes on two inputs of zeros: BatchNorm on batch statistics refuses one. The generators stay
     as they are. No value of a model on a GPU is copied.
@@ -91,18 +66,17 @@ def _flops_by_layer(
     memo = {id(t): torch.zeros(t.shape, dtype=t.dtype) for t in away}
     blanks = {id(t): nn.Parameter(memo[id(t)], t.requires_grad) for t in away if isinstance(t, nn.Parameter)}
     copied, counter = copy.deepcopy(model, memo | blanks), _Counter()
-    counter.watch(copied)
     with torch.random.fork_rng(devices=[]), _unfused(), counter, torch.set_grad_enabled(training):
         out = copied.train(training)(blank(2, problem.data.in_shape))
         trained = [p for name, p in trainable(copied).items() if names is None or name in names] if training else []
         if trained:
             torch.autograd.grad(out.sum(), trained, allow_unused=True)
-    return counter.flops
+    return counter.flops // 2
 
 
 def forward_flops(problem: Problem, model: nn.Module) -> int:
     """Return the FLOPs of one forward pass of one of the problem's inputs through ``model``."""
-    return _flops_by_layer(problem, model, training=False).total() // 2
+    return _flops(problem, model, training=False)
 
 
 def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | None = None) -> int:
@@ -113,7 +87,7 @@ def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | 
     The backward pass counts the gradients of weights and activations, but not the gradient of the network's input,
     which is not computed: the total is a little below three times the forward pass. The optimizer's step is left out.
     """
-    return _flops_by_layer(problem, model, training=True, names=names).total() // 2
+    return _flops(problem, model, training=True, names=names)
 
 
 def published_flops(forward: float, contrastive: bool) -> float:
@@ -138,9 +112,8 @@ def subnet_flops(
 ) -> int:
     """Return the FLOPs of training the network of the units that are on, as if it were physically that small.
 
-    Each convolution or linear layer of a listed network scales with ``kept_out * kept_in / (out * in)``; of others the
-    smaller network is counted. Executed with masks on the full
-    network (as FedPeWS does) the cost is that of the full network: :func:`training_flops`.
+    Every layer keeps a unit at least. Executed with masks on the full network (as FedPeWS does) the cost is that of the
+    full network: :func:`training_flops`.
 
     Parameters
     ----------
@@ -148,24 +121,5 @@ def subnet_flops(
     groups : the model's unit groups.
     unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
     """
-    if not all(group.chain for group in groups):  # that of a network of this size, whose layers have a unit at least
-        widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
-        small = narrowed(copy.deepcopy(model).cpu(), groups, widths)
-        return training_flops(problem, small)
-    kept: dict[str, int] = {}  # weight name -> kept_out * kept_in of the units that are in a group …
-    size: dict[str, int] = {}  # … and the same with all units on
-    for group in groups:
-        on = int(unit_masks[group.name].sum()) if group.name in unit_masks else group.size
-        for name in (f"{group.name}.weight", *(name for name, _ in group.cols)):
-            kept[name] = kept.get(name, 1) * on
-            size[name] = size.get(name, 1) * group.size
-    # The backward pass is two such products, one for the weights and one for the inputs; the first layer needs the one
-    # only. (The counter's own backward numbers by module are wrong where a network branches; its total is right.)
-    flops = _forward.get(model) or _forward.setdefault(model, _flops_by_layer(problem, model, training=False))
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    total = 0
-    for k, name in enumerate(layers):
-        weight = f"{name}.weight"
-        # Exact in integers: a layer's FLOPs are a multiple of its outputs x inputs.
-        total += (3 if k else 2) * flops[name] * kept.get(weight, 1) // size.get(weight, 1)
-    return total // 2
+    widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
+    return training_flops(problem, narrowed(model, groups, widths))
