@@ -58,7 +58,7 @@ class FedSelect(SubnetStrategy):
     """
 
     options: FedSelectSettings
-    secure = "its server holds each client's mask, by which it sends and merges"
+    secure = ""
     keeps_models = narrows = True
     refused = WITHOUT_MASKS
     remembers = ("masks", "held")
@@ -102,6 +102,11 @@ class FedSelect(SubnetStrategy):
                 raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
         return self.contribution_at(update, shared_positions(masks))
 
+    @property
+    def chooses_positions(self) -> bool:
+        """Whether masks stay with the clients, so that :attr:`masks` are the first ones: always."""
+        return True
+
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Record that the clients hold the positions that they trained as personal; then their masks grow."""
         masks, held = list(self.masks), list(self.held)
@@ -110,14 +115,15 @@ class FedSelect(SubnetStrategy):
             masks[update.client] = self.masks[update.client] | unprefixed(MASK, update.tensors)
         personal = sum(int(mask.sum()) for of in masks for mask in of.values())
         report = {"personal-fraction": personal / sum(mask.numel() for of in masks for mask in of.values())}
-        return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, report)
+        known = {} if self.settings.secure_aggregation else report
+        return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, known)
 
     def forget(self, client: int) -> None:
         super().forget(client)
         self.masks[client] = self.held[client] = self.empty
 
     def position_masks(self) -> list[Tensors] | None:
-        return self.masks
+        return None if self.settings.secure_aggregation else self.masks
 
 
 def shared_positions(masks: Tensors) -> Tensors:
