@@ -97,6 +97,10 @@ class Hooks(Server):
         """
         return False
 
+    def summed_weight(self, update: Update) -> float:
+        """Return the weight of an update's contribution, as :meth:`contribution` has it: the one in a mean."""
+        return self.weight(update)
+
     @staticmethod
     def total(updates: Sequence[Update], name: str) -> Tensor:
         """Return the sum of a tensor of the updates; with ``secure-aggregation`` the first update has it."""

@@ -108,20 +108,22 @@ class SecureMerging(Merging):
         known = self._strategy.known_positions(client)
         return self._layout.flat(known) if known else torch.ones(1, dtype=torch.bool)
 
-    def _weights(self, clients: Collection[int], weight: Callable[[int], int] = lambda _: 1) -> Tensor:
-        """Return the sum of the clients' weights at each position, as :meth:`_positions` are known."""
-        return sum((self._positions(client) * weight(client) for client in clients), torch.zeros(1, dtype=torch.int64))
+    def _weights(self, clients: Collection[int], weights: Mapping[int, float] | None = None) -> Tensor:
+        """Return the sum of the clients' weights at each position, by default their number."""
+        each = (self._positions(client).double() * (weights[client] if weights else 1) for client in clients)
+        return sum(each, torch.zeros(1, dtype=torch.float64))
 
     def _sum(self) -> None:
         strategy, layout, session = self._strategy, self._layout, self._session
         settings, size = strategy.settings, sum(layout.sizes)
-        examples = {update.client: update.num_examples for update in self.updates}
-        clients: Sequence[int] = [*examples]
+        weights = {update.client: strategy.summed_weight(update) for update in self.updates}
+        weights = {client: weight / max(weights.values()) for client, weight in weights.items()}
+        clients: Sequence[int] = [*weights]
         counts: Tensor | None = None
         if self._masks == "secret":
             session.meet(clients)
             length = len(counting(torch.ones(size), len(clients)))
-            clients, total = session.masked(COUNTS, length, {"clients": len(self.updates)}, {})
+            clients, total = session.masked(COUNTS, length, {"clients": len(self.updates)}, {}, weights)
             counts = counted(session.opened(COUNTS, clients, total), size, len(self.updates))
 
         def contributors(of: Collection[int]) -> Tensor:
@@ -136,19 +138,18 @@ class SecureMerging(Merging):
             scale = Scale(
                 len(session.clients),
                 settings.secure_range,
-                max(examples.values()) if settings.by_examples else 0,
                 0.0 if settings.dp_noise_multiplier else settings.clip_norm,  # noise comes after clipping
             )
             tensors: Tensors = {} if enough.all() else {OPEN: enough}
-            alive, total = session.masked(SUM, size + 1, {"scale": asdict(scale)}, tensors)
+            alive, total = session.masked(SUM, size + 1, {"scale": asdict(scale)}, tensors, weights)
             if not (enough & (contributors(alive) < settings.min_contributors)).any():
                 break
         if len(alive) < settings.least_replies:
             raise Unopened(f"{len(alive)} clients are left in secure-aggregation, of {settings.least_replies} needed")
         change, self._clipped = scale.change(session.opened(SUM, alive, total), len(alive))
-        weights = self._weights(alive, lambda client: scale.weight(examples[client])) if counts is None else counts
-        values, covered, sums = layout.mean(change, weights * enough, strategy.current)
-        self._mean.add([Contribution(values, None if enough.all() and weights.all() else covered)])
+        total_weights = (self._weights(alive, weights) if counts is None else counts) * enough
+        values, covered, sums = layout.mean(change, total_weights, strategy.current)
+        self._mean.add([Contribution(values, None if total_weights.all() else covered)])
         self.updates[:] = [update for update in self.updates if update.client in alive]
         if self._masks:
             sums |= prefixed(AT, layout.split(contributors(alive)))

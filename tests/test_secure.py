@@ -254,19 +254,19 @@ SENT: Tensors = {"w": torch.zeros(2, 2), "b": torch.tensor([1.0, 2.0])}
 
 def test_a_vector_by_hand() -> None:
     """Two clients, levels of half 2^31: changes of a half, a clipped one, weights 1 and 3 of at most 4."""
-    layout, scale = Layout(SHAPES), Scale(clients=2, limit=1.0, examples=4)
+    layout, scale = Layout(SHAPES), Scale(clients=2, limit=1.0)
     assert scale.step == 1 / (LARGEST // 2)
     trained: Tensors = {"w": torch.tensor([[0.5, -0.5], [0.0, 3.0]]), "b": torch.tensor([1.0, 1.75])}
     changes, covered = layout.change(trained, SENT, {}, {})
     assert covered.all()
-    vector = scale.vector(changes, 1)
+    vector = scale.vector(changes, 1 / 4)
     level = LARGEST // 2
     expected = [round(level * change / 4) % 2**32 for change in (0.5, -0.5, 0.0, 1.0, 0.0, -0.25)]
     assert vector[:6].tolist() == expected
     assert vector[6:].tolist() == [np.ceil(2**20 // 2 / 6)]
-    still = scale.vector(layout.change(SENT, SENT, {}, {})[0], 3)
+    still = scale.vector(layout.change(SENT, SENT, {}, {})[0], 3 / 4)
     change, clipped = scale.change(vector + still, 2)
-    values, everywhere, sums = layout.mean(change, torch.tensor([4]), SENT)
+    values, everywhere, sums = layout.mean(change, torch.tensor([1.0]), SENT)
     torch.testing.assert_close(values["w"], torch.tensor([[0.125, -0.125], [0.0, 0.25]]))
     torch.testing.assert_close(values["b"], torch.tensor([1.0, 2 - 0.0625]))
     assert all(mask.all() for mask in everywhere.values())
@@ -290,7 +290,7 @@ def test_positions_absolute_values_and_sums_by_hand() -> None:
     other, chosen = layout.change(whole, {}, {}, own)
     assert covered.tolist() == [True, False, True, False, True, False, True, True]
     assert chosen.tolist() == [True, True, False, False] + [True] * 4
-    vectors = [scale.vector(change * enough, 9) for change in (one, other)]
+    vectors = [scale.vector(change * enough) for change in (one, other)]
     assert vectors[1][[2, 3, 5]].tolist() == [0, 0, 0], "neither of its row nor closed"
     counts = counted(counting(covered, 2) + counting(chosen, 2), 8, 2)
     assert counts.tolist() == [2, 1, 1, 0, 2, 1, 2, 2]
@@ -314,17 +314,17 @@ def test_counts_of_all_clients_do_not_overflow(clients: int) -> None:
 @hypothesis(max_examples=20)
 def test_the_mean_is_within_its_bound(clients: int, samples: int, changes: list[float]) -> None:
     """Of as many clients as the scale allows, and with the heaviest weights the sum does not overflow."""
-    scale, change = Scale(clients, 8.0, samples), torch.tensor(changes)
-    few, many = (scale.vector(change, count) for count in (1, samples))
-    weights = 1 + samples * (clients - 1)
+    scale, change = Scale(clients, 8.0), torch.tensor(changes)
+    few, many = (scale.vector(change, count / samples) for count in (1, samples))
+    weights = 1 / samples + clients - 1
     mean = scale.change(few + many * np.uint32(clients - 1), clients)[0] / weights
-    bound = scale.step / 2 * clients * samples / weights + 1e-6
+    bound = scale.step / 2 * clients / weights + 1e-6
     np.testing.assert_allclose(mean, np.clip(changes, -8, 8), atol=bound, rtol=1e-6)
 
 
 def test_a_long_change_is_clipped_in_its_norm() -> None:
     scale = Scale(3, 8.0, norm=1.0)
-    change, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0]), 1), 1)
+    change, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0])), 1)
     torch.testing.assert_close(change, torch.tensor([0.6, 0.8], dtype=torch.float64))
 
 
@@ -335,13 +335,14 @@ SECURE_KEYS: dict[str, dict[str, Any]] = {
     # With Adam, which divides by a gradient's size, rounding may become a step (helpers.away).
     "fedpart": {"fedpart__momentum": "none", "optimizer": "sgd"},
     "fedpews": {"fedpews__warmup_rounds": 0},
+    "fednova": {"weighting": "examples"},
     # Grown weights are 0 in every client: which of them are kept is arbitrary, and told apart in the next round only.
     "feddst": {"min_contributors": 2, "weighting": "uniform", "feddst__every": 3},
     **{name: {"min_contributors": 2} for name in ("heterofl", "fedrolex", "feddrop", "fjord", "fiarse", "ssfl")},
     **{name: {"min_contributors": 2} for name in ("fedselect", "subfedavg")},
 }
 REFUSE = {
-    "fednova", "fedpac", "prunefl", "fedtiny", "fedrts", "flexlora", "flora", "fedex-lora", "hetlora", "local", "ist",
+    "fedpac", "prunefl", "fedtiny", "fedrts", "flexlora", "flora", "fedex-lora", "hetlora", "local", "ist",
     "istprox",
 }  # fmt: skip
 TAKES = [name for name in METHODS if name not in REFUSE]
@@ -536,6 +537,7 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
             "clip-norm = 1: not with method = 'fedpart': its clients are not sent the group",
         ),
         ("feddst", {"weighting": "auto"}, "weighting = 'auto': must be 'uniform' with secure-masks = 'secret'"),
+        ("fednova", {"model": "mnist-cnn-bn", "dataset": "mnist"}, "BatchNorm's statistics are averaged with other weights"),
         ("fedselect", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
         (
             "fjord",

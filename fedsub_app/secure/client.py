@@ -113,16 +113,16 @@ def answer(folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
         return Update(client, {OPENED: to_rows([shares[c] for c in (*task["alive"], *task["lost"])])}, num_examples=1)
     else:
         sealed = dict(zip(task["neighbours"], to_bytes(sent[SHARES]), strict=True))
-        total = member.masked(_vector(load_file(store.change), header, sent), sealed)
+        total = member.masked(_vector(load_file(store.change), header, task, sent), sealed)
         reply = torch.from_numpy(total.view(np.int32))
     store.keep(member)
     return Update(client, {step: reply}, num_examples=1)
 
 
-def _vector(kept: Tensors, header: Json, sent: Tensors) -> Vector:
+def _vector(kept: Tensors, header: Json, task: Json, sent: Tensors) -> Vector:
     if header["secure"] == COUNTS:
         return counting(kept["covered"], header["clients"])
-    return Scale(**header["scale"]).vector(kept["change"] * sent.get(OPEN, torch.tensor(1)), int(kept["examples"]))
+    return Scale(**header["scale"]).vector(kept["change"] * sent.get(OPEN, torch.tensor(1)), task["weight"])
 
 
 def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Update) -> Update:
@@ -134,6 +134,5 @@ def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Upda
         error = f"tensor {broken[0]!r}: NaN or infinite values"
         return Update(update.client, error=error, diverged=True)
     change, covered = layout.change(update.tensors, sent, unprefixed(AT, sent), unprefixed(AT, update.tensors))
-    store = Secrets(folder, header["round"], update.client)
-    store.begin(change=change.float(), covered=covered, examples=torch.tensor(update.num_examples))
+    Secrets(folder, header["round"], update.client).begin(change=change.float(), covered=covered)
     return replace(update, tensors={COVERED: covered} if header["secure"]["public"] else {})

@@ -93,12 +93,15 @@ class Session:
         self.bytes_down += phase.outbox.bytes_down
         self.bytes_up += phase.bytes_up
 
-    def masked(self, step: str, length: int, header: Json, tensors: Tensors) -> tuple[list[int], Vector]:
+    def masked(
+        self, step: str, length: int, header: Json, tensors: Tensors, weights: Mapping[int, float]
+    ) -> tuple[list[int], Vector]:
         """Return the clients that have answered a step with their masked vectors, and the sum of these vectors."""
 
         def shares_for(client: int) -> Task:
             received = self._received[client]
-            return Task(client, {**tensors, SHARES: to_rows([*received.values()])}, {"neighbours": [*received]})
+            rows = to_rows([*received.values()])
+            return Task(client, {**tensors, SHARES: rows}, {"neighbours": [*received], "weight": weights[client]})
 
         alive, total = [], np.zeros(length, np.uint32)
         for client, vector in self._ask(step, self.clients, shares_for, lambda _: Spec((length,), torch.int32), header):

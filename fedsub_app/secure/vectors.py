@@ -86,7 +86,7 @@ class Layout:
         covered : tensor name -> bool, the positions that any client contributes to.
         sums : name of another tensor -> the sum.
         """
-        values = self.split(change / weights.clamp(min=1))
+        values = self.split(change / torch.where(weights > 0, weights, 1.0))
         covered = self.split((weights > 0).expand(len(change)))
         sums = {name: part for name, part in self.split(change).items() if name not in current}
         means = {
@@ -105,35 +105,28 @@ class Scale:
     ----------
     clients : upper bound on the vectors in a sum, >= 1.
     limit : bound of a position's change, > 0; larger ones are clipped.
-    examples : upper bound on a client's samples, its weight; more count as this. 0: every client has weight 1.
     norm : bound of a client's whole change, L2; 0: none.
     """
 
     clients: int
     limit: float
-    examples: int = 0
     norm: float = 0.0
 
     @property
     def step(self) -> float:
         """Change that one step of the integers stands for: as small as the sum of all clients' values allows.
 
-        The mean is off by at most half a step times ``clients`` times the largest weight, over the sum of the weights.
+        The mean is off by at most half a step times ``clients``, over the sum of the weights.
         """
         return self.limit / (LARGEST // self.clients)
 
-    def weight(self, examples: int) -> int:
-        """Return a client's weight."""
-        return min(examples, self.examples) or 1
-
-    def vector(self, change: Tensor, examples: int) -> Vector:
-        """Return a client's vector, one integer longer than its change; ``examples``: number of its samples."""
+    def vector(self, change: Tensor, weight: float = 1.0) -> Vector:
+        """Return a client's vector, one integer longer than its change; its weight is at most 1."""
         change = change.double()
         if self.norm:
             change = change * min(1.0, self.norm / max(float(change.norm()), 1e-30))
         clipped = float((change.abs() > self.limit).double().mean())
-        share = self.weight(examples) / self.weight(self.examples)
-        values = change.clamp(-self.limit, self.limit) * (share / self.step)
+        values = change.clamp(-self.limit, self.limit) * (min(weight, 1.0) / self.step)
         parts = torch.tensor([math.ceil(PARTS // self.clients * clipped)])
         return torch.cat([values.round().long(), parts]).int().numpy().view(np.uint32)
 
@@ -141,7 +134,7 @@ class Scale:
         """Return the sum of the weighted changes of ``clients`` vectors, and the fraction of clipped values."""
         signed = torch.from_numpy(total.view(np.int32).astype(np.int64))
         clipped = float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
-        return signed[:-1].double() * (self.step * self.weight(self.examples)), clipped
+        return signed[:-1].double() * self.step, clipped
 
 
 def counting(covered: Tensor, clients: int) -> Vector:
