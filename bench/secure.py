@@ -34,7 +34,7 @@ raise SystemExit(code)
 def measured(model: str, clients: int, method: str, secure: bool, folder: Path) -> dict[str, Any]:
     """Return the line of the round with the run's peak of memory in MB and the round's processor seconds."""
     keys = {
-        "run-dir": folder, "dataset": "mnist" if model == "lenet5" else "cifar10", "model": model, "method": method,
+        "run-dir": folder, "dataset": "mnist", "model": model, "method": method,
         "weighting": "uniform", "num-clients": clients, "train-per-class": min(10 * clients, 5000),
         "test-per-class": 20, "partition": "iid", "local-steps": 10 if model == "lenet5" else 2, "batch-size": 10,
         "num-rounds": 1, "secure-aggregation": secure, "lr": 0.01,

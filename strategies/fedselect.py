@@ -60,6 +60,7 @@ class FedSelect(SubnetStrategy):
     options: FedSelectSettings
     secure = ""
     keeps_models = narrows = True
+    chooses_positions = True  # with secure-aggregation masks stay with the clients, and those here are the first ones
     refused = WITHOUT_MASKS
     remembers = ("masks", "held")
     judged = False
@@ -101,11 +102,6 @@ class FedSelect(SubnetStrategy):
             if bool((masks[name] & ~new).any()):
                 raise BadReply(f"tensor {MASK + name!r}: a personal position became global again")
         return self.contribution_at(update, shared_positions(masks))
-
-    @property
-    def chooses_positions(self) -> bool:
-        """Whether masks stay with the clients, so that :attr:`masks` are the first ones: always."""
-        return True
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Record that the clients hold the positions that they trained as personal; then their masks grow."""

@@ -151,7 +151,9 @@ class Merging:
         """Return the outcome of the round; to be called once."""
         self._sum()
         start = time.perf_counter()
-        merged = self._strategy.merge(self._enough(), self.updates)
+        least, old = self._strategy.settings.min_contributors, self._strategy.current
+        kept = {name: (count < least, old[name]) for name, count in self._contributors.items()}
+        merged = self._strategy.merge(_Kept(self._mean, kept), self.updates)
         self.seconds += time.perf_counter() - start
         return merged
 
@@ -162,11 +164,6 @@ class Merging:
             known = self._contributors.setdefault(name, torch.zeros(old.shape, dtype=torch.int32))
             known += 1 if mask is None else mask
 
-    def _enough(self) -> Mean:
-        """Return the mean, with the old value where fewer than ``min-contributors`` clients contribute."""
-        least, old, counts = self._strategy.settings.min_contributors, self._strategy.current, self._contributors
-        return _Kept(self._mean, {name: (count < least, old[name]) for name, count in counts.items()})
-
     def _sum(self) -> None:
         start = time.perf_counter()
         self._mean.add(self._waiting)
@@ -175,7 +172,7 @@ class Merging:
 
 
 class _Kept(NamedTuple):
-    """A mean that keeps values: tensor name -> where, and the values."""
+    """A mean that keeps the old values where too few clients contribute: tensor name -> where, and the old values."""
 
     mean: Mean
     kept: Mapping[str, tuple[Tensor, Tensor]]

@@ -93,12 +93,7 @@ class SecureMerging(Merging):
             merged = super().result()
         finally:
             phase.dropped += session.dropped
-            for key, size in (
-                ("bytes-down", session.bytes_down),
-                ("bytes-up", session.bytes_up),
-                ("formula-bytes-up", session.formula_bytes),
-            ):
-                phase.report[key] += size
+            phase.report |= {key: phase.report[key] + size for key, size in session.bytes.items()}
         return replace(merged, report={**merged.report, "clipped-values": self._clipped})
 
     def _positions(self, client: int) -> Tensor:
@@ -113,33 +108,33 @@ class SecureMerging(Merging):
         each = (self._positions(client).double() * (weights[client] if weights else 1) for client in clients)
         return sum(each, torch.zeros(1, dtype=torch.float64))
 
+    def _counts(self, clients: Sequence[int]) -> tuple[list[int], Tensor | None]:
+        """Return the clients whose masks are counted, and how many contribute to each position; None: no secret."""
+        if self._masks != "secret":
+            return [*clients], None
+        size, session = sum(self._layout.sizes), self._session
+        session.meet(clients)
+        length, number = len(counting(torch.ones(size), len(clients))), {"clients": len(clients)}
+        alive, total = session.masked(COUNTS, length, number, {}, dict.fromkeys(clients, 1.0))
+        return alive, counted(session.opened(COUNTS, alive, total), size, len(clients))
+
     def _sum(self) -> None:
         strategy, layout, session = self._strategy, self._layout, self._session
         settings, size = strategy.settings, sum(layout.sizes)
         weights = {update.client: strategy.summed_weight(update) for update in self.updates}
-        weights = {client: weight / max(weights.values()) for client, weight in weights.items()}
-        clients: Sequence[int] = [*weights]
-        counts: Tensor | None = None
-        if self._masks == "secret":
-            session.meet(clients)
-            length = len(counting(torch.ones(size), len(clients)))
-            clients, total = session.masked(COUNTS, length, {"clients": len(self.updates)}, {}, weights)
-            counts = counted(session.opened(COUNTS, clients, total), size, len(self.updates))
+        largest = max(weights.values())
+        weights = {client: weight / largest for client, weight in weights.items()}
+        clients, counts = self._counts([*weights])
 
-        def contributors(of: Collection[int]) -> Tensor:
-            if counts is not None:  # nobody knows which positions a client had that was lost since
-                return counts - (len(clients) - len(of))
-            return self._weights(of)
+        def contributors(of: Collection[int]) -> Tensor:  # of a client that is lost nobody knows the secret mask
+            return self._weights(of) if counts is None else counts - (len(clients) - len(of))
 
+        # Noise comes after clipping.
+        scale = Scale(len(weights), settings.secure_range, 0.0 if settings.dp_noise_multiplier else settings.clip_norm)
         alive = clients
         while True:  # until nobody is lost whose positions are then too few clients'
             session.meet(alive)
             enough = contributors(session.clients) >= settings.min_contributors
-            scale = Scale(
-                len(session.clients),
-                settings.secure_range,
-                0.0 if settings.dp_noise_multiplier else settings.clip_norm,  # noise comes after clipping
-            )
             tensors: Tensors = {} if enough.all() else {OPEN: enough}
             alive, total = session.masked(SUM, size + 1, {"scale": asdict(scale)}, tensors, weights)
             if not (enough & (contributors(alive) < settings.min_contributors)).any():

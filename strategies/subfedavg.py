@@ -63,6 +63,7 @@ class SubFedAvg(SubnetStrategy):
     options: SubFedAvgSettings
     secure = ""
     keeps_models = True
+    chooses_positions = True  # with secure-aggregation masks stay with the clients, and those here are the first ones
     refused = WITHOUT_MASKS
     remembers = ("masks", "fractions")
     reports: ClassVar = {
@@ -119,11 +120,6 @@ class SubFedAvg(SubnetStrategy):
             if not kept.any():
                 raise BadReply(f"tensor {name!r}: its masks keep nothing of it")
         return self.contribution_at(update, positions)
-
-    @property
-    def chooses_positions(self) -> bool:
-        """Whether masks stay with the clients, so that :attr:`masks` are the first ones: where they prune."""
-        return bool(self.options.target)
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Average each position over the clients that keep it; the clients' masks shrink."""

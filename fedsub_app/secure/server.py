@@ -1,6 +1,7 @@
 """The server's part in secure aggregation: the steps after a round's training, over any Flower grid."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ class Session:
     ----------
     clients : clients of the last meeting that have given keys and shares, sorted; they alone are asked for vectors.
     dropped : clients that are lost, with the reason.
-    bytes_down, bytes_up, formula_bytes : of all messages; the last one of the tensors that clients answer with.
+    bytes : key of the round's line -> bytes of all messages.
     """
 
     def __init__(
@@ -37,34 +38,32 @@ class Session:
         self._federation, self._grid, self._round = federation, grid, server_round
         self._dropouts, self._corrupted = dropouts, corrupted
         self.dropped: list[Dropped] = []
-        self.bytes_down = self.bytes_up = self.formula_bytes = 0
+        self.bytes = Counter[str]()
 
     def meet(self, clients: Collection[int]) -> None:
         """Exchange keys and shares among ``clients``; :class:`Unopened` where fewer than three are left."""
         answers = self._ask(KEYS, clients, Task, lambda _: Spec((1, 2 * KEY), torch.uint8))
         self._keys = {client: to_bytes(rows)[0] for client, rows in answers}
-        graph, least = neighbourhoods(self._keys, self._dropouts, self._corrupted)
+        if len(self._keys) < 3:  # a sum of two tells each client the other's value
+            raise Unopened("fewer than 3 clients are left in secure-aggregation")
+        graph, self._least = neighbourhoods(self._keys, self._dropouts, self._corrupted)
 
         def keys_for(client: int) -> Task:
             rows = to_rows([self._keys[other] for other in graph[client]])
-            return Task(client, {KEYS: rows}, {"neighbours": graph[client], "threshold": least})
+            return Task(client, {KEYS: rows}, {"neighbours": graph[client], "threshold": self._least})
 
-        degree = len(next(iter(graph.values()), ()))
-        able = graph if degree > 1 else ()  # a sum of two tells each client the other's value
-        answers = self._ask(SHARES, able, keys_for, lambda _: Spec((degree, SEALED), torch.uint8))
+        answers = self._ask(SHARES, graph, keys_for, lambda client: Spec((len(graph[client]), SEALED), torch.uint8))
         sealed = {client: dict(zip(graph[client], to_bytes(rows), strict=True)) for client, rows in answers}
-        while True:  # a client whose secrets its neighbours cannot put together must share no masks
-            left = {client: [other for other in graph[client] if other in sealed] for client in sealed}
-            if not (few := [client for client, others in left.items() if len(others) < least]):
-                break
-            reason = "too few of its neighbours in secure-aggregation are left"
-            self.dropped += [Dropped(client, reason) for client in few]
-            sealed = {client: shares for client, shares in sealed.items() if client not in few}
-        if len(left) < 3:
-            raise Unopened("fewer than 3 clients are left in secure-aggregation")
-        self._graph, self._least = left, least
-        self._received = {c: {other: sealed[other][c] for other in others} for c, others in left.items()}
-        self.clients = sorted(left)
+        self._graph = {client: [other for other in graph[client] if other in sealed] for client in sealed}
+        self._received = {c: {other: sealed[other][c] for other in others} for c, others in self._graph.items()}
+        self._check(sealed, sealed)
+        self.clients = sorted(sealed)
+
+    def _check(self, clients: Iterable[int], there: Collection[int]) -> None:
+        """Raise :class:`Unopened` where those that are there cannot put the secrets of ``clients`` together."""
+        for client in clients:
+            if sum(other in there for other in self._graph[client]) < self._least:
+                raise Unopened(f"more neighbours of client {client} are lost than secure-dropouts allows")
 
     def _ask(
         self,
@@ -84,14 +83,13 @@ class Session:
         for client, part, specs in federation.answers(phase, federation.exchange(self._grid, phase), expected):
             try:
                 tensors = read_update(part, specs, {}, (1, 1)).tensors
-                self.formula_bytes += formula_bytes(tensors)
+                self.bytes["formula-bytes-up"] += formula_bytes(tensors)
                 yield client, tensors[step].clone()
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
         if step != OPENED:  # their vectors are in the sum
             self.dropped += phase.dropped
-        self.bytes_down += phase.outbox.bytes_down
-        self.bytes_up += phase.bytes_up
+        self.bytes.update({"bytes-down": phase.outbox.bytes_down, "bytes-up": phase.bytes_up})
 
     def masked(
         self, step: str, length: int, header: Json, tensors: Tensors, weights: Mapping[int, float]
@@ -117,9 +115,7 @@ class Session:
         there = {*alive}
         sides = {c: [[o for o in self._graph[c] if (o in there) is kept] for kept in (True, False)] for c in alive}
         lost = {o for _, others in sides.values() for o in others}
-        for client in (*alive, *lost):
-            if len(there.intersection(self._graph[client])) < self._least:
-                raise Unopened(f"more neighbours of client {client} are lost than secure-dropouts allows")
+        self._check((*alive, *lost), there)
 
         def question(client: int) -> Task:
             return Task(client, {}, dict(zip(("alive", "lost"), sides[client], strict=True)))

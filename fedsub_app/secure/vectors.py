@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.secure.secagg import Vector
 
 LARGEST = 2**31 - 1  # of the sum: integers modulo 2^32 are read with a sign
@@ -86,15 +86,10 @@ class Layout:
         covered : tensor name -> bool, the positions that any client contributes to.
         sums : name of another tensor -> the sum.
         """
-        values = self.split(change / torch.where(weights > 0, weights, 1.0))
-        covered = self.split((weights > 0).expand(len(change)))
         sums = {name: part for name, part in self.split(change).items() if name not in current}
-        means = {
-            name: (part if name in self.absolute else part + current[name]).float()
-            for name, part in values.items()
-            if name in current
-        }
-        return means, {name: covered[name] for name in means}, sums
+        parts = chosen(self.split(change / torch.where(weights > 0, weights, 1.0)), current)
+        means = {n: (part if n in self.absolute else part + current[n]).float() for n, part in parts.items()}
+        return means, chosen(self.split((weights > 0).expand(len(change))), means), sums
 
 
 @dataclass(frozen=True)
@@ -138,10 +133,7 @@ class Scale:
 
 
 def counting(covered: Tensor, clients: int) -> Vector:
-    """Return positions, bool, as a vector whose sum over as many clients has the number of each position's.
-
-    As many counts share an integer as there is room for: none of them overflows into the next.
-    """
+    """Return positions, bool, as a vector whose sum over as many clients has their counts, several in an integer."""
     numbers = np.zeros(4 * -(-len(covered) // 4), np.min_scalar_type(clients))
     numbers[: len(covered)] = covered.numpy()
     return numbers.view(np.uint32)
