@@ -1,7 +1,8 @@
-"""Costs of secure aggregation over the plain run: ``python -m bench.secure 10 100`` prints a table, a row a number.
+"""Costs of secure aggregation over the plain run: ``python -m bench.secure lenet5:10 resnet18-gn:10:heterofl``.
 
-LeNet-5, one process; each client trains 10 steps of 10 samples. Bytes are those of the second of two
-rounds; the processor's seconds, of all processes that compute, do not depend on what else runs on the machine.
+A row of the table for each ``model:clients:method``, fedavg if no method is named. One process, one round; each client
+makes 10 steps of 10 samples with LeNet-5, 2 steps with other networks. The processor's seconds, from the choice of the
+clients to the merged model, do not depend on what else runs on the machine.
 """
 
 import json
@@ -11,48 +12,61 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROUNDS = 2
 COMMAND = """
-import resource, sys
+import resource, sys, time
 from fedsub_app.cli.main import main
+from strategies.base import SubnetStrategy
+asked, merged, times = SubnetStrategy.configure_train, SubnetStrategy.aggregate_train, []
+def ask(*arguments):
+    times.append(time.process_time())
+    return asked(*arguments)
+def merge(*arguments):
+    outcome = merged(*arguments)
+    times.append(time.process_time())
+    return outcome
+SubnetStrategy.configure_train, SubnetStrategy.aggregate_train = ask, merge
 code = main(sys.argv[1:])
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_maxrss // 1024, used.ru_utime + used.ru_stime)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, times[1] - times[0])
 raise SystemExit(code)
 """
 
 
-def measured(clients: int, secure: bool, folder: Path) -> tuple[dict[str, Any], int, float]:
-    """Return the line of the last round, the peak of memory in MB, and the processor seconds of the run."""
+def measured(model: str, clients: int, method: str, secure: bool, folder: Path) -> dict[str, Any]:
+    """Return the line of the round with the run's peak of memory in MB and the round's processor seconds."""
     keys = {
-        "run-dir": folder, "dataset": "mnist", "model": "lenet5", "method": "fedavg", "weighting": "uniform",
-        "num-clients": clients, "train-per-class": min(10 * clients, 5000), "test-per-class": 20, "partition": "iid",
-        "local-steps": 10, "batch-size": 10, "num-rounds": ROUNDS, "secure-aggregation": secure, "lr": 0.01,
+        "run-dir": folder, "dataset": "mnist", "model": model, "method": method,
+        "weighting": "uniform", "num-clients": clients, "train-per-class": min(10 * clients, 5000),
+        "test-per-class": 20, "partition": "iid", "local-steps": 10 if model == "lenet5" else 2, "batch-size": 10,
+        "num-rounds": 1, "secure-aggregation": secure, "lr": 0.01,
     }  # fmt: skip
+    keys |= {} if method == "fedavg" else {"min-contributors": 2}
     pairs = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
     settings = [word for pair in pairs for word in ("-s", pair)]
     command = [sys.executable, "-c", COMMAND, "run", "--workers", "1", *settings]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    last = json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])
-    memory, seconds = done.stdout.split()[-2:]
-    return last, int(memory), float(seconds)
+    memory, seconds = map(float, done.stdout.split()[-2:])
+    line: dict[str, Any] = json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])
+    return line | {"MB": memory, "seconds": seconds}
 
 
-def main(numbers: list[int]) -> None:
+def main(rows: list[str]) -> None:
     """Print the table."""
-    print("| clients | processor seconds of a round, more | kB up a client | kB down a client | peak MB |")
-    print("|---|---|---|---|---|")
-    for clients in numbers:
+    print("| network, clients, method | processor seconds of a round | ratio | kB up a client | kB down | peak MB |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        model, clients, method = (*row.split(":"), "fedavg")[:3]
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            plain, secure = (measured(clients, on, Path(folder) / str(on)) for on in (False, True))
+            plain, secure = (measured(model, int(clients), method, on, Path(folder) / str(on)) for on in (False, True))
+        spent = [line["seconds"] for line in (plain, secure)]
         up, down = (
-            " → ".join(f"{line[key] / clients / 1e3:.0f}" for line, *_ in (plain, secure))
+            " → ".join(f"{line[key] / int(clients) / 1e3:,.0f}" for line in (plain, secure))
             for key in ("bytes-up", "bytes-down")
         )
-        print(f"| {clients} | {(secure[2] - plain[2]) / ROUNDS:.2f} | {up} | {down} | {plain[1]} → {secure[1]} |")
+        cost = f"{spent[0]:.2f} → {spent[1]:.2f} | {spent[1] / spent[0]:.1f}"
+        print(f"| {model}, {clients}, {method} | {cost} | {up} | {down} | {plain['MB']:.0f} → {secure['MB']:.0f} |")
 
 
 if __name__ == "__main__":
-    main([int(number) for number in sys.argv[1:]] or [10, 100])
+    main(sys.argv[1:] or ["lenet5:10", "lenet5:100"])

@@ -4,6 +4,7 @@ import torch
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from fedsub_app.training.client import Training
@@ -26,7 +27,9 @@ class FedSelectClient(Client):
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train one round of Algorithm 1: take the mean at the positions that are not held, then GradSelect."""
-        masks, held = self.masks(MASK), self.masks(HELD)
+        masks, held, secure = self.masks(MASK), self.masks(HELD), self.settings.secure_aggregation
+        if secure:  # the server does not know which positions it holds
+            sent = sent | gather(sent, shared_positions(held))
         model = self.own or self.initial()
         received = {name: model[name].masked_scatter(at, sent[name]) for name, at in shared_positions(held).items()}
         before = model | sent | received
@@ -34,8 +37,9 @@ class FedSelectClient(Client):
         self.alternate(masks)
         trained = self.keep_own()
         self.state |= prefixed(HELD, pack_bits(masks))
-        shared = chosen(trained, sent) | gather(trained, shared_positions(masks))
-        return shared | self.grow(masks, before, trained, max(self.options.alpha, 1 - config.get("width", 1.0)))
+        grown = self.grow(masks, before, trained, max(self.options.alpha, 1 - config.get("width", 1.0)))
+        shared, positions = chosen(trained, sent), shared_positions(masks)
+        return shared | (prefixed(AT, positions) if secure else gather(trained, positions) | grown)
 
     def masks(self, kind: str) -> Tensors:
         """Return a mask of the state, for every tensor that can be selected; at first the empty one."""

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
-from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.models import Network, Output, tensors_of
+from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
+from fedsub_app.models import Network, Output, output_names, tensors_of
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.slices import ALL, indices, select
 from fedsub_app.training.client import Training
 from strategies.heterofl import CLASSES
@@ -57,7 +58,11 @@ class HeteroFLClient(NarrowClient):
                 layer = self.network.module.get_submodule(group.name)
                 hooks.enter_context(layer.register_forward_hook(lambda _, __, x: x / width))
             self.fit(loss=loss)
-        return self.trained() | {CLASSES: classes}
+        answer = self.trained() | {CLASSES: classes}
+        if not (self.settings.secure_aggregation and self.options.masked_loss):
+            return answer
+        rows = {name: classes.view(-1, *[1] * (answer[name].dim() - 1)) for name in output_names(self.network.module)}
+        return answer | prefixed(AT, brought(rows))
 
 
 class FjORDClient(NarrowClient):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed, unprefixed
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.sparsity import exchanged, largest_of_layers
 from strategies.asked import GROW, LOSSES, SLOPE, exchange_counts
@@ -56,6 +57,8 @@ class FedDSTClient(SparseClient):
             return super().answer(model, masks, adjust)
         new, survived = exchanged(model, self.slopes_of(masks), masks, self.options.share_at(self.round))
         model = model | {name: model[name] * kept for name, kept in survived.items()}
+        if self.settings.secure_aggregation:
+            return model | prefixed(AT, new)
         return super().answer(model, new, adjust) | prefixed(MASK, new)
 
 

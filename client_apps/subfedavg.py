@@ -8,6 +8,7 @@ from torch import Tensor
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.pruning import Prunable, last_share, mask_distance, prunable, prune_channels, prune_weights
 from fedsub_app.subnets.slices import take
@@ -50,6 +51,8 @@ class SubFedAvgClient(Client):
         new = self.prune(masks, first, last)
         self.state = prefixed(OWN, last) | prefixed(MASK, pack_bits(new))
         positions = plan.positions(new)
+        if self.settings.secure_aggregation:
+            return last | prefixed(AT, positions)
         changed = {name: mask for name, mask in new.items() if not mask.equal(masks[name])}
         others = {name: tensor for name, tensor in last.items() if name not in positions}
         return others | gather(last, positions) | prefixed(MASK, changed)
@@ -62,6 +65,8 @@ class SubFedAvgClient(Client):
     def received(self, sent: Tensors, masks: Tensors) -> Tensors:
         """Return the sent values in the shapes of the whole network; statistics that were not sent are the client's."""
         cut = {n: kept for n, kept in self.plan.positions(masks).items() if n in sent and not kept.all()}
+        if self.settings.secure_aggregation:  # the server does not know what it keeps
+            sent = sent | gather(sent, cut)
         return (self.own or self.initial()) | sent | scatter(sent, cut)
 
     def watched(self, early: list[Tensors]) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import other_base
 from fedsub_app.problem import Problem, own_code
 from fedsub_app.run_files import Config, initial_file, keep_settings, kept_settings, simulated, state_folder
-from fedsub_app.secure.client import SECRET, masked
+from fedsub_app.secure.client import SECRET, withheld
 from fedsub_app.secure.client import answer as secure_answer
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.privacy import noisy
@@ -129,7 +129,7 @@ def _content(
         updates = [_noisy(settings, header, update, sent) for update, (_, sent) in zip(updates, tasks, strict=True)]
     if header["phase"] == MessageType.TRAIN and settings.secure_aggregation:
         done = zip(updates, given, strict=True)
-        updates = [_attempt(masked, folder, header, task, sent, update) for update, (task, sent) in done]
+        updates = [_attempt(withheld, folder, header, task, sent, update) for update, (task, sent) in done]
     return pack(stamp, [update_part(update) for update in updates])
 
 

@@ -27,6 +27,7 @@ import torch
 
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Spec, Update
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.sparsity import largest_of_layers
 from strategies.sparse import MASK, Regrown
 
@@ -34,15 +35,19 @@ from strategies.sparse import MASK, Regrown
 class FedDST(Regrown):
     """Merges the clients' masks by the magnitude of the merged weights."""
 
-    secure = "its server takes the masks of single clients"
+    secure = ""
+
+    @property
+    def chooses_positions(self) -> bool:
+        return self.adjusts(self.round)
 
     def findings(self) -> Mapping[str, Spec]:
         return {f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool) for name, mask in self.kept(0).items()}
 
     def adjusted(self, model: Tensors, updates: Sequence[Update]) -> Tensors:
         """Return where the merged weights are largest, of those that some client keeps."""
-        sizes = {}
+        sizes, mask = {}, AT if self.settings.secure_aggregation else MASK
         for name in self.kept(0):
-            some = torch.stack([update.tensors[f"{MASK}{name}"] for update in updates]).any(0)
+            some = self.total(updates, f"{mask}{name}") >= self.settings.min_contributors
             sizes[name] = model[name].abs().masked_fill(~some, -1)
         return self.masks | largest_of_layers(sizes, {name: int(self.masks[name].sum()) for name in sizes})

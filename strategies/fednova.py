@@ -66,7 +66,7 @@ class FedNova(SubnetStrategy):
 
     options: FedNovaSettings
     computes_with_sgd = True
-    secure = "its server weighs each answer by the steps that its client made"
+    secure = ""
     refused = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
 
     def setup(self) -> None:
@@ -89,8 +89,14 @@ class FedNova(SubnetStrategy):
         """Add the parameters, weighed by p_i / a_i."""
         if (steps := self.steps(update.num_examples)) > MAX_STEPS:
             raise BadReply(f"num-examples = {update.num_examples}: {steps} steps, at most {MAX_STEPS}")
-        weight = self.weight(update) / self.distance_of_steps(update)
-        return Contribution(chosen(update.tensors, self.parameters), None, weight)
+        return Contribution(chosen(update.tensors, self.parameters), None, self.summed_weight(update))
+
+    def summed_weight(self, update: Update) -> float:
+        return self.weight(update) / self.distance_of_steps(update)
+
+    def refuses(self) -> Mapping[str, str]:
+        alone = {"secure-aggregation": "BatchNorm's statistics are averaged with other weights"}
+        return {**super().refuses(), **(alone if self.current.keys() - self.parameters else {})}
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Make a step towards the mean that compensates for the sum of its weights.

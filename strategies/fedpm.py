@@ -52,7 +52,8 @@ class FedPM(SubnetStrategy):
     """
 
     options: FedPMSettings
-    secure = "its server counts the masks, which are no values of the model"
+    secure = ""
+    sums = MASK
     refused = dict.fromkeys(DEFENCES, "its server counts the clients' masks")
     remembers = ("theta", "ones", "zeros")
 
@@ -88,10 +89,9 @@ class FedPM(SubnetStrategy):
         state: dict[str, Tensors] = {"theta": {}, "ones": {}, "zeros": {}}
         fresh = (self.round - 1) % self.options.reset_every == 0
         for name in self.signed:
-            ones, zeros = self.ones[name] * (not fresh), self.zeros[name] * (not fresh)
-            for update in updates:
-                mask = update.tensors[f"{MASK}{name}"]
-                ones, zeros = ones + mask, zeros + ~mask
+            count = self.total(updates, f"{MASK}{name}").float().round()
+            ones = self.ones[name] * (not fresh) + count
+            zeros = self.zeros[name] * (not fresh) + len(updates) - count
             state["ones"][name], state["zeros"][name] = ones, zeros
             state["theta"][name] = (ones / (ones + zeros)).clamp(LIMIT, 1 - LIMIT)
         return Merged(self.drawn(super().merge(mean, updates).model, state["theta"], self.round), state)

@@ -58,8 +58,9 @@ class FedSelect(SubnetStrategy):
     """
 
     options: FedSelectSettings
-    secure = "its server holds each client's mask, by which it sends and merges"
+    secure = ""
     keeps_models = narrows = True
+    chooses_positions = True  # with secure-aggregation masks stay with the clients, and those here are the first ones
     refused = WITHOUT_MASKS
     remembers = ("masks", "held")
     judged = False
@@ -110,14 +111,15 @@ class FedSelect(SubnetStrategy):
             masks[update.client] = self.masks[update.client] | unprefixed(MASK, update.tensors)
         personal = sum(int(mask.sum()) for of in masks for mask in of.values())
         report = {"personal-fraction": personal / sum(mask.numel() for of in masks for mask in of.values())}
-        return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, report)
+        known = {} if self.settings.secure_aggregation else report
+        return Merged(super().merge(mean, updates).model, {"masks": masks, "held": held}, known)
 
     def forget(self, client: int) -> None:
         super().forget(client)
         self.masks[client] = self.held[client] = self.empty
 
     def position_masks(self) -> list[Tensors] | None:
-        return self.masks
+        return None if self.settings.secure_aggregation else self.masks
 
 
 def shared_positions(masks: Tensors) -> Tensors:

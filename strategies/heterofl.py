@@ -80,9 +80,10 @@ class HeteroFL(Narrow):
             tensors[name], slices[name] = tensors[name][classes], (classes, slices.get(name, ALL)[1])
         return added._replace(tensors=tensors, slices=slices)
 
-    def refuses(self) -> Mapping[str, str]:
-        classes = "with masked-loss, a client's classes decide which rows of the output it contributes"
-        return {**super().refuses(), **({"secure-aggregation": classes} if self.options.masked_loss else {})}
+    @property
+    def chooses_positions(self) -> bool:
+        """Whether a client's classes decide which rows of the output it contributes."""
+        return self.options.masked_loss
 
     def personal_download(self, client: int) -> Tensors:
         """Return the global model."""

@@ -46,6 +46,7 @@ class Hooks(Server):
     secure : with ``secure-aggregation``, "" where the sum of the contributions and the ids of its clients are all that
         :meth:`merge` uses, else the reason why not. A class with a ``merge``, ``contribution`` or ``weight`` of its own
         does not inherit it.
+    sums : prefix of the tensors of a reply of which :meth:`merge` uses no more than :meth:`total`; "": there are none.
     warning : a line of the log at the start of a run; "" for none.
     reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     """
@@ -56,6 +57,7 @@ class Hooks(Server):
     judged = True
     warning = ""
     secure: ClassVar[str] = "it is not said that its server needs no more than the sum of the clients' contributions"
+    sums = ""
     measurement: "Hooks | None" = None
     keeps_models = False
     refused: ClassVar[Mapping[str, str]] = {}
@@ -86,6 +88,23 @@ class Hooks(Server):
         client that answers with the values at some positions is told them.
         """
         return {}
+
+    @property
+    def chooses_positions(self) -> bool:
+        """Say whether clients choose the positions that they contribute in the running round.
+
+        With ``secure-aggregation`` they answer with whole tensors then, and name the positions (``AT``).
+        """
+        return False
+
+    def summed_weight(self, update: Update) -> float:
+        """Return the weight of an update's contribution, as :meth:`contribution` has it: the one in a mean."""
+        return self.weight(update)
+
+    @staticmethod
+    def total(updates: Sequence[Update], name: str) -> Tensor:
+        """Return the sum of a tensor of the updates; with ``secure-aggregation`` the first update has it."""
+        return sum((u.tensors[name] for u in updates if name in u.tensors), torch.tensor(0))
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the outcome of the round, from the mean of its valid contributions.

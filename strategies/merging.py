@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.phase import Dropped
 from fedsub_app.federation.protocol import Spec, Update, formula_bytes
 from fedsub_app.subnets.averaging import WAITING_BYTES, Contribution, MaskedMean, Mean
 from fedsub_app.subnets.norms import NormGuard
@@ -89,7 +88,6 @@ class Merging:
     seconds : time spent on adding and merging.
     clipped : number of updates that were longer than ``clip-norm``.
     norms : norms of the updates that change anything.
-    dropped : clients that are lost before they are asked to train.
     """
 
     def __init__(self, strategy: Hooks) -> None:
@@ -100,7 +98,6 @@ class Merging:
         self._mean = _empty_mean(strategy)
         self._waiting: list[Contribution] = []
         self._bytes = 0
-        self.dropped: list[Dropped] = []
         self._contributors: dict[str, Tensor] = {}  # int32 of each tensor's shape, with min-contributors
 
     def expected(self, client: int) -> Mapping[str, Spec]:
@@ -154,9 +151,9 @@ class Merging:
         """Return the outcome of the round; to be called once."""
         self._sum()
         start = time.perf_counter()
-        merged = self._strategy.merge(self._mean, self.updates)
-        if self._strategy.settings.min_contributors > 1:
-            merged = replace(merged, model=self._with_enough(merged.model))
+        least, old = self._strategy.settings.min_contributors, self._strategy.current
+        kept = {name: (count < least, old[name]) for name, count in self._contributors.items()}
+        merged = self._strategy.merge(_Kept(self._mean, kept), self.updates)
         self.seconds += time.perf_counter() - start
         return merged
 
@@ -167,17 +164,25 @@ class Merging:
             known = self._contributors.setdefault(name, torch.zeros(old.shape, dtype=torch.int32))
             known += 1 if mask is None else mask
 
-    def _with_enough(self, model: Tensors) -> Tensors:
-        """Return the merged model, with the old value where fewer than ``min-contributors`` clients contribute."""
-        least, old = self._strategy.settings.min_contributors, self._strategy.current
-        counts = self._contributors
-        return model | {name: torch.where(counts[name] >= least, model[name], old[name]) for name in counts}
-
     def _sum(self) -> None:
         start = time.perf_counter()
         self._mean.add(self._waiting)
         self._waiting, self._bytes = [], 0
         self.seconds += time.perf_counter() - start
+
+
+class _Kept(NamedTuple):
+    """A mean that keeps the old values where too few clients contribute: tensor name -> where, and the old values."""
+
+    mean: Mean
+    kept: Mapping[str, tuple[Tensor, Tensor]]
+
+    def add(self, updates: Sequence[Contribution]) -> None:
+        self.mean.add(updates)
+
+    def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
+        new = self.mean.result(server_lr)
+        return new | {name: torch.where(few, old, new[name]) for name, (few, old) in self.kept.items()}
 
 
 def _empty_mean(strategy: Hooks) -> Mean:

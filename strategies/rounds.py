@@ -47,10 +47,10 @@ def ask(
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
-    asked, merging = clients, Merging(strategy)
+    merging = Merging(strategy)
     if kind == MessageType.TRAIN and strategy.settings.secure_aggregation:
         merging = secure = SecureMerging(strategy, clients, grid)
-        clients, extra = secure.clients, extra | secure.header
+        extra |= secure.header
         task = partial(secure.task, task)
     together = blocks(strategy, clients) if kind == MessageType.TRAIN else {}
     if together:
@@ -60,8 +60,7 @@ def ask(
         kind, server_round, clients, task, extra, merging.expected, strategy.max_samples, together
     )
     strategy.merging = merging
-    strategy.phase.dropped += merging.dropped
-    strategy.phase.report["clients"] = list(asked)
+    strategy.phase.report["clients"] = list(clients)
     return strategy.phase
 
 

@@ -41,7 +41,8 @@ class Scaffold(SubnetStrategy):
     """
 
     computes_with_sgd = True
-    secure = "its server also adds up the clients' variates, and checks each by its model"
+    secure = ""
+    sums = VARIATE
     remembers = ("variate",)
     refused = dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
 
@@ -80,8 +81,8 @@ class Scaffold(SubnetStrategy):
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the model, and set c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
-        changes = {n: sum(update.tensors[f"{VARIATE}{n}"] for update in updates) for n in self.variate}
-        variate = {name: c + changes[name] / self.settings.members for name, c in self.variate.items()}
+        changes = {name: self.total(updates, f"{VARIATE}{name}") for name in self.variate}
+        variate = {name: (c + changes[name] / self.settings.members).float() for name, c in self.variate.items()}
         return Merged(super().merge(mean, updates).model, {"variate": variate})
 
     def forget(self, client: int) -> None:

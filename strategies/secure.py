@@ -1,21 +1,22 @@
 """A round under secure aggregation (fedsub_app/secure/): the contributions of a method as one sum of vectors.
 
-The method's merge gets the mean of the sum and updates without tensors. A class says in ``secure`` that this is enough.
+The clients keep their changes until all have trained. The method's merge gets the mean of the sum and updates without
+tensors; the first one has the sums of :attr:`Hooks.sums`. A class says in ``secure`` that this is enough.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
-import numpy as np
 import torch
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed
+from fedsub_app.common.tensors import Json, Tensors, prefixed
 from fedsub_app.federation.protocol import Spec, Task, Update, formula_bytes
-from fedsub_app.secure.client import AT, OPEN, SUM
+from fedsub_app.secure.client import AT, COUNTS, COVERED, OPEN, SUM
 from fedsub_app.secure.server import Session, Unopened
-from fedsub_app.secure.vectors import LARGEST, Layout
+from fedsub_app.secure.vectors import Layout, Scale, counted, counting
 from fedsub_app.subnets.averaging import Contribution
 from strategies.hooks import Hooks, Merged
 from strategies.merging import Merging, Valid
@@ -33,90 +34,118 @@ def refusal(strategy: Hooks) -> str:
 
 
 def check_secure(strategy: Hooks) -> None:
-    """Refuse what secure aggregation would let through: a position that one client alone contributes to."""
-    if type(strategy).known_positions is not Hooks.known_positions and strategy.settings.min_contributors < 2:
-        method = f"method = {strategy.settings.method!r}, whose clients have other positions"
+    """Refuse settings by which a client's values or positions can be read off the sums."""
+    settings, of = strategy.settings, type(strategy)
+    chosen = of.chooses_positions is not Hooks.chooses_positions
+    if (chosen or of.known_positions is not Hooks.known_positions) and settings.min_contributors < 2:
+        method = f"method = {settings.method!r}, whose clients have other positions"
         raise UserError(f"min-contributors = 1: at least 2 with secure-aggregation = true and {method}")
+    if chosen and settings.secure_masks == "secret" and settings.by_examples:
+        reason = "a position's sum of known numbers of samples tells whose they are"
+        raise UserError(f"weighting = {settings.weighting!r}: must be 'uniform' with secure-masks = 'secret': {reason}")
 
 
 class SecureMerging(Merging):
-    """The masked vectors of a round's clients: their sum, which is opened when it is to be merged."""
+    """The contributions of a round's clients, which stay with them until their sum is to be merged."""
 
     def __init__(self, strategy: Hooks, clients: Sequence[int], grid: Grid) -> None:
         super().__init__(strategy)
         settings = strategy.settings
-        bound = max(map(strategy.max_examples, clients), default=1) if settings.by_examples else 0
-        if bound * len(clients) > LARGEST:
-            limits = f"the samples of {len(clients)} clients, at most {bound} each, can exceed {LARGEST}"
-            raise UserError(f"secure-aggregation = true: {limits}; weighting = 'uniform' needs no such bound")
-        self.session = Session(strategy.federation, grid, strategy.round, clients, settings.secure_dropouts)
-        self.clients, self.dropped = self.session.clients, self.session.dropped
-        names = {name for client in self.clients for name in strategy.expected(client)}
-        wanted = chosen(strategy.current, names)
-        contributors = self._contributors_of(self.clients, wanted)
-        least = settings.min_contributors
-        apart = any(strategy.known_positions(client) for client in self.clients)
-        self.open = {n: count >= least for n, count in contributors.items() if apart and (count < least).any()}
-        self.layout = Layout(
-            {name: list(tensor.shape) for name, tensor in wanted.items()},
-            max(1, len(self.clients)),
-            settings.secure_range,
-            bound,
-            0.0 if settings.dp_noise_multiplier else settings.clip_norm,  # noise comes after clipping
-            apart,
-            any(wanted.keys() - strategy.task(client).tensors.keys() for client in self.clients),
+        self._session = Session(
+            strategy.federation, grid, strategy.round, settings.secure_dropouts, settings.secure_corrupted
         )
-        self._total = np.zeros(self.layout.length, np.uint32)
+        self._masks = settings.secure_masks if strategy.chooses_positions else ""
+        specs = {name: spec for client in clients for name, spec in strategy.expected(client).items()}
+        shapes = {name: list(tensor.shape) for name, tensor in strategy.current.items() if name in specs}
+        sums = {n: list(spec.shape) for n, spec in specs.items() if strategy.sums and n.startswith(strategy.sums)}
+        lacking = {name for client in clients for name in shapes.keys() - strategy.task(client).tensors.keys()}
+        self._layout = Layout(shapes | sums, [*sums, *sorted(lacking)])
+        self._covered: dict[int, Tensor] = {}  # client -> the positions that it has told
         self._clipped = 0.0
-
-    def _contributors_of(self, clients: Sequence[int], tensors: Tensors) -> Tensors:
-        """Return the number of clients that contribute to each position."""
-        counts = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in tensors.items()}
-        for client in clients:
-            at = self._strategy.known_positions(client)
-            for name, count in counts.items():
-                count += at.get(name, 1)
-        return counts
 
     @property
     def header(self) -> Json:
-        return {"secure": asdict(self.layout)}
+        return {"secure": {**asdict(self._layout), "public": self._masks == "public"}}
 
     def task(self, asked: Callable[[int], Task], client: int) -> Task:
-        """Return a client's training task with the shares of its neighbours and the positions that it contributes."""
+        """Return a client's training task with the positions of its values."""
         task = asked(client)
-        at = prefixed(AT, self._strategy.known_positions(client)) | prefixed(OPEN, self.open)
-        return self.session.task(replace(task, tensors={**task.tensors, **at}))
+        return replace(task, tensors={**task.tensors, **prefixed(AT, self._strategy.known_positions(client))})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        return {SUM: Spec((self.layout.length,), torch.int32)}
+        size = sum(self._layout.sizes)
+        return {COVERED: Spec((size,), torch.bool)} if self._masks == "public" else {}
 
     def contribution(self, update: Update) -> Contribution:
         return Contribution({}, None, 0.0)
 
     def add(self, valid: Valid) -> None:
-        """Add the next masked vector."""
+        """Record that a client has trained."""
         update = valid.update
-        self._total += update.tensors[SUM].numpy().view(np.uint32)
+        if update.tensors:
+            self._covered[update.client] = update.tensors[COVERED].clone()
         self._record(replace(update, tensors={}), {}, formula_bytes(update.tensors))
 
     def result(self) -> Merged:
-        """Open the sum and merge its mean; :class:`Unopened`: it stays closed, and the round is abandoned."""
-        session, report = self.session, self._strategy.phase.report
+        """Sum the vectors and merge their mean; :class:`Unopened`: it stays closed, and the round is abandoned."""
+        session, phase = self._session, self._strategy.phase
         try:
             merged = super().result()
         finally:
-            for key in ("bytes-down", "bytes-up"):
-                report[key] += getattr(session, key.replace("-", "_"))
+            phase.dropped += session.dropped
+            phase.report |= {key: phase.report[key] + size for key, size in session.bytes.items()}
         return replace(merged, report={**merged.report, "clipped-values": self._clipped})
 
+    def _positions(self, client: int) -> Tensor:
+        """Return the positions that the server knows a client to contribute, bool ``[size]``; ``[1]`` where all are."""
+        if client in self._covered:
+            return self._covered[client]
+        known = self._strategy.known_positions(client)
+        return self._layout.flat(known) if known else torch.ones(1, dtype=torch.bool)
+
+    def _weights(self, clients: Collection[int], weights: Mapping[int, float] | None = None) -> Tensor:
+        """Return the sum of the clients' weights at each position, by default their number."""
+        each = (self._positions(client).double() * (weights[client] if weights else 1) for client in clients)
+        return sum(each, torch.zeros(1, dtype=torch.float64))
+
+    def _counts(self, clients: Sequence[int]) -> tuple[list[int], Tensor | None]:
+        """Return the clients whose masks are counted, and how many contribute to each position; None: no secret."""
+        if self._masks != "secret":
+            return [*clients], None
+        size, session = sum(self._layout.sizes), self._session
+        session.meet(clients)
+        length, number = len(counting(torch.ones(size), len(clients))), {"clients": len(clients)}
+        alive, total = session.masked(COUNTS, length, number, {}, dict.fromkeys(clients, 1.0))
+        return alive, counted(session.opened(COUNTS, alive, total), size, len(clients))
+
     def _sum(self) -> None:
-        alive, current = [update.client for update in self.updates], self._strategy.current
-        least = self._strategy.settings.min_contributors
-        for name, count in self._contributors_of(alive, chosen(current, self.layout.shapes)).items():
-            few = (count > 0) & (count < least) & self.open.get(name, torch.tensor(True))
-            if few.any():
-                raise Unopened(f"fewer than min-contributors = {least} clients are left at positions of {name!r}")
-        total = self.session.opened(alive, self._total)
-        values, covered, self._clipped = self.layout.mean(total, current, len(alive))
-        self._mean.add([Contribution(values, covered)])
+        strategy, layout, session = self._strategy, self._layout, self._session
+        settings, size = strategy.settings, sum(layout.sizes)
+        weights = {update.client: strategy.summed_weight(update) for update in self.updates}
+        largest = max(weights.values())
+        weights = {client: weight / largest for client, weight in weights.items()}
+        clients, counts = self._counts([*weights])
+
+        def contributors(of: Collection[int]) -> Tensor:  # of a client that is lost nobody knows the secret mask
+            return self._weights(of) if counts is None else counts - (len(clients) - len(of))
+
+        # Noise comes after clipping.
+        scale = Scale(len(weights), settings.secure_range, 0.0 if settings.dp_noise_multiplier else settings.clip_norm)
+        alive = clients
+        while True:  # until nobody is lost whose positions are then too few clients'
+            session.meet(alive)
+            enough = contributors(session.clients) >= settings.min_contributors
+            tensors: Tensors = {} if enough.all() else {OPEN: enough}
+            alive, total = session.masked(SUM, size + 1, {"scale": asdict(scale)}, tensors, weights)
+            if not (enough & (contributors(alive) < settings.min_contributors)).any():
+                break
+        if len(alive) < settings.least_replies:
+            raise Unopened(f"{len(alive)} clients are left in secure-aggregation, of {settings.least_replies} needed")
+        change, self._clipped = scale.change(session.opened(SUM, alive, total), len(alive))
+        total_weights = (self._weights(alive, weights) if counts is None else counts) * enough
+        values, covered, sums = layout.mean(change, total_weights, strategy.current)
+        self._mean.add([Contribution(values, None if total_weights.all() else covered)])
+        self.updates[:] = [update for update in self.updates if update.client in alive]
+        if self._masks:
+            sums |= prefixed(AT, layout.split(contributors(alive)))
+        self.updates[0] = replace(self.updates[0], tensors=sums)

@@ -61,8 +61,9 @@ class SubFedAvg(SubnetStrategy):
     """
 
     options: SubFedAvgSettings
-    secure = "its server holds each client's mask, by which it sends and merges"
+    secure = ""
     keeps_models = True
+    chooses_positions = True  # with secure-aggregation masks stay with the clients, and those here are the first ones
     refused = WITHOUT_MASKS
     remembers = ("masks", "fractions")
     reports: ClassVar = {
@@ -126,9 +127,10 @@ class SubFedAvg(SubnetStrategy):
         for update in updates:
             masks[update.client] = masks[update.client] | unprefixed(MASK, update.tensors)
             fractions[update.client] = self.plan.pruned(masks[update.client])
-        report: Json = {"pruned-fraction": sum(fractions.tolist()) / len(fractions)}
-        report["published-bytes"] = sum(self.plan.published_bytes(masks[update.client]) for update in updates)
-        report |= {"gate": "on test data"} if self.options.gate_data == "test" else {}
+        report: Json = {"gate": "on test data"} if self.options.gate_data == "test" else {}
+        if not self.settings.secure_aggregation:
+            report["pruned-fraction"] = sum(fractions.tolist()) / len(fractions)
+            report["published-bytes"] = sum(self.plan.published_bytes(masks[update.client]) for update in updates)
         return Merged(super().merge(mean, updates).model, {"masks": masks, "fractions": fractions}, report)
 
     def forget(self, client: int) -> None:
@@ -137,11 +139,13 @@ class SubFedAvg(SubnetStrategy):
 
     def unit_masks(self) -> torch.Tensor | None:
         """Return every client's channels; None where only single weights are pruned."""
-        if not self.plan.groups:
+        if not self.plan.groups or self.settings.secure_aggregation:
             return None
         whole = {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.units}
         return torch.stack([torch.cat([masks.get(name, all_) for name, all_ in whole.items()]) for masks in self.masks])
 
     def position_masks(self) -> list[Tensors] | None:
+        if self.settings.secure_aggregation:
+            return None
         every = (self.plan.positions(masks) for masks in self.masks)
         return [{name: kept for name, kept in positions.items() if kept.dim() > 1} for positions in every]

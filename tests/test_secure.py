@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from scipy.stats import hypergeom
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -33,20 +34,23 @@ from fedsub_app.problem import Problem
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.secure import secagg
-from fedsub_app.secure.client import KEYS, OPENED, SHARES, SUM, Secrets
+from fedsub_app.secure.client import COUNTS, COVERED, KEYS, OPENED, SHARES, SUM, Secrets
 from fedsub_app.secure.secagg import (
     COMPLETE,
+    CORRECTNESS,
     KEY,
     SEALED,
+    SECURITY,
     Member,
     ProtocolError,
     Vector,
+    degree_and_threshold,
     neighbourhoods,
     stream,
-    threshold,
     unmasked,
 )
-from fedsub_app.secure.vectors import LARGEST, Layout
+from fedsub_app.secure.server import Session
+from fedsub_app.secure.vectors import LARGEST, Layout, Scale, counted, counting
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Mean
 from strategies.base import SubnetStrategy
@@ -65,10 +69,9 @@ class Group:
     def __init__(self, vectors: dict[int, Vector], dropouts: float = 0.34, no_shares: Collection[int] = ()) -> None:
         self.members = {client: Member(client) for client in vectors}
         self.keys = {client: member.public for client, member in self.members.items()}
-        graph = neighbourhoods(vectors)
-        self.least = {client: threshold(len(others), dropouts) for client, others in graph.items()}
+        graph, self.least = neighbourhoods(vectors, dropouts, 0.1)
         sealed = {
-            client: member.share({other: self.keys[other] for other in graph[client]}, self.least[client])
+            client: member.share({other: self.keys[other] for other in graph[client]}, self.least)
             for client, member in self.members.items()
             if client not in no_shares
         }
@@ -114,10 +117,10 @@ def test_clients_that_send_no_shares_are_left_out() -> None:
 
 
 def test_the_sum_is_that_of_a_graph_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "COMPLETE", 2)
+    monkeypatch.setattr(secagg, "degree_and_threshold", lambda *_: (12, 7))
     of = vectors(30, 5)
     alive = [client for client in of if client % 10]
-    group = Group(of, 0.49)
+    group = Group(of)
     assert {len(others) for others in group.graph.values()} == {12}
     assert np.array_equal(group.open(alive), np.sum([of[client] for client in alive], axis=0, dtype=np.uint32))
 
@@ -127,18 +130,54 @@ def test_the_sum_is_that_of_a_graph_that_is_not_complete(monkeypatch: pytest.Mon
 @example(COMPLETE + 2)
 @hypothesis(max_examples=10)
 def test_neighbours_are_mutual_and_equally_many(count: int) -> None:
-    graph = neighbourhoods(range(count))
+    graph, least = neighbourhoods(range(count), 0.1, 0.1)
+    assert min(2, count - 1) <= least <= max(1, len(graph[0]))
     assert all(client in graph[other] for client, others in graph.items() for other in others)
     assert len({len(others) for others in graph.values()}) == 1
     assert all(client not in others and others == sorted({*others}) for client, others in graph.items())
-    assert len(graph[0]) == count - 1 if count <= COMPLETE + 1 else len(graph[0]) >= COMPLETE
+    assert len(graph[0]) == degree_and_threshold(count, 0.1, 0.1)[0]
+    assert (len(graph[0]) == count - 1) is (count <= COMPLETE + 1)
 
 
 @pytest.mark.parametrize(
     ("neighbours", "dropouts", "least"), [(2, 0.3, 2), (3, 0.4, 2), (9, 0.3, 7), (9, 0.0, 9), (10, 0.49, 6)]
 )
-def test_more_than_half_of_the_neighbours_reveal_a_secret(neighbours: int, dropouts: float, least: int) -> None:
-    assert threshold(neighbours, dropouts) == least > neighbours / 2
+def test_in_a_small_round_more_than_half_of_the_others_reveal_a_secret(
+    neighbours: int, dropouts: float, least: int
+) -> None:
+    assert degree_and_threshold(neighbours + 1, dropouts, 0.1) == (neighbours, least)
+    assert least > neighbours / 2
+
+
+@pytest.mark.parametrize("clients", [100, 1000])
+@pytest.mark.parametrize(("dropouts", "corrupted"), [(0.05, 0.05), (0.1, 0.2), (0.3, 0.1)])
+def test_the_graph_is_the_smallest_that_keeps_the_bounds(clients: int, dropouts: float, corrupted: float) -> None:
+    """The three failures of Bell et al. 2020, Section 3, by SciPy's hypergeometric tails; two neighbours fewer fail."""
+    degree, least = degree_and_threshold(clients, dropouts, corrupted)
+    bad, lost = int(corrupted * clients), int(dropouts * clients)
+
+    def safe(degree: int, least: int) -> bool:
+        stolen = clients * hypergeom.sf(least - 1, clients - 1, bad, degree)
+        abandoned = clients * hypergeom.sf(degree - least, clients - 1, lost, degree)
+        apart = clients * hypergeom.sf(degree // 2 - 1, clients, bad + lost, degree // 2)
+        return bool(max(stolen, apart) <= 2**-SECURITY and abandoned <= 2**-CORRECTNESS)
+
+    assert safe(degree, least)
+    assert not safe(degree, least - 1)
+    assert not any(safe(degree - 2, least) for least in range(2, degree - 1))
+
+
+def test_a_graph_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six clients, one corrupted, one lost, a bit of security: 1 / 2.
+
+    Degree 2: a client between the two others is cut off with 6 * C(5, 1) / C(6, 2) = 2 > 1 / 2. Degree 4: two given
+    neighbours are both gone with 6 * C(4, 0) / 15 = 2 / 5; no client has 2 corrupted neighbours, and 2 lost ones.
+    """
+    for name, value in {"COMPLETE": 2, "SECURITY": 1, "CORRECTNESS": 1}.items():
+        monkeypatch.setattr(secagg, name, value)
+    degree_and_threshold.cache_clear()
+    assert degree_and_threshold(6, 0.17, 0.17) == (4, 2)
+    degree_and_threshold.cache_clear()
 
 
 def test_a_masked_vector_alone_is_noise() -> None:
@@ -174,9 +213,9 @@ def test_a_client_reveals_nothing_of(alive: list[int], lost: list[int]) -> None:
         Group(vectors(5), 0.3).members[0].opened(alive, lost)
 
 
-@pytest.mark.parametrize(("least", "neighbours"), [(1, 2), (2, 4), (5, 4)])
-def test_a_threshold_of_half_the_neighbours_is_refused(least: int, neighbours: int) -> None:
-    with pytest.raises(ProtocolError, match=f"threshold {least} of {neighbours} neighbours: must be more than half"):
+@pytest.mark.parametrize(("least", "neighbours"), [(1, 2), (0, 4), (5, 4)])
+def test_a_threshold_of_one_or_more_than_all_neighbours_is_refused(least: int, neighbours: int) -> None:
+    with pytest.raises(ProtocolError, match=f"threshold {least} of {neighbours} neighbours: must be at least 2"):
         Member(0).share({other: Member(other).public for other in range(1, neighbours + 1)}, least)
 
 
@@ -215,58 +254,78 @@ SENT: Tensors = {"w": torch.zeros(2, 2), "b": torch.tensor([1.0, 2.0])}
 
 def test_a_vector_by_hand() -> None:
     """Two clients, levels of half 2^31: changes of a half, a clipped one, weights 1 and 3 of at most 4."""
-    layout = Layout(SHAPES, clients=2, limit=1.0, examples=4)
-    assert layout.length == 8
-    assert layout.step == 1 / (LARGEST // 2)
+    layout, scale = Layout(SHAPES), Scale(clients=2, limit=1.0)
+    assert scale.step == 1 / (LARGEST // 2)
     trained: Tensors = {"w": torch.tensor([[0.5, -0.5], [0.0, 3.0]]), "b": torch.tensor([1.0, 1.75])}
-    vector = layout.vector(trained, SENT, {}, {}, 1)
+    changes, covered = layout.change(trained, SENT, {}, {})
+    assert covered.all()
+    vector = scale.vector(changes, 1 / 4)
     level = LARGEST // 2
     expected = [round(level * change / 4) % 2**32 for change in (0.5, -0.5, 0.0, 1.0, 0.0, -0.25)]
     assert vector[:6].tolist() == expected
-    assert vector[6:].tolist() == [1, np.ceil(2**20 // 2 / 6)]
-    still = layout.vector(SENT, SENT, {}, {}, 3)
-    values, covered, clipped = layout.mean(vector + still, SENT, 2)
+    assert vector[6:].tolist() == [np.ceil(2**20 // 2 / 6)]
+    still = scale.vector(layout.change(SENT, SENT, {}, {})[0], 3 / 4)
+    change, clipped = scale.change(vector + still, 2)
+    values, everywhere, sums = layout.mean(change, torch.tensor([1.0]), SENT)
     torch.testing.assert_close(values["w"], torch.tensor([[0.125, -0.125], [0.0, 0.25]]))
     torch.testing.assert_close(values["b"], torch.tensor([1.0, 2 - 0.0625]))
-    assert covered == {}
+    assert all(mask.all() for mask in everywhere.values())
+    assert sums == {}
     assert clipped == pytest.approx(1 / 12, abs=1e-5)
 
 
-def test_positions_and_absolute_values_by_hand() -> None:
-    """One client has the first column, the other all; the last position of b has too few and is not sent."""
-    layout = Layout(SHAPES, clients=2, limit=8.0, apart=True, absolute=True)
+def test_positions_absolute_values_and_sums_by_hand() -> None:
+    """One client has the first column, the other all but a row of its choice; the last position of b stays closed."""
+    layout, scale = Layout(SHAPES | {"bits": [2]}, ["w", "b", "bits"]), Scale(2, 8.0)
     at: Tensors = {"w": torch.tensor([[True, False], [True, False]]), "b": torch.tensor([True, False])}
-    opened: Tensors = {"b": torch.tensor([True, False])}
-    narrow: Tensors = {"w": torch.tensor([[1.0], [2.0]]), "b": torch.tensor([4.0])}
-    whole: Tensors = {"w": torch.tensor([[3.0, 4.0], [5.0, 6.0]]), "b": torch.tensor([-2.0, 7.0])}
-    one = layout.vector(narrow, {}, at, opened, 9)
-    other = layout.vector(whole, {}, {}, opened, 9)
-    values, covered, _ = layout.mean(one + other, SENT, 2)
-    torch.testing.assert_close(values["w"], torch.tensor([[2.0, 4.0], [3.5, 6.0]]))
+    own: Tensors = {"w": torch.tensor([[True], [False]])}
+    enough = torch.tensor([True] * 5 + [False] + [True] * 2)
+    narrow: Tensors = {"w": torch.tensor([[1.0], [2.0]]), "b": torch.tensor([4.0]), "bits": torch.tensor([True, False])}
+    whole: Tensors = {
+        "w": torch.tensor([[3.0, 4.0], [5.0, 6.0]]),
+        "b": torch.tensor([-2.0, 7.0]),
+        "bits": torch.tensor([True, True]),
+    }
+    one, covered = layout.change(narrow, {}, at, {})
+    other, chosen = layout.change(whole, {}, {}, own)
+    assert covered.tolist() == [True, False, True, False, True, False, True, True]
+    assert chosen.tolist() == [True, True, False, False] + [True] * 4
+    vectors = [scale.vector(change * enough) for change in (one, other)]
+    assert vectors[1][[2, 3, 5]].tolist() == [0, 0, 0], "neither of its row nor closed"
+    counts = counted(counting(covered, 2) + counting(chosen, 2), 8, 2)
+    assert counts.tolist() == [2, 1, 1, 0, 2, 1, 2, 2]
+    change, _ = scale.change(vectors[0] + vectors[1], 2)
+    values, covers, sums = layout.mean(change, counts * enough, SENT)
+    torch.testing.assert_close(values["w"], torch.tensor([[2.0, 4.0], [2.0, 0.0]]))
     assert values["b"][0] == 1.0
-    assert covered["w"].all()
-    assert covered["b"].tolist() == [True, False]
-    assert other[[5, 11]].tolist() == [0, 0], "neither its value nor its weight"
+    assert covers["w"].tolist() == [[True, True], [True, False]]
+    assert covers["b"].tolist() == [True, False]
+    torch.testing.assert_close(sums["bits"], torch.tensor([2.0, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("clients", [3, 255, 256, 65535, 65536])
+def test_counts_of_all_clients_do_not_overflow(clients: int) -> None:
+    covered = torch.tensor([True, False, True, True, True])
+    total = counting(covered, clients) * np.uint32(clients)
+    assert counted(total, 5, clients).tolist() == [clients * int(each) for each in covered]
 
 
 @given(st.integers(1, 1000), st.integers(1, 60_000), st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=5))
 @hypothesis(max_examples=20)
 def test_the_mean_is_within_its_bound(clients: int, samples: int, changes: list[float]) -> None:
-    """Of as many clients as the layout allows, and with the heaviest weights the sum does not overflow."""
-    layout = Layout({"w": [len(changes)]}, clients, 8.0, samples)
-    start: Tensors = {"w": torch.zeros(len(changes))}
-    few, many = (layout.vector({"w": torch.tensor(changes)}, start, {}, {}, count) for count in (1, samples))
-    total = few + many * np.uint32(clients - 1)
-    weights = 1 + samples * (clients - 1)
-    values, *_ = layout.mean(total, start, clients)
-    bound = layout.step / 2 * clients * samples / weights + 1e-6
-    np.testing.assert_allclose(values["w"], np.clip(changes, -8, 8), atol=bound, rtol=1e-6)
+    """Of as many clients as the scale allows, and with the heaviest weights the sum does not overflow."""
+    scale, change = Scale(clients, 8.0), torch.tensor(changes)
+    few, many = (scale.vector(change, count / samples) for count in (1, samples))
+    weights = 1 / samples + clients - 1
+    mean = scale.change(few + many * np.uint32(clients - 1), clients)[0] / weights
+    bound = scale.step / 2 * clients / weights + 1e-6
+    np.testing.assert_allclose(mean, np.clip(changes, -8, 8), atol=bound, rtol=1e-6)
 
 
 def test_a_long_change_is_clipped_in_its_norm() -> None:
-    layout = Layout({"w": [2]}, 3, 8.0, norm=1.0)
-    vector = layout.vector({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, {}, {}, 1)
-    torch.testing.assert_close(layout.mean(vector, {"w": torch.zeros(2)}, 1)[0]["w"], torch.tensor([0.6, 0.8]))
+    scale = Scale(3, 8.0, norm=1.0)
+    change, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0])), 1)
+    torch.testing.assert_close(change, torch.tensor([0.6, 0.8], dtype=torch.float64))
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
@@ -276,12 +335,15 @@ SECURE_KEYS: dict[str, dict[str, Any]] = {
     # With Adam, which divides by a gradient's size, rounding may become a step (helpers.away).
     "fedpart": {"fedpart__momentum": "none", "optimizer": "sgd"},
     "fedpews": {"fedpews__warmup_rounds": 0},
-    **{name: {"min_contributors": 2, f"{name}__masked_loss": False} for name in ("heterofl", "fedrolex", "feddrop")},
-    **{name: {"min_contributors": 2} for name in ("fjord", "fiarse", "ssfl")},
+    "fednova": {"weighting": "examples"},
+    # Grown weights are 0 in every client: which of them are kept is arbitrary, and told apart in the next round only.
+    "feddst": {"min_contributors": 2, "weighting": "uniform", "feddst__every": 3},
+    **{name: {"min_contributors": 2} for name in ("heterofl", "fedrolex", "feddrop", "fjord", "fiarse", "ssfl")},
+    **{name: {"min_contributors": 2} for name in ("fedselect", "subfedavg")},
 }
 REFUSE = {
-    "scaffold", "fednova", "fedpac", "fedselect", "subfedavg", "fedpm", "feddst", "prunefl", "fedtiny", "fedrts",
-    "flexlora", "flora", "fedex-lora", "hetlora", "local", "ist", "istprox",
+    "fedpac", "prunefl", "fedtiny", "fedrts", "flexlora", "flora", "fedex-lora", "hetlora", "local", "ist",
+    "istprox",
 }  # fmt: skip
 TAKES = [name for name in METHODS if name not in REFUSE]
 
@@ -414,7 +476,7 @@ def test_what_the_server_hears_is_noise(lossy: Callable[..., Path], run_local: R
     assert (opened - mean).norm() < 1e-4 * mean.norm(), "the sum is what the server has learned"
 
 
-@pytest.mark.parametrize("step", [KEYS, SHARES, "train", OPENED])
+@pytest.mark.parametrize("step", [KEYS, SHARES, SUM, "train", OPENED])
 def test_a_client_lost_in_any_step_is_survived(step: str, lossy: Callable[..., Path]) -> None:
     """The round goes on with the others, and is the plain round of those whose vectors were summed."""
     folder = lossy({step: [1]}, secure_dropouts=0.3)
@@ -429,10 +491,11 @@ def test_a_client_lost_in_any_step_is_survived(step: str, lossy: Callable[..., P
 @pytest.mark.parametrize(
     ("losses", "reason"),
     [
-        ({SHARES: [1, 3]}, "fewer than min-replies = 1 valid replies"),
-        ({"train": [1, 3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
-        ({SHARES: [1], "train": [3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
-        ({"train": [1], OPENED: [3]}, "more neighbours are lost than secure-dropouts allows"),
+        ({"train": [0, 1, 3]}, "fewer than 3 clients are left in secure-aggregation"),
+        ({SHARES: [1, 3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
+        ({SUM: [1, 3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
+        ({SHARES: [1], SUM: [3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
+        ({SUM: [1], OPENED: [3]}, "more neighbours are lost than secure-dropouts allows"),
         ({OPENED: [1, 3]}, "more neighbours are lost than secure-dropouts allows"),
     ],
     ids=str,
@@ -473,7 +536,13 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
             {"clip_norm": 1.0},
             "clip-norm = 1: not with method = 'fedpart': its clients are not sent the group",
         ),
-        ("heterofl", {"heterofl__masked_loss": True}, "with masked-loss, a client's classes decide"),
+        ("feddst", {"weighting": "auto"}, "weighting = 'auto': must be 'uniform' with secure-masks = 'secret'"),
+        (
+            "fednova",
+            {"model": "mnist-cnn-bn", "dataset": "mnist"},
+            "BatchNorm's statistics are averaged with other weights",
+        ),
+        ("fedselect", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
         (
             "fjord",
             {"min_contributors": 1},
@@ -511,10 +580,6 @@ def test_a_method_of_ones_own_has_to_say_it() -> None:
             "dp-noise-by = 'server': must be 'clients' with secure-aggregation = true",
         ),
         ({"num_clients": 2}, "secure-aggregation = true: needs at least 3 clients a round, 2 take part"),
-        (
-            {"num_clients": 9, "clients_per_round": 4, "oversample": 2.0},
-            "oversample = 2: 4 of 8 clients are not waited for, more than secure-dropouts allows",
-        ),
     ],
 )
 def test_settings_that_need_single_updates(keys: dict[str, Any], said: str) -> None:
@@ -527,7 +592,7 @@ def test_settings_that_need_single_updates(keys: dict[str, Any], said: str) -> N
 
 def test_it_is_the_same_on_processes_and_after_a_resume(run_local: Run, tmp_path: Path) -> None:
     """Bit for bit, although all masks are drawn anew: they cancel exactly."""
-    keys = WHOLE | {"secure_aggregation": True, "num_rounds": 4, "keep_checkpoints": 0, "message_clients": 2}
+    keys = WHOLE | {"secure_aggregation": True, "num_rounds": 4, "keep_checkpoints": 0, "message_clients": 2} | MASKED
     ends_as_if_never_stopped(run_local, tmp_path, keys)
     made: list[WorkerGrid] = []
 
@@ -552,12 +617,13 @@ def test_spares_stand_in_for_lost_clients(lossy: Callable[..., Path]) -> None:
 
 def test_a_round_is_not_opened_again_with_other_clients(tmp_path: Path) -> None:
     store = Secrets(tmp_path, 3, 0)
-    store.begin()
-    store.open_once([1, 2], [4])
-    store.open_once([1, 2], [4])
-    Secrets(tmp_path, 4, 0).open_once([1], [2, 4])
+    store.begin(change=torch.zeros(1))
+    store.open_once(COUNTS, [1, 2], [4])
+    store.open_once(SUM, [1, 2, 4], [])
+    store.open_once(COUNTS, [1, 2], [4])
+    Secrets(tmp_path, 4, 0).open_once(COUNTS, [1], [2, 4])
     with pytest.raises(ProtocolError, match="this round was opened before, with other clients"):
-        Secrets(tmp_path, 3, 0).open_once([1, 2, 4], [])
+        Secrets(tmp_path, 3, 0).open_once(COUNTS, [1, 2, 4], [])
 
 
 def test_the_documented_methods_are_those_that_take_it() -> None:
@@ -590,8 +656,146 @@ def test_positions_of_too_few_clients_are_not_sent(lossy: Callable[..., Path]) -
 
 
 def test_a_position_that_is_left_to_too_few_is_not_opened(lossy: Callable[..., Path]) -> None:
-    """One of the two wide clients is lost: the other's units would be in the clear."""
-    with pytest.raises(RunFailed, match="fewer than min-contributors = 2 clients are left at positions of 'fc1"):
-        lossy({"train": [1]}, min_contributors=2, **SLICES)
-    assert OPENED not in {step for step, _ in Lossy.last.asked}
-    lossy({"train": [0]}, "narrow", min_contributors=2, **SLICES)
+    """One of the two wide clients is lost with its vector: the others give theirs again, without its units."""
+    keys = SLICES | {"min_contributors": 2}
+    secure, start = model(lossy({SUM: [1]}, **keys)), strategy_of(settings_for(**keys)).current
+    asked = Lossy.last.asked
+    assert asked.count((SUM, 0)) == 2
+    assert asked.count((OPENED, 0)) == 1
+    assert away(secure, model(lossy({"train": [1]}, "plain", secure_aggregation=False, **keys)), start) < 1e-4
+    assert torch.equal(secure["fc1.weight"][-1], start["fc1.weight"][-1])
+    lossy({SUM: [0]}, "narrow", **keys)
+    assert Lossy.last.asked.count((SUM, 1)) == 1
+
+
+# --- secret masks -----------------------------------------------------------------------------------------------------
+
+# Three of ten classes a client: rows of the output layer belong to none, one or several of the five clients.
+MASKED: dict[str, Any] = {
+    "method": "heterofl", "heterofl__widths": "0.5, 1", "partition": "classes", "classes_per_client": 3,
+    "min_contributors": 2,
+}  # fmt: skip
+
+
+class Truth:
+    """What the clients keep and what the server opens, recorded where it happens.
+
+    Attributes
+    ----------
+    changes, covered : client -> its change, and the positions that it contributes.
+    opened : step -> the opened sum.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.changes: dict[int, torch.Tensor] = {}
+        self.covered: dict[int, torch.Tensor] = {}
+        self.opened: dict[str, Vector] = {}
+        begin, opened = Secrets.begin, Session.opened
+
+        def kept(store: Secrets, **tensors: torch.Tensor) -> None:
+            client = int(store.path.stem.removeprefix("client-"))
+            self.changes[client], self.covered[client] = tensors["change"].double(), tensors["covered"]
+            begin(store, **tensors)
+
+        def seen(session: Session, step: str, alive: Sequence[int], total: Vector) -> Vector:
+            self.opened[step] = opened(session, step, alive, total)
+            return self.opened[step]
+
+        monkeypatch.setattr(Secrets, "begin", kept)
+        monkeypatch.setattr(Session, "opened", seen)
+
+    def mean(self, clients: Collection[int], counts: torch.Tensor, start: Tensors) -> Tensors:
+        """The model with the clients' changes, over ``counts``, at the positions that two of them have."""
+        total = sum((self.changes[client] for client in clients), torch.zeros(len(counts)))
+        change = (total / counts.clamp(min=1)).split([x.numel() for x in start.values()])
+        return {name: x + part.view(x.shape).float() for (name, x), part in zip(start.items(), change, strict=True)}
+
+
+@pytest.fixture
+def truth(monkeypatch: pytest.MonkeyPatch) -> Truth:
+    return Truth(monkeypatch)
+
+
+SUBFEDAVG: dict[str, Any] = {"method": "subfedavg", "min_contributors": 2} | METHOD_KEYS["subfedavg"]
+
+
+@pytest.mark.parametrize("keys", [MASKED, SUBFEDAVG], ids=lambda keys: keys["method"])
+def test_what_the_server_hears_of_secret_masks_is_noise(
+    keys: dict[str, Any], lossy: Callable[..., Path], truth: Truth
+) -> None:
+    """Neither counts nor values correlate with any client's, also in the sum of all but one; closed positions are 0."""
+    lossy({}, **keys)
+    heard = Lossy.last.heard
+    assert {name for _, name in heard} == {KEYS, SHARES, COUNTS, SUM, OPENED}
+    size = len(truth.covered[0])
+    counts = torch.stack([*truth.covered.values()]).sum(0)
+    assert {0, 1, 2} & {*counts.tolist()} >= {1, 2}
+    assert torch.equal(counted(truth.opened[COUNTS], size, 5), counts.int())
+    assert not truth.opened[SUM][:size][counts.numpy() < 2].any(), "no client has sent what it alone has"
+    chance = 5 / np.sqrt(size)
+    for step, kind in ((COUNTS, np.uint8), (SUM, np.int32)):
+        vectors = [heard[client, step].numpy().view(np.uint32) for client in range(5)]
+        total = np.sum(vectors, axis=0, dtype=np.uint32)
+        for vector in (*vectors, *(total - vector for vector in vectors)):
+            numbers = vector.view(kind)[:size].astype(float)
+            for client in range(5):
+                for each in (truth.covered[client].double(), truth.changes[client], truth.changes[client].abs()):
+                    if each.std():
+                        assert abs(np.corrcoef(numbers, each)[0, 1]) < chance
+                        assert abs(np.corrcoef(np.abs(numbers), each)[0, 1]) < chance
+
+
+@pytest.mark.parametrize("step", [KEYS, SHARES, COUNTS, "train", OPENED])
+def test_a_client_lost_before_its_mask_is_counted_is_as_if_not_asked(step: str, lossy: Callable[..., Path]) -> None:
+    folder = lossy({step: [1]}, **MASKED)
+    (line,) = read_rounds(folder)[1:]
+    dropped = [] if step == OPENED else [1]
+    assert [drop["client"] for drop in line["dropped"]] == dropped
+    plain = lossy({"train": dropped}, "plain", secure_aggregation=False, **MASKED)
+    assert away(model(folder), model(plain), strategy_of(settings_for(**MASKED)).current) < 1e-4
+
+
+def test_a_client_lost_after_its_mask_was_counted_counts_as_unchanged(lossy: Callable[..., Path], truth: Truth) -> None:
+    """Its mask is not known: to count the others' would tell it. A position with a margin of one contributor is open.
+
+    The vectors are given once more, because positions of two clients may have been left to one.
+    """
+    keys = MASKED | {"heterofl__widths": "1"}
+    secure, start = model(lossy({SUM: [1]}, **keys)), strategy_of(settings_for(**keys)).current
+    counts = torch.stack([*truth.covered.values()]).sum(0)
+    assert Lossy.last.asked.count((SUM, 0)) == 2
+    assert Lossy.last.asked.count((OPENED, 0)) == 2, "of the counts and of the values"
+    assert Lossy.last.asked.count((COUNTS, 0)) == 1
+    for client in truth.changes:
+        truth.changes[client] = truth.changes[client] * (counts >= 3)
+    assert away(secure, truth.mean([0, 2, 3, 4], counts, start), start) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        ({COUNTS: [1, 3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
+        ({COUNTS: [1], OPENED: [3]}, "more neighbours are lost than secure-dropouts allows"),
+        ({COUNTS: [1], SUM: [3]}, "3 clients are left in secure-aggregation, of 4 needed"),
+    ],
+    ids=str,
+)
+def test_one_client_more_leaves_the_values_closed(
+    losses: dict[str, Collection[int]], reason: str, lossy: Callable[..., Path], truth: Truth
+) -> None:
+    with pytest.raises(RunFailed, match=reason):
+        lossy(losses, min_replies=4, **MASKED)
+    assert SUM not in truth.opened
+    asked = [client for step, client in Lossy.last.asked if step == OPENED]
+    assert len(asked) == len({*asked})
+
+
+@pytest.mark.parametrize("keys", [MASKED, SUBFEDAVG], ids=lambda keys: keys["method"])
+def test_public_masks_travel_as_they_are(keys: dict[str, Any], lossy: Callable[..., Path], truth: Truth) -> None:
+    """A client that is lost after it has told its mask is left out, as in the plain run."""
+    secure = model(lossy({SUM: [1]}, secure_masks="public", **keys))
+    assert {name for _, name in Lossy.last.heard} == {COVERED, KEYS, SHARES, SUM, OPENED}
+    for client, covered in truth.covered.items():
+        assert torch.equal(Lossy.last.heard[client, COVERED], covered)
+    plain = model(lossy({"train": [1]}, "plain", secure_aggregation=False, **keys))
+    assert away(secure, plain, strategy_of(settings_for(**keys)).current) < 1e-4

@@ -176,7 +176,14 @@ class DefenceSettings(FederationSettings):
     ``max-update-norm`` and ``robust`` do nothing then, and each client clips its own change to ``clip-norm``.
     """
     secure_dropouts: Annotated[float, Field(ge=0, lt=0.5)] = 0.3
-    """Fraction of a client's neighbours in secure-aggregation that a round may lose; with more it is abandoned."""
+    """Fraction of the trained clients that secure-aggregation may lose; with more the round is abandoned."""
+    secure_corrupted: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
+    """Fraction of the clients that may work with the server in secure-aggregation, in rounds of more than 25."""
+    secure_masks: Literal["secret", "public"] = "secret"
+    """Whether secure-aggregation counts the positions that clients choose under masks, or they travel in the clear.
+
+    Either way positions of fewer than ``min-contributors`` clients stay closed.
+    """
     secure_range: Positive = 8.0
     """Bound of a value's change, or of the value where that is sent, with secure-aggregation; larger ones are clipped.
 
@@ -213,9 +220,6 @@ class DefenceSettings(FederationSettings):
             if self.sample_size < 3:
                 reason = f"at least 3 clients a round, {self.sample_size} take part"
                 raise ValueError(f"secure-aggregation = true: needs {reason}")
-            if self.spares > self.secure_dropouts * (self.asked_size - 1):
-                reason = f"{self.spares} of {self.asked_size} clients are not waited for"
-                raise ValueError(f"oversample = {self.oversample:g}: {reason}, more than secure-dropouts allows")
         if self.weighting == "examples" and (self.mean != "average" or self.dp_noise_multiplier):
             beside = f"mean = {self.mean!r}" if self.mean != "average" else "dp-noise-multiplier above 0"
             raise ValueError(f"weighting = {self.weighting!r}: must be 'uniform' with {beside}")

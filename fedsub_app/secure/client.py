@@ -1,8 +1,8 @@
 """A node's part in secure aggregation: the answers of its clients, and their secrets between the phases of a round.
 
-The secrets of a round are in a file of the node, which its owner alone may read, from the first phase to the last one,
-because each message may be answered by another process. The client's last answer deletes it; where that is not asked
-for, the first message of another round does.
+A trained client keeps its change in a file of the node, and its secrets in another one, which the node's owner alone
+may read, because each message may be answered by another process. The client's last answer deletes both; where that is
+not asked for, the training of another round does.
 """
 
 import json
@@ -13,19 +13,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import Update, finite
-from fedsub_app.secure.secagg import Member, ProtocolError
-from fedsub_app.secure.vectors import Layout
+from fedsub_app.secure.secagg import Member, ProtocolError, Vector
+from fedsub_app.secure.vectors import Layout, Scale, counting
 
 SECRET = "secure/"  # prefix of the tensors that are no method's
-SUM, SHARES, KEYS, OPENED = "secure/sum", "secure/shares", "secure/keys", "secure/opened"
-AT = "secure/at/"  # prefix of the positions that a client contributes
-OPEN = "secure/open/"  # prefix of the positions that enough clients contribute
+KEYS, SHARES, COUNTS, SUM, OPENED = (f"{SECRET}{step}" for step in ("keys", "shares", "counts", "sum", "opened"))
+AT = "secure/at/"  # prefix of positions: down, those of a client's values; in its trainer's answer, those of its choice
+COVERED = "secure/covered"  # the positions that a client contributes, where its choice is public
+OPEN = "secure/open"  # the positions that enough clients contribute
 
 
 def to_bytes(rows: Tensor) -> list[bytes]:
@@ -39,20 +41,21 @@ def to_rows(contents: list[bytes]) -> Tensor:
 
 
 class Secrets:
-    """The file of a client's secrets in one round, below the folder of the run's client states."""
+    """The files of a client in one round, below the folder of the run's client states."""
 
     def __init__(self, folder: Path, server_round: int, client: int) -> None:
         self.path = folder / "secure" / f"round-{server_round:06d}" / f"client-{client:06d}.json"
-        self.client = client
+        self.change = self.path.with_suffix(".safetensors")
 
-    def begin(self) -> Member:
-        """Return a client with new secrets; delete those of other rounds."""
+    def begin(self, **tensors: Tensor) -> None:
+        """Keep the tensors of a trained client; delete the files of other rounds."""
         self.path.parents[1].mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         for other in self.path.parents[1].iterdir():
             if other != self.path.parent and other.is_dir():
                 shutil.rmtree(other, ignore_errors=True)
-        return Member(self.client)
+        with open(self.change, "wb", opener=private) as file:
+            file.write(save(tensors))
 
     def take(self) -> Member:
         """Return the client and delete its file, so that no failure lets it answer twice."""
@@ -65,19 +68,20 @@ class Secrets:
         tables = {n: {int(k): bytes.fromhex(v) for k, v in content[n].items()} for n in ("keys", "shares")}
         return Member(**content | secrets | tables)
 
-    def open_once(self, alive: list[int], lost: list[int]) -> None:
-        """Raise :class:`ProtocolError` where this round was opened before, before a resume, with other clients.
+    def open_once(self, step: str, alive: list[int], lost: list[int]) -> None:
+        """Raise :class:`ProtocolError` where a step was opened before, before a resume, with other clients.
 
-        The difference of the two sums would be those clients' contributions.
+        The difference of the two sums would be those clients' contributions. ``step``: what is opened.
         """
         path = self.path.parents[1] / f"{self.path.stem}.opened"
         mark = sha256(json.dumps([alive, lost]).encode()).hexdigest()
         lines = path.read_text().splitlines() if path.exists() else []
-        before = dict(line.split() for line in lines).get(self.path.parent.name, mark)
+        place = f"{self.path.parent.name}/{step}"
+        before = dict(line.split() for line in lines).get(place, mark)
         if before != mark:
             raise ProtocolError("this round was opened before, with other clients")
         with open(path, "a", opener=private) as file:
-            print(self.path.parent.name, mark, file=file)
+            print(place, mark, file=file)
 
     def keep(self, member: Member) -> None:
         """Write the secrets, without waiting for the disk: a client whose machine fails is lost in its round."""
@@ -86,41 +90,49 @@ class Secrets:
 
 
 def answer(folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
-    """Answer a phase before the training or after it: with public keys, with shares for neighbours, with revealed ones.
+    """Answer a step: with public keys, shares for neighbours, a masked vector, or revealed shares.
 
     Raises
     ------
     UserError, ProtocolError
         The client has lost its secrets, or the server asks for what the protocol does not allow.
     """
-    client, store = task["client"], Secrets(folder, header["round"], task["client"])
-    if header["secure"] == KEYS:
-        member = store.begin()
-        store.keep(member)
-        return Update(client, {KEYS: to_rows([member.public])}, num_examples=1)
-    member = store.take()
-    if header["secure"] == SHARES:
+    client, step = task["client"], header["secure"]
+    store = Secrets(folder, header["round"], client)
+    member = Member(client) if step == KEYS else store.take()
+    if step == KEYS:
+        reply = to_rows([member.public])
+    elif step == SHARES:
         sealed = member.share(dict(zip(task["neighbours"], to_bytes(sent[KEYS]), strict=True)), task["threshold"])
-        store.keep(member)
-        return Update(client, {SHARES: to_rows([sealed[other] for other in task["neighbours"]])}, num_examples=1)
-    store.open_once(task["alive"], task["lost"])
-    shares = member.opened(task["alive"], task["lost"])
-    return Update(client, {OPENED: to_rows([shares[c] for c in (*task["alive"], *task["lost"])])}, num_examples=1)
+        reply = to_rows([sealed[other] for other in task["neighbours"]])
+    elif step == OPENED:
+        store.open_once(header["opens"], task["alive"], task["lost"])
+        shares = member.opened(task["alive"], task["lost"])
+        if header["opens"] == SUM:
+            store.change.unlink()
+        return Update(client, {OPENED: to_rows([shares[c] for c in (*task["alive"], *task["lost"])])}, num_examples=1)
+    else:
+        sealed = dict(zip(task["neighbours"], to_bytes(sent[SHARES]), strict=True))
+        total = member.masked(_vector(load_file(store.change), header, task, sent), sealed)
+        reply = torch.from_numpy(total.view(np.int32))
+    store.keep(member)
+    return Update(client, {step: reply}, num_examples=1)
 
 
-def masked(folder: Path, header: Json, task: Json, sent: Tensors, update: Update) -> Update:
-    """Return a trained client's update with its masked contribution in the place of all tensors."""
+def _vector(kept: Tensors, header: Json, task: Json, sent: Tensors) -> Vector:
+    if header["secure"] == COUNTS:
+        return counting(kept["covered"], header["clients"])
+    return Scale(**header["scale"]).vector(kept["change"] * sent.get(OPEN, torch.tensor(1)), task["weight"])
+
+
+def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Update) -> Update:
+    """Keep a trained client's change at its node; return its update without tensors, but for public positions."""
     if update.error:
         return update
-    layout = Layout(**header["secure"])
+    layout = Layout(header["secure"]["shapes"], header["secure"]["absolute"])
     if broken := [name for name in layout.shapes if name in update.tensors and not finite(update.tensors[name])]:
         error = f"tensor {broken[0]!r}: NaN or infinite values"
         return Update(update.client, error=error, diverged=True)
-    store = Secrets(folder, header["round"], update.client)
-    member = store.take()
-    at, opened = unprefixed(AT, sent), unprefixed(OPEN, sent)
-    vector = layout.vector(update.tensors, sent, at, opened, update.num_examples)
-    sealed = dict(zip(task["neighbours"], to_bytes(sent[SHARES]), strict=True))
-    total = member.masked(vector, sealed)
-    store.keep(member)
-    return replace(update, tensors={SUM: torch.from_numpy(total.view(np.int32))})
+    change, covered = layout.change(update.tensors, sent, unprefixed(AT, sent), unprefixed(AT, update.tensors))
+    Secrets(folder, header["round"], update.client).begin(change=change.float(), covered=covered)
+    return replace(update, tensors={COVERED: covered} if header["secure"]["public"] else {})

@@ -17,6 +17,7 @@ import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,31 +37,61 @@ SHARE = 4 + 32  # bytes of a share of a seed
 NONCE = 12
 SEALED = NONCE + 2 * SHARE + 16  # bytes of an encrypted pair of shares
 COMPLETE = 24  # neighbours: rounds of at most one client more have a complete graph
+SECURITY, CORRECTNESS = 40, 30  # bits: sigma and eta of Bell et al. 2020
 
 
 class ProtocolError(ValueError):
     """A message is not what the protocol allows at this place."""
 
 
-def neighbourhoods(clients: Collection[int]) -> dict[int, list[int]]:
-    """Return each client's neighbours, sorted: a graph that the server draws anew each round.
+def neighbourhoods(clients: Collection[int], dropouts: float, corrupted: float) -> tuple[dict[int, list[int]], int]:
+    """Return each client's neighbours, sorted, and the number of shares that reveal a secret.
 
-    All others in a small round. In a larger one the clients stand on a ring in random order, and the next ones on both
-    sides are neighbours: ``2 (COMPLETE / 2 + log2 n)`` of them, since the number that keeps every neighbourhood safe
-    grows with the logarithm of the clients (Bell et al. 2020, Section 3).
+    The server draws the graph anew each round. In a small round all others are neighbours, and all of them but the
+    fraction ``dropouts``, more than half, reveal a secret. In a larger one the clients stand on a ring in random order,
+    and the next ones on both sides are neighbours, as many as :func:`degree_and_threshold` says.
     """
     ring = sorted(clients)
-    if len(ring) <= COMPLETE + 1:
-        return {client: [other for other in ring if other != client] for client in ring}
+    degree, least = degree_and_threshold(len(ring), dropouts, corrupted)
     secrets.SystemRandom().shuffle(ring)
-    reach = min(COMPLETE // 2 + math.ceil(math.log2(len(ring))), (len(ring) - 1) // 2)
-    steps = [step for step in range(-reach, reach + 1) if step]
-    return {c: sorted(ring[(place + step) % len(ring)] for step in steps) for place, c in enumerate(ring)}
+    steps = [step for step in range(-(degree // 2), degree - degree // 2 + 1) if step]
+    graph = {c: sorted({ring[(place + step) % len(ring)] for step in steps}) for place, c in enumerate(ring)}
+    return dict(sorted(graph.items())), least
 
 
-def threshold(neighbours: int, dropouts: float) -> int:
-    """Return the shares that reveal a secret: all but the fraction ``dropouts``, more than half of the neighbours."""
-    return max(neighbours - math.floor(dropouts * neighbours), neighbours // 2 + 1)
+@lru_cache
+def degree_and_threshold(clients: int, dropouts: float, corrupted: float) -> tuple[int, int]:
+    """Return the smallest even degree k of the graph, and the smallest threshold t, with which a round is safe.
+
+    A fraction ``corrupted`` of the clients works with the server and another one, ``dropouts``, is lost, both chosen
+    without knowledge of the graph (Bell et al. 2020, Section 3: the server is honest but curious). Then
+
+    - some client has t corrupted neighbours with a probability of at most 2^-SECURITY;
+    - the graph of the others falls apart, which needs k / 2 corrupted or lost clients in a row, with 2^-SECURITY;
+    - some client has fewer than t neighbours left, so that the round is abandoned, with 2^-CORRECTNESS.
+
+    Each is a union bound over the clients, of hypergeometric tails. Where no k does it, and in rounds of up to
+    ``COMPLETE + 1`` clients, the graph is complete.
+    """
+    bad, lost, others = math.floor(corrupted * clients), math.floor(dropouts * clients), clients - 1
+    for degree in range(2, others if others > COMPLETE else 0, 2):
+        runs = clients * math.comb(clients - degree // 2, bad + lost - degree // 2) if 2 * (bad + lost) >= degree else 0
+        least = _exceeded(clients, bad, degree, SECURITY)
+        connected = runs << SECURITY <= math.comb(clients, bad + lost)
+        if connected and least + _exceeded(clients, lost, degree, CORRECTNESS) <= degree + 1:
+            return degree, least
+    return others, max(others - math.floor(dropouts * others), others // 2 + 1)
+
+
+def _exceeded(clients: int, marked: int, degree: int, bits: int) -> int:
+    """Return the least number, from 2 on, of which any client has as many marked neighbours with at most 2^-bits."""
+    ways, number = 0, degree + 1
+    while number > 2:
+        ways += math.comb(marked, number - 1) * math.comb(clients - 1 - marked, degree - number + 1)
+        if clients * ways << bits > math.comb(clients - 1, degree):
+            break
+        number -= 1
+    return number
 
 
 def stream(secret: bytes, purpose: bytes, length: int) -> Vector:
@@ -134,8 +165,8 @@ class Member:
     def share(self, keys: Mapping[int, bytes], least: int) -> dict[int, bytes]:
         """Return, for each neighbour, the encrypted shares of both seeds, of which ``least`` reveal them."""
         self._next(0)
-        if self.client in keys or not len(keys) / 2 < least <= len(keys):
-            raise ProtocolError(f"threshold {least} of {len(keys)} neighbours: must be more than half of them")
+        if self.client in keys or not 2 <= least <= len(keys):
+            raise ProtocolError(f"threshold {least} of {len(keys)} neighbours: must be at least 2 of them")
         self.keys, self.threshold = dict(keys), least
         both = zip(*(create_shares(seed, least, len(keys)) for seed in (self.own, self.pair)), strict=True)
         sealed = {}
@@ -175,7 +206,7 @@ def unmasked(
     alive: Collection[int],
     graph: Mapping[int, Collection[int]],
     keys: Mapping[int, bytes],
-    least: Mapping[int, int],
+    least: int,
 ) -> Vector:
     """Return the sum of the vectors of ``alive``, from the sum of their masked vectors.
 
@@ -184,7 +215,7 @@ def unmasked(
     shares : client -> shares that its neighbours have revealed: of its own mask if it is alive, else of its key.
     graph : client -> the neighbours that it shares masks with, of all clients that have sent shares.
     keys : client -> its public keys.
-    least : client -> shares that reveal its secret.
+    least : number of shares that reveal a secret.
 
     Raises
     ------
@@ -196,10 +227,10 @@ def unmasked(
         others = [other for other in graph[client] if other in alive]
         if client not in alive and not others:
             continue
-        if len(shares.get(client, ())) < least[client]:
-            count = f"{len(shares.get(client, ()))} of {least[client]} shares of client {client}"
+        if len(shares.get(client, ())) < least:
+            count = f"{len(shares.get(client, ()))} of {least} shares of client {client}"
             raise ProtocolError(f"{count}: more neighbours are lost than secure-dropouts allows")
-        seed = combine_shares(list(shares[client][: least[client]]))
+        seed = combine_shares(list(shares[client][:least]))
         if client in alive:
             total -= stream(seed, b"own", len(total))
             continue

@@ -1,18 +1,19 @@
-"""The server's part in secure aggregation: the phases around a round's training, over any Flower grid."""
+"""The server's part in secure aggregation: the steps after a round's training, over any Flower grid."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from flwr.serverapp import Grid
 
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped
-from fedsub_app.federation.protocol import SECURE, BadReply, Spec, Task
+from fedsub_app.federation.protocol import SECURE, BadReply, Spec, Task, formula_bytes
 from fedsub_app.federation.wire import read_update
 from fedsub_app.secure.client import KEYS, OPENED, SHARES, to_bytes, to_rows
-from fedsub_app.secure.secagg import KEY, SEALED, SHARE, ProtocolError, Vector, neighbourhoods, threshold, unmasked
+from fedsub_app.secure.secagg import KEY, SEALED, SHARE, ProtocolError, Vector, neighbourhoods, unmasked
 
 
 class Unopened(Exception):
@@ -20,76 +21,93 @@ class Unopened(Exception):
 
 
 class Session:
-    """One run of the protocol: the keys and shares of its clients, from before their training to the opened sum.
+    """The protocol in one round: :meth:`meet`, :meth:`masked` and :meth:`opened`, once or more often.
+
+    Each meeting is a run of the protocol of its own, with new secrets.
 
     Attributes
     ----------
-    clients : clients that have given keys and shares, sorted; they alone are asked to train.
-    dropped : the others, with the reason.
-    bytes_down, bytes_up : of these phases, without the training's.
+    clients : clients of the last meeting that have given keys and shares, sorted; they alone are asked for vectors.
+    dropped : clients that are lost, with the reason.
+    bytes : key of the round's line -> bytes of all messages.
     """
 
     def __init__(
-        self, federation: Federation, grid: Grid, server_round: int, clients: Collection[int], dropouts: float
+        self, federation: Federation, grid: Grid, server_round: int, dropouts: float, corrupted: float
     ) -> None:
         self._federation, self._grid, self._round = federation, grid, server_round
+        self._dropouts, self._corrupted = dropouts, corrupted
         self.dropped: list[Dropped] = []
-        self.bytes_down = self.bytes_up = 0
-        answers = self._ask(KEYS, clients, Task, lambda _: (1, 2 * KEY))
-        self._keys = {client: to_bytes(rows)[0] for client, rows in answers.items()}
-        graph = neighbourhoods(self._keys)
-        self._least = {client: threshold(len(others), dropouts) for client, others in graph.items()}
+        self.bytes = Counter[str]()
+
+    def meet(self, clients: Collection[int]) -> None:
+        """Exchange keys and shares among ``clients``; :class:`Unopened` where fewer than three are left."""
+        answers = self._ask(KEYS, clients, Task, lambda _: Spec((1, 2 * KEY), torch.uint8))
+        self._keys = {client: to_bytes(rows)[0] for client, rows in answers}
+        if len(self._keys) < 3:  # a sum of two tells each client the other's value
+            raise Unopened("fewer than 3 clients are left in secure-aggregation")
+        graph, self._least = neighbourhoods(self._keys, self._dropouts, self._corrupted)
 
         def keys_for(client: int) -> Task:
             rows = to_rows([self._keys[other] for other in graph[client]])
-            return Task(client, {KEYS: rows}, {"neighbours": graph[client], "threshold": self._least[client]})
+            return Task(client, {KEYS: rows}, {"neighbours": graph[client], "threshold": self._least})
 
-        able = [client for client in graph if len(graph) > 2]  # a sum of two tells each client the other's value
-        answers = self._ask(SHARES, able, keys_for, lambda client: (len(graph[client]), SEALED))
-        sealed = {client: dict(zip(graph[client], to_bytes(rows), strict=True)) for client, rows in answers.items()}
-        while True:  # a client whose secrets its neighbours cannot put together must share no masks
-            left = {client: [other for other in graph[client] if other in sealed] for client in sealed}
-            if not (few := [client for client, others in left.items() if len(others) < self._least[client]]):
-                break
-            reason = "too few of its neighbours in secure-aggregation are left"
-            self.dropped += [Dropped(client, reason) for client in few]
-            sealed = {client: shares for client, shares in sealed.items() if client not in few}
-        self._graph = left
-        self._received = {c: {other: sealed[other][c] for other in others} for c, others in left.items()}
-        self.clients = sorted(left)
+        answers = self._ask(SHARES, graph, keys_for, lambda client: Spec((len(graph[client]), SEALED), torch.uint8))
+        sealed = {client: dict(zip(graph[client], to_bytes(rows), strict=True)) for client, rows in answers}
+        self._graph = {client: [other for other in graph[client] if other in sealed] for client in sealed}
+        self._received = {c: {other: sealed[other][c] for other in others} for c, others in self._graph.items()}
+        self._check(sealed, sealed)
+        self.clients = sorted(sealed)
+
+    def _check(self, clients: Iterable[int], there: Collection[int]) -> None:
+        """Raise :class:`Unopened` where those that are there cannot put the secrets of ``clients`` together."""
+        for client in clients:
+            if sum(other in there for other in self._graph[client]) < self._least:
+                raise Unopened(f"more neighbours of client {client} are lost than secure-dropouts allows")
 
     def _ask(
         self,
         step: str,
         clients: Collection[int],
         task: Callable[[int], Task],
-        shape: Callable[[int], tuple[int, int]],
-    ) -> dict[int, torch.Tensor]:
-        """Return the clients' answers to one step; those without a valid one are dropped."""
+        spec: Callable[[int], Spec],
+        header: Json | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the clients' answers to one step; those without a valid one are dropped."""
         federation = self._federation
 
         def expected(client: int) -> Mapping[str, Spec]:
-            return {step: Spec(shape(client), torch.uint8)}
+            return {step: spec(client)}
 
-        phase = federation.ask(SECURE, self._round, clients, task, {"secure": step}, expected)
-        answers = {}
+        phase = federation.ask(SECURE, self._round, clients, task, {"secure": step} | (header or {}), expected)
         for client, part, specs in federation.answers(phase, federation.exchange(self._grid, phase), expected):
             try:
-                answers[client] = read_update(part, specs, {}, (1, 1)).tensors[step].clone()
+                tensors = read_update(part, specs, {}, (1, 1)).tensors
+                self.bytes["formula-bytes-up"] += formula_bytes(tensors)
+                yield client, tensors[step].clone()
             except BadReply as error:
                 phase.dropped.append(Dropped(client, str(error)))
-        self.dropped += phase.dropped
-        self.bytes_down += phase.outbox.bytes_down
-        self.bytes_up += phase.bytes_up
-        return answers
+        if step != OPENED:  # their vectors are in the sum
+            self.dropped += phase.dropped
+        self.bytes.update({"bytes-down": phase.outbox.bytes_down, "bytes-up": phase.bytes_up})
 
-    def task(self, task: Task) -> Task:
-        """Return a client's training task with the encrypted shares of its neighbours."""
-        received = self._received[task.client]
-        tensors: Tensors = {**task.tensors, SHARES: to_rows([*received.values()])}
-        return replace(task, tensors=tensors, config={**task.config, "neighbours": [*received]})
+    def masked(
+        self, step: str, length: int, header: Json, tensors: Tensors, weights: Mapping[int, float]
+    ) -> tuple[list[int], Vector]:
+        """Return the clients that have answered a step with their masked vectors, and the sum of these vectors."""
 
-    def opened(self, alive: Sequence[int], total: Vector) -> Vector:
+        def shares_for(client: int) -> Task:
+            received = self._received[client]
+            rows = to_rows([*received.values()])
+            return Task(client, {**tensors, SHARES: rows}, {"neighbours": [*received], "weight": weights[client]})
+
+        alive, total = [], np.zeros(length, np.uint32)
+        for client, vector in self._ask(step, self.clients, shares_for, lambda _: Spec((length,), torch.int32), header):
+            alive.append(client)
+            total += vector.numpy().view(np.uint32)
+        return sorted(alive), total
+
+    def opened(self, step: str, alive: Sequence[int], total: Vector) -> Vector:
         """Return the sum of the vectors of ``alive``, from that of their masked vectors; :class:`Unopened`.
 
         No client is asked where a secret cannot be put together: what it reveals then would be for nothing.
@@ -97,16 +115,17 @@ class Session:
         there = {*alive}
         sides = {c: [[o for o in self._graph[c] if (o in there) is kept] for kept in (True, False)] for c in alive}
         lost = {o for _, others in sides.values() for o in others}
-        for client in (*alive, *lost):
-            if len(there.intersection(self._graph[client])) < self._least[client]:
-                raise Unopened(f"more neighbours of client {client} are lost than secure-dropouts allows")
+        self._check((*alive, *lost), there)
 
         def question(client: int) -> Task:
             return Task(client, {}, dict(zip(("alive", "lost"), sides[client], strict=True)))
 
-        answers = self._ask(OPENED, alive, question, lambda client: (len(self._graph[client]), SHARE))
+        def spec(client: int) -> Spec:
+            return Spec((len(self._graph[client]), SHARE), torch.uint8)
+
+        answers = self._ask(OPENED, alive, question, spec, {"opens": step})
         shares: dict[int, list[bytes]] = {}
-        for client, rows in answers.items():
+        for client, rows in answers:
             for other, share in zip((*sides[client][0], *sides[client][1]), to_bytes(rows), strict=True):
                 shares.setdefault(other, []).append(share)
         try:

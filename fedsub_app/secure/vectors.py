@@ -1,17 +1,18 @@
-"""Contributions as vectors of integers: what a client weighs, clips and rounds, and the mean of their sum.
+"""Contributions as vectors of integers: what a client clips, weighs and rounds, and the mean of their sum.
 
-A vector has the rounded weighted change of every position of the tensors that are merged; then the weights, one for all
-positions or, where clients differ in their positions, one each; then how many values were clipped.
+A vector has the rounded weighted change of every position of the tensors that are merged, then how many of the values
+were clipped. The positions that a client contributes are counted in vectors of small integers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.secure.secagg import Vector
 
 LARGEST = 2**31 - 1  # of the sum: integers modulo 2^32 are read with a sign
@@ -20,90 +21,130 @@ PARTS = 2**20  # the fraction of clipped values is counted in parts of this size
 
 @dataclass(frozen=True)
 class Layout:
-    """The form of a round's vectors, the same for all clients.
+    """The positions of a round's vectors, the same for all clients.
 
     Attributes
     ----------
-    shapes : tensor name -> shape in the model.
-    clients : upper bound on the vectors in a sum, >= 1.
-    limit : bound of a position's change, > 0; larger ones are clipped.
-    examples : upper bound on a client's samples, its weight; more count as this. 0: every client has weight 1.
-    norm : bound of a client's whole change, L2; 0: none.
-    apart : whether each position has a weight of its own.
-    absolute : values are sent, not their changes: the clients are not sent the values that they start from.
+    shapes : tensor name -> shape.
+    absolute : names of the tensors whose values are summed, not their changes: the clients are not sent the values that
+        they start from.
     """
 
     shapes: Mapping[str, Sequence[int]]
-    clients: int
-    limit: float
-    examples: int = 0
-    norm: float = 0.0
-    apart: bool = False
-    absolute: bool = False
+    absolute: Collection[str] = ()
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of positions of the tensors."""
         return [math.prod(shape) for shape in self.shapes.values()]
 
-    @property
-    def length(self) -> int:
-        """Number of integers in a vector."""
-        return sum(self.sizes) + (sum(self.sizes) if self.apart else 1) + 1
+    def flat(self, masks: Tensors) -> Tensor:
+        """Return masks that broadcast to their tensors as one vector; of a tensor without one all positions count."""
+        whole = torch.tensor(True)
+        each = (masks.get(name, whole).expand(tuple(shape)).flatten() for name, shape in self.shapes.items())
+        return torch.cat([*each])
+
+    def split(self, vector: Tensor) -> Tensors:
+        """Return a vector as named tensors: the inverse of :meth:`flat`."""
+        parts = zip(self.shapes.items(), vector.split(self.sizes), strict=True)
+        return {name: part.view(tuple(shape)) for (name, shape), part in parts}
+
+    def change(self, tensors: Tensors, sent: Tensors, at: Tensors, own: Tensors) -> tuple[Tensor, Tensor]:
+        """Return a client's change, float64, and the positions that it contributes, bool, as vectors.
+
+        Parameters
+        ----------
+        tensors, sent : the client's values, and those that it started from, of a tensor's shape; or those at the
+            positions in ``at`` alone, in the order of the whole tensor.
+        at : tensor name -> bool of its shape; the positions of narrower values.
+        own : tensor name -> bool that broadcasts to it: the positions that the client contributes by its own choice.
+        """
+        changes, masks = [], Tensors()
+        for name, shape in self.shapes.items():
+            mask = at.get(name, torch.tensor(True)).expand(tuple(shape))
+            change = _whole(tensors[name], mask)
+            if name not in self.absolute:
+                change = change - _whole(sent[name], mask)
+            if tensors[name].shape == mask.shape:
+                mask = torch.ones_like(mask)
+            masks[name] = mask & own.get(name, torch.tensor(True))
+            changes.append(change.flatten())
+        covered = self.flat(masks)
+        return torch.cat(changes) * covered, covered
+
+    def mean(self, change: Tensor, weights: Tensor, current: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        """Return what the sum of the weighted changes makes of the model.
+
+        Parameters
+        ----------
+        change : float64, a number a position.
+        weights : sum of the weights of its contributors, a number a position, or one for all.
+
+        Returns
+        -------
+        values : name of a tensor of the model -> float32, the mean where any client contributes.
+        covered : tensor name -> bool, the positions that any client contributes to.
+        sums : name of another tensor -> the sum.
+        """
+        sums = {name: part for name, part in self.split(change).items() if name not in current}
+        parts = chosen(self.split(change / torch.where(weights > 0, weights, 1.0)), current)
+        means = {n: (part if n in self.absolute else part + current[n]).float() for n, part in parts.items()}
+        return means, chosen(self.split((weights > 0).expand(len(change))), means), sums
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The form of a vector's integers.
+
+    Attributes
+    ----------
+    clients : upper bound on the vectors in a sum, >= 1.
+    limit : bound of a position's change, > 0; larger ones are clipped.
+    norm : bound of a client's whole change, L2; 0: none.
+    """
+
+    clients: int
+    limit: float
+    norm: float = 0.0
 
     @property
     def step(self) -> float:
         """Change that one step of the integers stands for: as small as the sum of all clients' values allows.
 
-        The mean is off by at most half a step times ``clients`` times the largest weight, over the sum of the weights.
+        The mean is off by at most half a step times ``clients``, over the sum of the weights.
         """
         return self.limit / (LARGEST // self.clients)
 
-    def vector(self, tensors: Tensors, sent: Tensors, at: Tensors, opened: Tensors, examples: int) -> Vector:
-        """Return a client's contribution.
-
-        Parameters
-        ----------
-        tensors, sent : the client's values, and those that it started from; of a tensor in ``at``, the values at these
-            positions alone, in the order of the whole tensor.
-        at : tensor name -> bool of the model's shape, the positions that the client contributes; others: all.
-        opened : likewise, the positions that enough clients contribute; nothing is sent of the others.
-        examples : number of samples.
-        """
-        weight, heaviest = min(examples, self.examples) or 1, self.examples or 1
-        changes, covered = [], []
-        for name, shape in self.shapes.items():
-            change = tensors[name].double() - (0 if self.absolute else sent[name].double())
-            mask = at.get(name, torch.ones(tuple(shape), dtype=torch.bool))
-            whole = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter_(mask, change)
-            mask = mask & opened.get(name, torch.tensor(True))
-            changes.append((whole * mask).flatten())
-            covered.append(mask.flatten())
-        change = torch.cat(changes)
+    def vector(self, change: Tensor, weight: float = 1.0) -> Vector:
+        """Return a client's vector, one integer longer than its change; its weight is at most 1."""
+        change = change.double()
         if self.norm:
-            change *= min(1.0, self.norm / max(float(change.norm()), 1e-30))
+            change = change * min(1.0, self.norm / max(float(change.norm()), 1e-30))
         clipped = float((change.abs() > self.limit).double().mean())
-        values = change.clamp(-self.limit, self.limit) * (weight / heaviest / self.step)
-        weights = torch.cat(covered) * weight if self.apart else torch.tensor([weight])
+        values = change.clamp(-self.limit, self.limit) * (min(weight, 1.0) / self.step)
         parts = torch.tensor([math.ceil(PARTS // self.clients * clipped)])
-        return torch.cat([values.round().long(), weights, parts]).int().numpy().view(np.uint32)
+        return torch.cat([values.round().long(), parts]).int().numpy().view(np.uint32)
 
-    def mean(self, total: Vector, current: Tensors, clients: int) -> tuple[Tensors, Tensors, float]:
-        """Return the mean of the vectors of ``clients`` clients, from their sum.
+    def change(self, total: Vector, clients: int) -> tuple[Tensor, float]:
+        """Return the sum of the weighted changes of ``clients`` vectors, and the fraction of clipped values."""
+        signed = torch.from_numpy(total.view(np.int32).astype(np.int64))
+        clipped = float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
+        return signed[:-1].double() * self.step, clipped
 
-        Returns
-        -------
-        values : tensor name -> float32, the mean where any client contributes.
-        covered : tensor name -> bool, the positions that any client contributes to; nothing where all do.
-        clipped : fraction of the values that were clipped.
-        """
-        signed, size = torch.from_numpy(total.view(np.int32).astype(np.int64)), sum(self.sizes)
-        weights = signed[size:-1]
-        change = signed[:size] * (self.step * (self.examples or 1)) / weights.clamp(min=1)
-        some = (weights > 0).expand(size)
-        values, covered = Tensors(), Tensors()
-        for name, part, mask in zip(self.shapes, change.split(self.sizes), some.split(self.sizes), strict=True):
-            part = part.view(current[name].shape)
-            values[name] = (part if self.absolute else part + current[name]).float()
-            covered |= {name: mask.view(part.shape)} if self.apart else {}
-        return values, covered, float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
+
+def counting(covered: Tensor, clients: int) -> Vector:
+    """Return positions, bool, as a vector whose sum over as many clients has their counts, several in an integer."""
+    numbers = np.zeros(4 * -(-len(covered) // 4), np.min_scalar_type(clients))
+    numbers[: len(covered)] = covered.numpy()
+    return numbers.view(np.uint32)
+
+
+def counted(total: Vector, length: int, clients: int) -> Tensor:
+    """Return the counts in the sum of the vectors of :func:`counting`, int32 ``[length]``."""
+    return torch.from_numpy(total.view(np.min_scalar_type(clients))[:length].astype(np.int32))
+
+
+def _whole(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values in the shape of the mask, 0 where it is off; values of that shape as they are."""
+    values = values.double()
+    return values if values.shape == mask.shape else values.new_zeros(mask.shape).masked_scatter_(mask, values)
