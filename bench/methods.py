@@ -5,7 +5,7 @@
 - ``fedpart``: a round of each layer group over a round of the full network of the same run.
 - ``fedselect``: a round of one or three LocalAlts (two passes over the data each) over a FedAvg round of two or six
   epochs, in turn.
-- ``width_over_full``: a round of clients of width 1/4 over one of whole clients, with the peak of memory.
+- ``width_over_full``: a round of clients of width 1/4 over one of whole clients, with a client's peak of memory.
 - ``subfedavg``: an epoch with a share of the channels gone from every layer over one of the whole network, in turn.
 
 Local engine, medians. Writes ``bench/out/methods.json``.
@@ -27,6 +27,7 @@ from bench.baselines import IMAGE
 from bench.flower_box import PROJECT
 from bench.measures import DATASET, apart, commit, peak_above_now_mb, run_local, write_images
 from client_apps import fedpews
+from client_apps.base import Client
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
@@ -119,17 +120,32 @@ def subfedavg_epoch(settings: Mapping[str, Value]) -> Json:
 
 
 def width_over_full(settings: Mapping[str, Value]) -> Json:
-    """Return a round of HeteroFL's clients of width 1/4 over one of whole clients, with the peaks of memory."""
-    (narrow, small), (whole, large) = (apart(_round_of_width, settings, width) for width in ("0.25", "1"))
-    return over(narrow, whole) | {"peak": small / large}
+    """Return a round of HeteroFL's clients of width 1/4 over one of whole clients, with a client's peak of memory."""
+    narrow, whole = (apart(_rounds_of_width, settings, width) for width in ("0.25", "1"))
+    small, large = (apart(_peak_of_width, settings, width) for width in (0.25, 1.0))
+    return over(narrow, whole) | {"peak": small / large, "peak-mb": large}
 
 
-def _round_of_width(settings: Mapping[str, Value], width: str) -> tuple[list[Json], float]:
-    """Return the rounds' lines, and by how many MB the memory's peak was above that before the run."""
+def _rounds_of_width(settings: Mapping[str, Value], width: str) -> list[Json]:
     keys: dict[str, Value] = {"method": "heterofl", "heterofl.widths": width, "heterofl.masked-loss": False}
-    lines: list[Json] = []
-    peak = peak_above_now_mb(lambda: lines.extend(run({**keys, "num-rounds": ROUNDS + 1, **settings}, 640)))
-    return lines, peak
+    return run({**keys, "num-rounds": ROUNDS + 1, **settings}, 640)
+
+
+def _peak_of_width(settings: Mapping[str, Value], width: float) -> float:
+    """Return the MB that two steps of a client of some width take above what its process had before."""
+    torch.nn.Conv2d(1, 1, 1)(torch.zeros(1, 1, 1, 1)).sum().backward()  # loads the code of the backward pass
+    keys: dict[str, Value] = {"method": "fedavg", "momentum": 0.9, "local-steps": 2, "model-width": width}
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
+        write_images(Path(folder), 640)
+        client = Client(
+            workplace(resolve({**BASE, "dataset": DATASET, **keys, **settings, "data-dir": folder})), 0, 1, {}
+        )
+
+    def train() -> None:
+        client.load(client.initial())
+        client.fit()
+
+    return peak_above_now_mb(train)
 
 
 def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:

@@ -14,11 +14,11 @@ round; all clients have one width, and the loss has no mask (``widths = 0.75``, 
 
 Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRolex):
 
-- A ResNet narrows the inner channels of its blocks alone: the units of the residual stream belong to no group, so that
-  a network of width r has about r times the parameters and not r². All other networks narrow every hidden layer. Only
-  layers that are narrow are divided by r; theirs divide the residual stream as well.
-- The networks are fedsub's; theirs are a pre-activation ResNet-18 with a 3 x 3 stem and a CNN of 64-128-256-512
-  channels. The Transformer and its embeddings, heads and masked tokens are not here.
+- ``resnet18`` narrows the inner channels of its blocks alone, so that a network of width r has about r times the
+  parameters and not r². All other networks, ``torchvision:resnet18`` too, narrow every hidden layer and the residual
+  stream. Only layers that are narrow are divided by r.
+- The networks are fedsub's. examples/own-network/preresnet.py is their pre-activation ResNet-18, 3 x 3 stem. Their
+  CNN of 64-128-256-512 channels, the Transformer and its embeddings, heads and masked tokens are not here.
 - Client i has ``widths[i mod len]``; theirs deals the levels in blocks of clients. Their levels are shares of the
   widest one, here of ``model``: HeteroFL never trains units beyond those of its widest client.
 - The authors clip each step's gradient to norm 1, which the papers do not say; it is not done here. Widths such as 1/16

@@ -622,3 +622,15 @@ def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     assert unstackable(settings, Network(Problem.of(settings).network())) == ""
     dropping = adopted(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(), nn.Linear(4, 10)), (1, 8, 8))
     assert "vmap: called random operation" in unstackable(settings, Network(dropping))
+
+
+@pytest.mark.parametrize(("width", "parameters", "of_a_quarter"), [(64, 11_172_170, 701_018), (16, 701_018, 44_510)])
+def test_the_preresnet_of_the_examples_has_heterofls_parameters(width: int, parameters: int, of_a_quarter: int) -> None:
+    """At the levels a, c and e of HeteroFL's table; a quarter of the units, those of the stream too, is two levels."""
+    network = "examples/own-network/preresnet.py:PreResNet18"
+    model = build_model(network, (3, 32, 32), 10, 0, options=f"width={width}")
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    groups = unit_groups(model)
+    assert sum(group.size for group in groups) == 45 * width
+    quarter = narrowed(model, groups, {group.name: group.size // 4 for group in groups})
+    assert sum(p.numel() for p in quarter.parameters()) == of_a_quarter
