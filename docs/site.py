@@ -26,6 +26,7 @@ COPIED = {
     "CONTRIBUTING.md": "contributing.md",
     "bench/README.md": "bench.md",
     "docs/notebook.ipynb": "notebook.md",
+    "docs/fine-tuning.ipynb": "fine-tuning-notebook.md",
 }
 PUBLIC = {
     "In a Flower app": ["fedsub_app.library.client.client_app", "fedsub_app.library.loop.start"],

@@ -17,6 +17,7 @@ from fedsub_app.common.own_code import OWN
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
+from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
 from fedsub_app.models import (
@@ -69,7 +70,7 @@ class Problem:
     @staticmethod
     def of(settings: Settings) -> "Problem":
         """Return the problem that the settings name."""
-        network = (settings.model, settings.hidden_width, settings.model_options)
+        network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
         wanted = settings.task, settings.metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CLIENTS = """
-import json, resource, sys
+import gc, json, resource, sys
 import torch
 from fedsub_app.config import resolve
 from fedsub_app.federation.wire import pack, update_part, wire_bytes
@@ -24,14 +24,17 @@ place = workplace(resolve({
 }))
 strategy = METHODS["fedit"].strategy(place.settings, place.network.module)
 pages = int(open("/proc/self/statm").read().split()[1])
-sent = 0
+sent, clients = 0, []
 for client in range(20):
     task = strategy.task(client)
-    update = METHODS["fedit"].client(place, client, 1, {}).run_training(dict(task.tensors), task.config)
+    clients.append(METHODS["fedit"].client(place, client, 1, {}))
+    update = clients[-1].run_training(dict(task.tensors), task.config)
     sent += wire_bytes(pack({}, [update_part(update)]))
+embeddings = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.shape == (30522, 384)]
 print(json.dumps({
     "grown": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - pages * resource.getpagesize(),
     "base": base_bytes(place.network.module),
+    "bases": len({t.data_ptr() for t in embeddings}),
     "sent": sent / 20,
     "adapters": sum(4 * tensor.numel() for tensor in strategy.current.values()),
 }))
@@ -50,6 +53,7 @@ def test_twenty_clients_share_one_base(tmp_path: Path) -> None:
     )
     costs = json.loads(done.stdout.splitlines()[-1])
     assert costs["base"] == 4 * 22_713_216
+    assert costs["bases"] == 1
     assert costs["grown"] < 150e6
     assert costs["adapters"] == 4 * (6 * 2 * 2 * 8 * 384 + 384 * 2 + 2)
     assert costs["adapters"] < costs["sent"] < 1.02 * costs["adapters"]

@@ -235,6 +235,28 @@ def test_own_models_start_from_the_initial_arrays() -> None:
     assert found.evaluate_metrics_clientapp[1]["personal-accuracy"] == pytest.approx(expected)
 
 
+def pretrained(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def test_a_frozen_base_stays_on_the_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """The head alone is sent and trained; what the server returns is whole; a node with another base is dropped."""
+    start = arrays(pretrained())
+    strategy = fedsub.FedAvg(clients_per_node=4, model=pretrained, trainable="head", lr=0.1)
+    found = strategy.start(grid(model=pretrained), start, 2).arrays.to_torch_state_dict()
+    assert [*strategy.connected.current] == ["head.weight", "head.bias"]
+    assert [*found] == [*start.to_torch_state_dict()]
+    moved = [name for name, tensor in start.to_torch_state_dict().items() if not torch.equal(tensor, found[name])]
+    assert moved == ["head.weight", "head.bias"]
+    strategy.start(grid(model=lambda: pretrained(1)), start, 1)
+    assert "dropped client 0: client failed: UserError: model = '<lambda>': the frozen base has SHA-256" in caplog.text
+    with pytest.raises(fedsub.UserError, match=r"^trainable = 'head': in a Flower app of your own needs model=$"):
+        fedsub.FedAvg(clients_per_node=4, trainable="head").start(grid(), start, 1)
+    with pytest.raises(fedsub.UserError, match=r"^trainable = 'lora': .* give a network of the package peft$"):
+        fedsub.FedAvg(clients_per_node=4, model=Net, trainable="lora").start(grid(), start, 1)
+
+
 def _context(client: int) -> Context:
     from flwr.app import RecordDict
 

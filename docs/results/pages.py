@@ -157,7 +157,8 @@ class Claim:
 COST = """A run has one core; its hours are those of the clock, with whatever else the machine did in them. Each page
 has its files' hours, commits and machines; runs of history are not counted."""
 BESIDES = """These pages concern no paper's claim: [attackers and means](attacks.md), [privacy of a client](privacy.md),
-[devices](devices.md), [sparse methods](sparse.md), [faults](faults.md), [a sweep](sweep.md). Speed and memory:
+[devices](devices.md), [sparse methods](sparse.md),
+[adapters](adapters.md), [faults](faults.md), [a sweep](sweep.md). Speed and memory:
 [bench/README.md](../../bench/README.md). Readings, earlier runs and measurements whose files were not kept:
 [history](history.md)."""
 CLAIM_HEADER = ("", "claim (item: rows)", "paper", "here, mean ± sd (seeds)", "difference", "size", "verdict")
@@ -375,7 +376,7 @@ def rendered() -> dict[Path, str]:
     pages = overview(content)
     for name, paper in content.items():
         pages |= page_of(name, paper)
-    for name in ("attacks", "privacy", "devices", "sparse"):
+    for name in ("attacks", "privacy", "devices", "sparse", "adapters"):
         text, used = filled((HERE / f"claims/{name}.txt").read_text(), data())
         pages[HERE / f"{name}.md"] = "\n\n".join((MADE, text + "\n## Cost and provenance", cost_of(used))) + "\n"
     return pages
@@ -388,6 +389,20 @@ def besides(record: Record) -> Json:
     keys = [key for key in ("update-norm", "clipped-updates") if all(key in line for line in chosen)]
     several = {key: [line[key] for line in chosen] for key in keys}
     return several | {"refused": sum(len(line.get("dropped", ())) for line in lines)}
+
+
+def of_sources(record: Record) -> Json:
+    """Return the global score, the worst mean over five clients of a source, and the last merge error."""
+    kept: Json = {key: record.lines[-1][key] for key in ("merge-error",) if key in record.lines[-1]}
+    for score, worst in (("accuracy", min), ("rmse", max)):
+        if f"final-global-{score}" in record.summary:
+            kept["global"] = record.summary[f"final-global-{score}"]
+            own = [
+                numbers[f"personal-{score}"] for _, numbers in sorted(record.measured.items(), key=lambda e: int(e[0]))
+            ]
+            means = [statistics.fmean(own[first : first + 5]) for first in range(0, len(own), 5)]
+            kept |= {"worst-source": worst(means)} if len(own) > 5 else {}
+    return kept
 
 
 def add(runs: Path) -> None:
@@ -403,12 +418,13 @@ def add(runs: Path) -> None:
         reference = table.reference or table.methods[0].label
         content = read_evidence(file) if file.exists() else {"table": name, "title": table.title, "rows": []}
         for row in table.rows:
-            known, keys = row_of(content, row.setting, row.label), resolve(row.overrides).flat()
+            known, settings = row_of(content, row.setting, row.label), resolve(row.overrides)
+            keys = settings.flat()
             for record in (read_run(path.parent) for path in folders if path.parent.parent.name == row.slug):
                 if record.status != "completed":
                     continue
                 if not known:
-                    metric = f"{str(keys['evaluate']).split(',')[0]}-accuracy"
+                    metric = f"{str(keys['evaluate']).split(',')[0]}-{settings.score.name}"
                     known = {"setting": row.setting, "method": row.label, "metric": metric, "runs": []}
                     known |= {"paper": row.paper.model_dump(exclude_defaults=True)}
                     content["rows"].append(known)
@@ -424,6 +440,7 @@ def add(runs: Path) -> None:
                 entry = run_entry(record.folder, known["metric"]) | (
                     besides(record) if name.startswith("attacks-") else {}
                 )
+                entry |= of_sources(record) if name.startswith("sentiment-") else {}
                 others = [run for run in known["runs"] if run["seed"] != entry["seed"]]
                 known["runs"] = sorted([*others, entry], key=lambda run: run["seed"])
         write_evidence(file, content)

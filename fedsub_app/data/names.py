@@ -91,6 +91,13 @@ def data_folder(setting: str | None) -> Path:
     return folder
 
 
+def in_data_folder(source: str, setting: str | None) -> str:
+    """Return ``transformers:FOLDER`` with the folder in the data folder where it is there and not here."""
+    kind, _, name = source.partition(":")
+    folder = data_folder(setting) / name
+    return f"{kind}:{folder}" if kind == "transformers" and not Path(name).is_dir() and folder.is_dir() else source
+
+
 def find(folder: Path, name: str) -> Path | None:
     """Return ``folder/name`` or else the first ``folder/*/name`` that exists."""
     return next((path for path in (folder / name, *sorted(folder.glob(f"*/{name}"))) if path.exists()), None)

@@ -17,7 +17,7 @@ from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of
 from fedsub_app.common.own_code import named_code
 from fedsub_app.data.files import HOLD_OUT, hold_out
-from fedsub_app.data.names import data_folder
+from fedsub_app.data.names import data_folder, in_data_folder
 from fedsub_app.data.own import Split, dataset_of, own_dataset
 from fedsub_app.data.samples import AnySamples, Dataset, Samples, normalised
 from fedsub_app.data.settings import READERS, SOURCES, DataSettings
@@ -171,7 +171,7 @@ def _dataset(
         x = _numbers(wanted, columns)
     elif len(names) == 1:
         texts = [[str(text) for text in part[0]] for part in columns]
-        encode, size = tokenizer_of(wanted.tokenizer, texts[0], wanted.vocabulary)
+        encode, size = tokenizer_of(in_data_folder(wanted.tokenizer, wanted.data_dir), texts[0], wanted.vocabulary)
         stored: list[Batch]
         if isinstance(task, NextToken):
             parts = [next_tokens(encode(part), wanted.tokens) for part in texts]

@@ -20,7 +20,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network
+from fedsub_app.models import Network, other_base
 from fedsub_app.node import Places, Source, settings_from
 from fedsub_app.problem import Model, Problem
 from fedsub_app.run_files import initial_file, state_folder
@@ -148,7 +148,10 @@ def own(
             networks[settings] = Network(problem.network().to(device))
         partition = whole_set(problem.data, settings.partitioning, client)
         how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
-        return Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
+        place = Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
+        if place.base != node.base:
+            raise UserError(f"model = {problem.name!r}: {other_base(place.base, node.base)} the server's")
+        return place
 
     def source(text: str, header: Json, context: Context) -> Places:
         settings, node = settings_from(text, ""), _Node(header, context)
@@ -181,7 +184,7 @@ class _Node:
 
     def __init__(self, header: Json, context: Context) -> None:
         self.context, self.folder = context, state_folder(header, context.node_config)
-        self.in_shape = tuple(header.get("in-shape", ()))
+        self.in_shape, self.base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
         others = {
             key: value for key, value in context.node_config.items() if key not in ("partition-id", "num-partitions")
         }

@@ -24,8 +24,8 @@ from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
 from fedsub_app.methods import METHODS
-from fedsub_app.models import tensors_of
-from fedsub_app.problem import Model, built, with_named_head
+from fedsub_app.models import base_digest, freeze, tensors_of
+from fedsub_app.problem import Model, built, trained_part, with_named_head
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 from strategies.rounds import check_defences
@@ -115,7 +115,7 @@ class LibraryStrategy(Strategy):
         check(self.method, self.keys)
         self.num_rounds = 1
         self.connected: SubnetStrategy | None = None
-        self._others: dict[str, Tensor] = {}  # of the arrays: integers, which no method changes
+        self._others: dict[str, Tensor] = {}  # of the arrays: integers and a frozen base, which no method changes
         self._order: list[str] = []
         self._round: tuple[ConfigRecord, Grid] | None = None
         self._folder: TemporaryDirectory[str] | None = None
@@ -135,14 +135,17 @@ class LibraryStrategy(Strategy):
 
     def build(self, settings: Settings, initial_arrays: ArrayRecord) -> tuple[SubnetStrategy, Tensors]:
         """Make the method's strategy; returns it with the initial tensors."""
-        if settings.trainable:
-            reason = "not in a Flower app of your own, whose network says itself what needs a gradient"
-            raise UserError(f"trainable = {settings.trainable!r}: {reason}")
+        if settings.trainable == "lora" or (settings.trainable and self.model is None):
+            needs = "give a network of the package peft" if self.model else "needs model="
+            raise UserError(f"trainable = {settings.trainable!r}: in a Flower app of your own {needs}")
         every = to_tensors(initial_arrays)
         self._order = list(every)
-        self._others = {name: tensor for name, tensor in every.items() if not tensor.is_floating_point()}
-        initial = {name: tensor.clone() for name, tensor in every.items() if name not in self._others}
-        strategy = METHODS[self.method].strategy(settings, self._network(settings, initial))
+        initial = {name: tensor.clone() for name, tensor in every.items() if tensor.is_floating_point()}
+        network = self._network(settings, initial)
+        if settings.trainable:
+            initial = {name: initial[name] for name in tensors_of(network)}
+        self._others = {name: tensor for name, tensor in every.items() if name not in initial}
+        strategy = METHODS[self.method].strategy(settings, network)
         check_defences(strategy)
         return strategy, initial
 
@@ -153,6 +156,7 @@ class LibraryStrategy(Strategy):
         """
         strategy, initial = self.build(settings, initial_arrays)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
+        header |= {"base": base_digest(strategy.model)} if settings.trainable else {}
         federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
         federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
         federation.roll, self._roll.settings = self._roll, settings
@@ -173,10 +177,10 @@ class LibraryStrategy(Strategy):
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(initial[name])
-        return network
+        return freeze(network, trained_part(settings), type(network).__name__) if settings.trainable else network
 
     def whole(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return arrays with the integers of the initial ones, in their order: what ``load_state_dict`` takes."""
+        """Return arrays in the initial ones' order, with those that no method changes, for ``load_state_dict``."""
         tensors = to_tensors(arrays) | self._others
         return to_arrays({name: tensors[name] for name in self._order})
 

@@ -262,8 +262,8 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         for budget, at in run.get("budgets", {}).items()
     ]
     if budgets:
-        header = ("setting", "method", "seed", "budget", *AT_BUDGET.values())
-        lines += ["## At equal budgets", "", markdown(header, budgets), ""]
+        columns = ("setting", "method", "seed", "budget", *AT_BUDGET.values())
+        lines += ["## At equal budgets", "", markdown(columns, budgets), ""]
     groups = _groups(runs)
     names, served = served_table(groups)
     if served:
