@@ -411,7 +411,6 @@ WRONG_ARGUMENTS: list[tuple[str, str]] = [
         )
         for key in ("seed", "run-dir", "resume", "experiment", "method")
     ),
-    ("analyse x --samples 0", "--samples 0: must be 1 to 1000000"),
     ("analyse x --starts y", "--starts y: only with --approximation ROUNDS"),
     ("report {run} --out /nodir/x.png", "/nodir/x.png: No such file or directory"),
     ("report {run} --out x.xyz", "x.xyz: Format 'xyz' is not supported (supported formats: "),

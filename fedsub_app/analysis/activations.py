@@ -28,13 +28,14 @@ from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy
 
 log = logging.getLogger("fedsub")
+SAMPLES = 256
 
 
-def analyse(folder: Path, samples: int) -> list[Path]:
+def analyse(folder: Path) -> list[Path]:
     """Analyse the directory of a run; write tables and pictures into it and return their paths.
 
     ``activations.csv`` and ``.png``: per checkpoint, layer and client (the first four) the mean activation of a unit on
-    ``samples`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
+    ``SAMPLES`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where several clients have personal positions: intersection
     over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
@@ -51,7 +52,7 @@ def analyse(folder: Path, samples: int) -> list[Path]:
         log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
     strategy = strategy_of(settings)
     staged = [line["round"] for line in lines if "stage" in line]
-    files = _activations(folder, strategy, paths, samples, max(staged, default=0))
+    files = _activations(folder, strategy, paths, max(staged, default=0))
     return [*files, *draw_overlap(folder, strategy, paths, lines)]
 
 
@@ -82,9 +83,7 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) ->
     return activations
 
 
-def _activations(
-    folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], samples: int, last_staged: int
-) -> list[Path]:
+def _activations(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], last_staged: int) -> list[Path]:
     """``last_staged``: last round of a stage of its own, such as a warm-up; 0 without one."""
     settings, model, groups = strategy.settings, strategy.model.eval(), strategy.units
     data = Problem.of(settings).data
@@ -94,7 +93,7 @@ def _activations(
     for client in clients:
         index = partition.train[client]
         order = torch.randperm(len(index), generator=generator(settings.seed, 0, client, "activations"))
-        batches.append(data.train_x[index[order[:samples]]])
+        batches.append(data.train_x[index[order[:SAMPLES]]])
     rounds, history = [], []  # history[checkpoint][client]: group name -> [size]
     for path in paths:
         checkpoint = read_checkpoint(path)

@@ -10,7 +10,6 @@ from fedsub_app.common.errors import UserError, between
 
 def analyse(
     folder: Annotated[Path, Argument(metavar="DIR", help="directory of a run")],
-    samples: Annotated[int, Option(metavar="N", help="training samples of each client")] = 256,
     approximation: Annotated[
         int | None,
         Option(metavar="ROUNDS", help="instead: cosine of federated and central training over so many rounds"),
@@ -21,7 +20,6 @@ def analyse(
 ) -> None:
     """Draw a run's masks, the activations of its units and its clients' scores."""
     rounds = between("--approximation", approximation, 1_000_000)
-    samples = between("--samples", samples, 1_000_000) or 1
     if starts and not rounds:
         raise UserError(f"--starts {starts}: only with --approximation ROUNDS")
     if rounds:
@@ -31,6 +29,6 @@ def analyse(
     else:
         from fedsub_app.analysis.activations import analyse as draw
 
-        paths = draw(folder, samples)
+        paths = draw(folder)
     for path in paths:
         print(path)
