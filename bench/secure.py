@@ -1,16 +1,24 @@
 """Costs of secure aggregation over the plain run: ``python -m bench.secure lenet5:10 resnet18-gn:10:heterofl``.
 
-A row of the table for each ``model:clients:method``, fedavg if no method is named. One process, one round; each client
-makes 10 steps of 10 samples with LeNet-5, 2 steps with other networks. The processor's seconds, from the choice of the
-clients to the merged model, do not depend on what else runs on the machine.
+A row of the table for each ``model:clients:method``, fedavg if no method is named; ``values:clients:computed`` computes
+the seconds that a round costs more, with a network of so many values, from those of one client. One process, one round;
+each client makes 10 steps of 10 samples of MNIST with LeNet-5, 2 steps with other networks. The processor's seconds are
+those from the choice of the clients to the merged model.
 """
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
+
+from fedsub_app.secure.secagg import KEY, Member, degree_and_threshold, pair_mask, stream
 
 COMMAND = """
 import resource, sys, time
@@ -51,12 +59,36 @@ def measured(model: str, clients: int, method: str, secure: bool, folder: Path) 
     return line | {"MB": memory, "seconds": seconds}
 
 
+def computed(values: int, clients: int, dropouts: float = 0.3, corrupted: float = 0.1) -> str:
+    """Return the row of a round whose costs are ``clients`` times those of one, its own and the server's for it."""
+    degree, least = degree_and_threshold(clients, dropouts, corrupted)
+    one, few = Member(0), [Member(other) for other in range(1, 11)]
+    keys = {other: few[other % 10].public for other in range(1, degree + 1)}
+    shares = create_shares(one.own, least, degree)
+
+    def seconds(work: Callable[[], object]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    masks = seconds(lambda: [pair_mask(0, other, one.pair, keys[other][KEY:], values) for other in range(1, 11)])
+    own = seconds(lambda: stream(one.own, b"own", values))
+    sharing = seconds(lambda: one.share(keys, least)) + seconds(lambda: combine_shares(shares[:least]))
+    total = clients * (sharing + masks / len(few) * degree + 2 * own)
+    more = 4 * values + degree * 136 + 64, degree * 164  # vector, shares, revealed ones, keys; keys, shares
+    up, down = (f"{math.ceil(size / 1e3):,}" for size in more)
+    return f"| {values:,} values, {clients}, computed | + {total:.0f} | | {up} | + {down} | |"
+
+
 def main(rows: list[str]) -> None:
     """Print the table."""
     print("| network, clients, method | processor seconds of a round | ratio | kB up a client | kB down | peak MB |")
     print("|---|---|---|---|---|---|")
     for row in rows:
         model, clients, method = (*row.split(":"), "fedavg")[:3]
+        if method == "computed":
+            print(computed(int(model), int(clients)))
+            continue
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             plain, secure = (measured(model, int(clients), method, on, Path(folder) / str(on)) for on in (False, True))
         spent = [line["seconds"] for line in (plain, secure)]

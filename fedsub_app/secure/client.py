@@ -134,5 +134,5 @@ def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Upda
         error = f"tensor {broken[0]!r}: NaN or infinite values"
         return Update(update.client, error=error, diverged=True)
     change, covered = layout.change(update.tensors, sent, unprefixed(AT, sent), unprefixed(AT, update.tensors))
-    Secrets(folder, header["round"], update.client).begin(change=change.float(), covered=covered)
+    Secrets(folder, header["round"], update.client).begin(change=change, covered=covered)
     return replace(update, tensors={COVERED: covered} if header["secure"]["public"] else {})

@@ -50,7 +50,7 @@ class Layout:
         return {name: part.view(tuple(shape)) for (name, shape), part in parts}
 
     def change(self, tensors: Tensors, sent: Tensors, at: Tensors, own: Tensors) -> tuple[Tensor, Tensor]:
-        """Return a client's change, float64, and the positions that it contributes, bool, as vectors.
+        """Return a client's change, float32, and the positions that it contributes, bool, as vectors.
 
         Parameters
         ----------
@@ -70,7 +70,7 @@ class Layout:
             masks[name] = mask & own.get(name, torch.tensor(True))
             changes.append(change.flatten())
         covered = self.flat(masks)
-        return torch.cat(changes) * covered, covered
+        return torch.cat(changes).mul_(covered), covered
 
     def mean(self, change: Tensor, weights: Tensor, current: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """Return what the sum of the weighted changes makes of the model.
@@ -117,13 +117,13 @@ class Scale:
 
     def vector(self, change: Tensor, weight: float = 1.0) -> Vector:
         """Return a client's vector, one integer longer than its change; its weight is at most 1."""
-        change = change.double()
+        change = change.to(torch.float64, copy=True)
         if self.norm:
-            change = change * min(1.0, self.norm / max(float(change.norm()), 1e-30))
-        clipped = float((change.abs() > self.limit).double().mean())
-        values = change.clamp(-self.limit, self.limit) * (min(weight, 1.0) / self.step)
+            change *= min(1.0, self.norm / max(float(change.norm()), 1e-30))
+        clipped = int((change.abs() > self.limit).sum()) / len(change)
+        values = change.clamp_(-self.limit, self.limit).mul_(min(weight, 1.0) / self.step).round_()
         parts = torch.tensor([math.ceil(PARTS // self.clients * clipped)])
-        return torch.cat([values.round().long(), parts]).int().numpy().view(np.uint32)
+        return torch.cat([values.int(), parts.int()]).numpy().view(np.uint32)
 
     def change(self, total: Vector, clients: int) -> tuple[Tensor, float]:
         """Return the sum of the weighted changes of ``clients`` vectors, and the fraction of clipped values."""
@@ -146,5 +146,5 @@ def counted(total: Vector, length: int, clients: int) -> Tensor:
 
 def _whole(values: Tensor, mask: Tensor) -> Tensor:
     """Return values in the shape of the mask, 0 where it is off; values of that shape as they are."""
-    values = values.double()
+    values = values.float()
     return values if values.shape == mask.shape else values.new_zeros(mask.shape).masked_scatter_(mask, values)
