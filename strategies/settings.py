@@ -138,10 +138,7 @@ class SubFedAvgSettings(MethodSettings):
     channel_distance: NonNegative = 0.01
     """Channels are pruned if their masks after the first and last epoch differ by more than this fraction."""
     score: Finite = 50.0
-    """Score, an accuracy in percent, that the pruned network must beat on gate-data, or the pruning is undone.
-
-    Also written ``accuracy``.
-    """
+    """Score, an accuracy in percent, that the pruned network must beat on gate-data, or the pruning is undone."""
     gate_data: Literal["validation", "test"] = "validation"
     """The client's samples on which the score is measured; test, as published, lets the test set choose the network."""
 
