@@ -108,6 +108,12 @@ class RunSettings(Section):
     """Stop after the round in which the bytes of all messages, by the papers' formula, reach this; 0: no limit."""
     max_device_seconds: AmountOrNone = None
     """Stop after the round in which the devices' clock reaches this, with ``devices``; 0: no limit."""
+    all_budgets: bool = False
+    """Stop when the last of max-flops, max-bytes, max-device-seconds is used up, not the first.
+
+    What a method measures on its clients for an evaluation, such as HeteroFL's statistics, then counts once, in the
+    latest evaluated round. Tables compare such runs at each budget.
+    """
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Scores to measure, any of global, global-local, personal: "global, personal".
 
@@ -322,6 +328,8 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
                 raise ValueError(f"{key} = {value:g}: must be less than or equal to {SCORES[self.task].high:g}")
         if self.max_device_seconds and not self.devices:
             raise ValueError(f"max-device-seconds = {self.max_device_seconds:g}: does nothing without devices")
+        if self.all_budgets and not (self.max_flops or self.max_bytes or self.max_device_seconds):
+            raise ValueError("all-budgets = true: needs max-flops, max-bytes or max-device-seconds")
         if further_metrics(self.metrics) and self.task not in CLASSES:
             raise ValueError(f"metrics = {', '.join(self.metrics)!r}: task = {self.task!r} takes none but 'spread'")
         if self.attack == "label-flip" and self.task in SCORES and self.task not in CLASSES:

@@ -15,6 +15,7 @@ from strategies.hooks import Hooks
 
 BYTES = ("bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up")
 SUMMED = (*rounds.COSTS, *BYTES, "merge-seconds", "device-seconds", "joules")
+BUDGETED = ("flops", "formula-bytes-down", "formula-bytes-up", "device-seconds")  # that budgets count
 
 
 class Measurement(Hooks):
@@ -45,8 +46,8 @@ class Measurement(Hooks):
     def run(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:
         """Ask the clients; returns the new model, or the merged one where too few replies are valid.
 
-        Costs are added to the costs of the round's training, and the rest goes into the round's line as
-        ``measurement``.
+        Costs are added to the costs of the round's training. The rest, and the costs that budgets count, go into the
+        round's line as ``measurement``.
         """
         method = self.method
         self.connect(method.federation, method.facts)
@@ -58,7 +59,8 @@ class Measurement(Hooks):
         costs = {key: value for key, value in phase.report.items() if key in SUMMED}
         report = method.phase.report
         report |= {key: report.get(key, 0) + value for key, value in costs.items()}
-        report["measurement"] = {key: value for key, value in phase.report.items() if key not in SUMMED}
+        alone = {key: value for key, value in phase.report.items() if key not in SUMMED or key in BUDGETED}
+        report["measurement"] = alone
         if measured is None:
             return arrays
         method.current = self.current

@@ -24,6 +24,12 @@ TOTALS = (
     "compute-seconds",
 )
 OF_DEVICES = ("device-seconds", "joules")  # totals of runs with devices
+# Limits of a run: what each counts, and the unit of tables.
+BUDGETS = {
+    "max-flops": (("flops",), 1e9, "GFLOPs"),
+    "max-bytes": (("formula-bytes-down", "formula-bytes-up"), 1e6, "MB"),
+    "max-device-seconds": (("device-seconds",), 1, "device seconds"),
+}
 
 
 def to_line(line: Json) -> str:
@@ -80,20 +86,27 @@ def read_rounds(folder: Path) -> list[Json]:
     return lines
 
 
+def spent(lines: list[Json], budget: str, last_evaluation: bool = False) -> float:
+    """Return what some rounds have cost of a budget, a key of ``BUDGETS``.
+
+    ``last_evaluation``: without what methods measured on clients for the evaluations of earlier rounds.
+    """
+
+    def total(parts: list[Json]) -> float:
+        return sum(part.get(key) or 0 for part in parts for key in BUDGETS[budget][0])
+
+    return total(lines) - (total([line.get("measurement", {}) for line in lines[:-1]]) if last_evaluation else 0)
+
+
 def ended_by(lines: list[Json], settings: Settings) -> str | None:
     """Return the setting that ends a run after these rounds, before ``num-rounds``; None where the run continues.
 
-    ``max-flops``, ``max-bytes``, ``max-device-seconds``: the budget is used up; ``stop-at-<score>``: the score is
-    reached.
+    ``BUDGETS``: the first is used up or, with ``all-budgets``, the last. ``stop-at-<score>``: the score is reached.
     """
-    spent = {
-        "max-flops": (settings.max_flops, ("flops",)),
-        "max-bytes": (settings.max_bytes, ("formula-bytes-down", "formula-bytes-up")),
-        "max-device-seconds": (settings.max_device_seconds, ("device-seconds",)),
-    }
-    for key, (limit, counted) in spent.items():
-        if limit and sum(line.get(count) or 0 for line in lines for count in counted) >= limit:
-            return key
+    limits = {key: limit for key in BUDGETS if (limit := getattr(settings, key.replace("-", "_")))}
+    used = [key for key in limits if spent(lines, key, settings.all_budgets) >= limits[key]]
+    if used and (len(used) == len(limits) or not settings.all_budgets):
+        return used[-1 if settings.all_budgets else 0]
     score, enough = settings.score, settings.stop_at_score
     measured = [line.get(f"{settings.evaluations[0]}-{score.name}") for line in lines]
     over = enough and any(value is not None and score.reached(value, enough) for value in measured)
