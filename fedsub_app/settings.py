@@ -111,8 +111,7 @@ class RunSettings(Section):
     all_budgets: bool = False
     """Stop when the last of max-flops, max-bytes, max-device-seconds is used up, not the first.
 
-    What a method measures on its clients for an evaluation, such as HeteroFL's statistics, then counts once, in the
-    latest evaluated round. Tables compare such runs at each budget.
+    Measurements for evaluations, such as HeteroFL's statistics, then count once. Tables show the score at each budget.
     """
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Scores to measure, any of global, global-local, personal: "global, personal".

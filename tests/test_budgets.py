@@ -10,8 +10,11 @@ from helpers import rounds
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
+from fedsub_app.config import resolve
+from fedsub_app.reports.records import Record
 from fedsub_app.runs.recorded import _allows_more
-from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.runs.rounds import ended_by, read_rounds
+from fedsub_app.studies.evidence import at_budgets
 
 Run = Callable[..., tuple[Json, Path]]
 
@@ -34,6 +37,41 @@ def test_the_round_that_uses_it_up_is_the_last(
     assert "global-accuracy" in line  # the last round is evaluated, on the clients too, and has a checkpoint
     assert "personal-accuracy" in line
     assert (folder / f"checkpoints/round-{last:06d}.safetensors").exists()
+
+
+ALL: Json = {"max-flops": 2e9, "max-bytes": 6e6, "all-budgets": True}
+
+
+def lines_by_hand() -> list[Json]:
+    """Rounds of 1 GFLOP and 1 MB; rounds 2 and 4 are evaluated, which takes 1 MB more each."""
+    lines: list[Json] = [{"round": 0, "global-accuracy": 10.0}]
+    for number in range(1, 6):
+        lines += [{"round": number, "flops": 1e9, "formula-bytes-down": 4e5, "formula-bytes-up": 6e5}]
+    for number in (2, 4):
+        lines[number]["formula-bytes-up"] += 1e6
+        lines[number] |= {"measurement": {"formula-bytes-up": 1e6}, "global-accuracy": 10.0 * number}
+    return lines
+
+
+def test_with_all_budgets_the_last_ends_the_run_and_earlier_evaluations_cost_nothing() -> None:
+    lines, settings = lines_by_hand(), resolve(ALL | {"max-bytes": 4.5e6})
+    assert [ended_by(lines[:n], settings) for n in (3, 4, 5)] == [None, None, "max-bytes"]
+    assert ended_by(lines[:3], resolve(ALL | {"all-budgets": False})) == "max-flops"
+    assert ended_by(lines, resolve(ALL)) is None
+
+
+def test_a_run_is_read_at_each_budget() -> None:
+    """The last evaluation that costs no more, with its own measurement."""
+    record = Record(Path(), {"settings": ALL}, lines_by_hand())
+    assert at_budgets(record, "global-accuracy") == {
+        "2 GFLOPs": {"round": 2, "final": 20.0, "spent": 2.5},
+        "6 MB": {"round": 4, "final": 40.0, "spent": 5 / 6},
+    }
+
+
+def test_all_budgets_without_a_budget_is_refused() -> None:
+    with pytest.raises(UserError, match="all-budgets = true: needs max-flops, max-bytes or max-device-seconds"):
+        resolve({"all-budgets": True})
 
 
 def test_without_reaching_it_a_run_goes_on(run_local: Run) -> None:

@@ -3,14 +3,16 @@
 ``{table | method | setting}`` is an accuracy, with ``| key`` another number of the row's first run.
 ``{matrix table}`` is a table of methods and settings, ``{pairs table}`` has a method without → with ``robust``,
 ``{settings table}`` a setting a line, ``{privacy table}`` the rows of privacy.md; ``{command table}`` repeats it.
+``{budgets table}`` has a table for each setting: scores of runs with ``all-budgets`` at each budget, and by width.
 """
 
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
-from fedsub_app.studies.evidence import Sample, difference, row_of, sample_of
+from fedsub_app.studies.evidence import Sample, difference, row_of, sample, sample_of
 
 
 def _names(content: Json, key: str) -> list[str]:
@@ -79,9 +81,44 @@ def privacy(content: Json) -> str:
     return markdown(header, lines)
 
 
+def budgets(content: Json) -> str:
+    """Return for each setting a table of scores at equal budgets and, at the first of them, by width.
+
+    A cell has the mean of the last evaluated rounds within the budget and, in brackets, the share of the budget that
+    runs had spent which ended below 95 % of it.
+    """
+    parts = []
+    for setting in _names(content, "setting"):
+        rows = [row for row in content["rows"] if row["setting"] == setting]
+        names = list(rows[0]["runs"][0]["budgets"])
+        by_width = [[_widths(run, names[0]) for run in row["runs"]] for row in rows]
+        widths = sorted({width for runs in by_width for run in runs for width in run})
+        lines = []
+        for row, runs in zip(rows, by_width, strict=True):
+            means = [[run[width] for run in runs if width in run] for width in widths]
+            last = [f"{statistics.fmean(each):.1f}" if each else "" for each in means]
+            lines.append([row["method"], *(_at(row, name) for name in names), *last])
+        seeds = max(len(row["runs"]) for row in rows)
+        parts.append(f"{setting}, {seeds} seed{'s' * (seeds > 1)}:")
+        parts.append(markdown(["method", *names, *(f"{width}, {names[0]}" for width in widths)], lines))
+    return "\n\n".join(parts)
+
+
+def _widths(run: Json, budget: str) -> Json:
+    return run["budgets"][budget].get("served", {}).get("global-accuracy", {})  # type: ignore[no-any-return]
+
+
+def _at(row: Json, budget: str) -> str:
+    runs = {run["seed"]: run["budgets"][budget] for run in row["runs"]}
+    number, used = (statistics.fmean(run[key] for run in runs.values()) for key in ("round", "spent"))
+    text = f"{_text(sample({seed: run['final'] for seed, run in runs.items()}))}, round {number:.0f}"
+    return text + f" ({used:.0%})" * (used < 0.95)
+
+
 TABLES: Mapping[str, Callable[[Json], str]] = {
     "command": lambda content: content["command"],
     "matrix": matrix,
+    "budgets": budgets,
     "pairs": pairs,
     "settings": by_setting,
     "privacy": privacy,

@@ -91,11 +91,9 @@ def spent(lines: list[Json], budget: str, last_evaluation: bool = False) -> floa
 
     ``last_evaluation``: without what methods measured on clients for the evaluations of earlier rounds.
     """
-
-    def total(parts: list[Json]) -> float:
-        return sum(part.get(key) or 0 for part in parts for key in BUDGETS[budget][0])
-
-    return total(lines) - (total([line.get("measurement", {}) for line in lines[:-1]]) if last_evaluation else 0)
+    earlier = [line.get("measurement", {}) for line in lines[:-1]] if last_evaluation else []
+    whole, left_out = (sum(of.get(key) or 0 for of in each for key in BUDGETS[budget][0]) for each in (lines, earlier))
+    return whole - left_out
 
 
 def ended_by(lines: list[Json], settings: Settings) -> str | None:

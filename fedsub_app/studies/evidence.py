@@ -14,7 +14,8 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.reports.records import COSTS, read_run
+from fedsub_app.reports.records import COSTS, Record, read_run
+from fedsub_app.runs.rounds import BUDGETS, spent
 
 COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds", "device-seconds")
 SAME = ("formula-bytes-down", "formula-bytes-up", "flops")  # costs that do not depend on the machine
@@ -104,8 +105,24 @@ def run_entry(folder: Path, metric: str) -> Json:
         | {cost: [float(f"{line[cost]:.6g}") for line in lines] for cost in COSTS if "second" not in cost},
     }
     entry |= {"served": summary["served"]} if "served" in summary else {}
+    entry |= {"budgets": at_budgets(record, metric)} if record.settings.get("all-budgets") else {}
     optional = {"validation": f"final-{validation}", "rounds-to-target": "rounds-to-target", "epsilon": "epsilon"}
     return entry | {name: summary[key] for name, key in optional.items() if key in summary}
+
+
+def at_budgets(record: Record, metric: str) -> Json:
+    """Return the last evaluated round within each budget of a run with ``all-budgets``: "150 MB" -> its numbers.
+
+    ``spent``: fraction of the budget at the end of the run, below 1 where ``num-rounds`` came first.
+    """
+    found, lines = {}, record.lines
+    evaluated = [number for number, line in enumerate(lines) if metric in line]
+    for key in [key for key in BUDGETS if record.settings.get(key)]:
+        limit, (_, unit, name) = record.settings[key], BUDGETS[key]
+        last = lines[max(n for n in evaluated if spent(lines[: n + 1], key, last_evaluation=True) <= limit)]
+        at: Json = {key: last[key] for key in ("round", "served") if key in last}
+        found[f"{limit / unit:g} {name}"] = at | {"final": last[metric], "spent": spent(lines, key, True) / limit}
+    return found
 
 
 def write_evidence(path: Path, content: Json) -> Path:

@@ -165,6 +165,8 @@ def _groups(runs: Runs, finished: bool = False) -> list[Group]:
 
 ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
 
+AT_BUDGET = {"round": "last round within it", "final": "score", "spent": "spent in the end"}
+
 
 def table_header(score: Score) -> tuple[str, ...]:
     return (
@@ -253,6 +255,15 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         costs = tables[f"{name}-cost-to-accuracy"] = _cost_table(runs)
         lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
         lines += [_filled_columns(*costs), ""]
+    budgets = [
+        [row["setting"], row["method"], str(run["seed"]), budget, *(f"{at[key]:.4g}" for key in AT_BUDGET)]
+        for row in content["rows"]
+        for run in row["runs"]
+        for budget, at in run.get("budgets", {}).items()
+    ]
+    if budgets:
+        header = ("setting", "method", "seed", "budget", *AT_BUDGET.values())
+        lines += ["## At equal budgets", "", markdown(header, budgets), ""]
     groups = _groups(runs)
     names, served = served_table(groups)
     if served:
