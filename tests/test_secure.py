@@ -539,7 +539,7 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
         ("feddst", {"weighting": "auto"}, "weighting = 'auto': must be 'uniform' with secure-masks = 'secret'"),
         (
             "fednova",
-            {"model": "mnist-cnn-bn", "dataset": "mnist"},
+            {"model": "mnist-cnn-bn", "dataset": "digits", "image_size": 28},
             "BatchNorm's statistics are averaged with other weights",
         ),
         ("fedselect", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),

@@ -133,7 +133,7 @@ def drawn(count: int, shape: Shape, generator: torch.Generator, dtype: torch.dty
 
 def _batch(shape: Shape, made: Callable[[Part], Tensor]) -> Batch:
     if not isinstance(shape, Form):
-        return made(Part(shape, torch.float32))
+        return made(Part(shape, torch.get_default_dtype()))
     tensors = tuple(map(made, shape.parts))
     return tensors[0] if shape.single else Inputs(tensors, shape.names)
 
