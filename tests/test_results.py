@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -129,3 +129,18 @@ def test_fields_of_a_page_are_filled_with_numbers_of_the_data(pages: ModuleType)
     assert used == ["t"]
     with pytest.raises(KeyError, match="t: no 'B' with 'none'"):
         pages.filled("{t | B | none}", data)
+
+
+def test_a_table_of_adapters(pages: ModuleType) -> None:
+    """The worst source has the lowest mean of five clients' accuracies, or the highest of their errors."""
+    for score, worst in (("accuracy", 30.0), ("rmse", 35.0)):
+        measured = {str(k): {f"personal-{score}": 30.0 + 5 * (k > 4)} for k in (*range(5, 10), *range(5))}
+        summary, lines = {f"final-global-{score}": 40.0}, [{"merge-error": 0.5}]
+        run = pages.of_sources(SimpleNamespace(lines=lines, summary=summary, measured=measured))
+        assert run == {"merge-error": 0.5, "global": 40.0, "worst-source": worst}
+        totals = {"formula-bytes-down": 1e6, "formula-bytes-up": 2e6}
+        row = {"setting": "rating", "method": "A", "metric": f"personal-{score}", "peak-MB": 79}
+        data = {"t": {"rows": [row | {"runs": [{"seed": 0, "final": 32.5, "totals": totals} | run]}]}}
+        page, _ = pages.filled("{adapters t}", data)
+        assert page.startswith(f"## Rating\n\n| method | {score} | ")
+        assert page.endswith(f"| A | 40 | 32.5 | {worst:.3g} | 3 | 0.5 | 79 |")

@@ -138,11 +138,11 @@ def adapters(content: Json) -> str:
         rows = [row for row in content["rows"] if row["setting"] == setting and row["runs"]]
         lines = []
         for row in rows:
-            keys = ("global", "final", "worst-source", "MB", "peak-MB", "merge-error")
-            found = [sample_of(row, key) for key in keys]
-            lines.append([row["method"], *("" if each is None else f"{each.mean:.3g}" for each in found)])
+            found = [sample_of(row, key) for key in ("global", "final", "worst-source", "MB", "merge-error")]
+            cells = ["" if each is None else f"{each.mean:.3g}" for each in found]
+            lines.append([row["method"], *cells, str(row.get("peak-MB", ""))])
         header = (rows[0]["metric"].removeprefix("personal-"), "mean of the clients' own", "worst source")
-        header += ("MB down and up", "peak MB of a client", "merge error")
+        header += ("MB down and up", "merge error", "peak MB of a client")
         parts += [f"## {setting.capitalize()}", markdown(["method", *header], lines)]
     return "\n\n".join(parts)
 
