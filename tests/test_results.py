@@ -144,3 +144,20 @@ def test_a_table_of_adapters(pages: ModuleType) -> None:
         page, _ = pages.filled("{adapters t}", data)
         assert page.startswith(f"## Rating\n\n| method | {score} | ")
         assert page.endswith(f"| A | 40 | 32.5 | {worst:.3g} | 3 | 0.5 | 79 |")
+
+
+def test_scores_at_equal_budgets_by_hand(pages: ModuleType) -> None:
+    """Two seeds of A; B had spent half of its budget by its last round and has no widths."""
+    at = [{"round": 4 + 2 * k, "final": 80.0 + k, "spent": 1.1, "served": {"global-accuracy": {"width 1": 70.0 + k}}}
+          for k in (0, 1)]  # fmt: skip
+    alone = at[0] | {"spent": 0.5, "served": {}}
+    runs_of = {"A": [{"budgets": {"75 MB": of}} for of in at], "B": [{"budgets": {"75 MB": alone}}]}
+    rows = [
+        {"setting": "S", "method": method, "runs": [run | {"seed": seed} for seed, run in enumerate(runs)]}
+        for method, runs in runs_of.items()
+    ]
+    page, _ = pages.filled("{budgets t}", {"t": {"rows": rows}})
+    title, _, header, _, first, second = page.splitlines()
+    assert (title, header) == ("S, 2 seeds:", "| method | 75 MB | width 1, 75 MB |")
+    assert first == "| A | 80.5 ± 0.7, round 5 | 70.5 |"
+    assert second == "| B | 80.0, round 4 (50%) |  |"
