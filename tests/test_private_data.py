@@ -116,7 +116,7 @@ def test_an_analysis_needs_the_data(run_local: RunLocal, tmp_path: Path) -> None
     good = images(tmp_path / "a.npz", 40)
     _, folder = run_local(grid=lambda _, keys: Private(keys, [good, good]), **KEYS)
     private = resolve({"num-clients": 2, "private-examples": 60})
-    for tell in (partial(plan, private), partial(analyse, folder, 8), partial(approximation, folder, 1)):
+    for tell in (partial(plan, private), partial(analyse, folder), partial(approximation, folder, 1)):
         with pytest.raises(UserError, match=r"^private-examples = 60: the clients' data are with their nodes$"):
             tell()
 
