@@ -8,7 +8,7 @@ FedTiny: Huang, Zhang, Sun, Fang, Yuan, Wu: Distributed Pruning Towards Tiny Neu
 ICDCS 2023, https://arxiv.org/abs/2212.01977. The server prunes the initial network by magnitude into ``candidates``
 whose layers have densities of their own. In round 1 clients answer with each one's loss, BatchNorm adapted to their
 data; that of the smallest mean loss is trained. Clients then send the largest gradients of pruned weights in one block
-of layers. Those with the largest mean grow, and as many of the smallest kept weights are pruned.
+of layers. Weights with the largest mean grow, and as many of the smallest kept weights are pruned.
 FedRTS: Huang, Yang, Chen, Ye, Wu: FedRTS: Federated Robust Pruning via Combinatorial Thompson Sampling, NeurIPS 2025,
 https://arxiv.org/abs/2501.19122. Each weight has a Beta distribution of its worth. A kept weight's outcome in a round
 says whether it would stay if the share were pruned: in the merged model, times ``1 - gamma``, and in the clients'
@@ -25,7 +25,7 @@ fedrts); of these two papers the abstracts were read. Deviations, and points tha
 - PruneFL's ``density`` is also the upper bound (the code's ``--max-density``) unless fewer may go. All weights take the
   same time; the authors measure it on their devices, layer by layer.
 - FedTiny's BatchNorm has the statistics of a client's mini-batches; the paper's server averages them over clients.
-  The first candidate has no noise, the network is not pretrained. What is pruned does not grow at once (library: may).
+  The first candidate has no noise, the network is not pretrained. A pruned weight does not grow at once (library: may).
 """
 
 from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ own statistics of BatchNorm, and all share its weight and bias.
 Checked against its authors' version in Flower's baselines (baselines/fjord: client.py, models.py, strategy.py, od/):
 rounding up, one p a mini-batch for all layers, no gradient through the teacher. Deviations from it and from the paper:
 
-- BatchNorm takes the statistics of the mini-batch in training, at each width. Those of the global model are measured by
+- BatchNorm takes the statistics of the mini-batch in training, at each width. The global model's are measured by
   all clients, as with HeteroFL, and those of a client's network on its own samples, before it is evaluated; theirs are
   running averages for each width.
 - A ResNet narrows the inner channels of its blocks alone; theirs narrows the residual stream as well.

@@ -34,7 +34,7 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
     """Return a round's updates without those that harm the merged model, and these as dropped clients.
 
     Where the merged model's loss is suspect, the update is left out without which it is lowest, one after the other, as
-    long as that brings it a quarter of the way down and at least half of the updates stay. Of two updates, which have
+    long as that brings it a quarter of the way down and at least half of the updates stay. With two updates, which have
     no majority, one is left out where the loss is a fifth lower without it. The update of a watched client is left out
     where the loss is lower without it. Where a client takes part that contributed to a model that was not kept, any
     loss above that of the best model is suspect.

@@ -38,7 +38,7 @@ def run(
         bool, Option("--dry-run", help="print settings, clients, bytes, FLOPs, memory; train nothing")
     ] = False,
 ) -> int:
-    """Run an experiment; without a name the quickstart."""
+    """Run an experiment; without any word the quickstart, with settings alone those of pyproject.toml."""
     from fedsub_app.deployment import flower
     from fedsub_app.runs.recorded import settings_of
 

@@ -1,4 +1,4 @@
-"""What a run on Flower takes along of the user's working directory: absolute paths of data, copies of own code."""
+"""Parts of the user's working directory that a run on Flower takes along: absolute paths of data, copies of own code."""
 
 import shutil
 import tomllib

@@ -44,7 +44,7 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
     A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
-    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. Of listed networks:
+    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. For listed networks:
 
     ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
     of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each

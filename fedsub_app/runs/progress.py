@@ -1,6 +1,6 @@
 """How far it is: on a terminal one line that is written over, in a pipe plain lines.
 
-What else is said stands above that line. It changes when something has happened and not by a thread of its own, which
+Other records stand above that line. It changes when something has happened and not by a thread of its own, which
 would be copied into the workers that are forked.
 """
 
