@@ -1,4 +1,4 @@
-"""Arguments of several commands: an experiment and ``key=value`` behind it, ``-s``, and the words that complete them."""
+"""Arguments of several commands: an experiment, ``key=value`` behind it, ``-s``, and the words that complete them."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated

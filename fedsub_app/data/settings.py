@@ -92,7 +92,7 @@ class DataSettings(SeedSettings):
     group: str = ""
     """Column of a source's groups, the natural clients of partition = "column"; "file": the file's name; "": none."""
     tokenizer: str = "characters"
-    """Tokens of a column of texts: characters, words, bpe (made of the training texts), or "transformers:FOLDER or name"."""
+    """Tokens of texts: characters, words, bpe (made of the training texts), or "transformers:FOLDER or name"."""
     tokens: Count = 64
     """Tokens of a sample of text; longer ones are cut, next-token takes the rest as further samples."""
     vocabulary: Annotated[int, Field(ge=3, le=1_000_000)] = 8_000

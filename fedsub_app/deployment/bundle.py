@@ -1,4 +1,4 @@
-"""Parts of the user's working directory that a run on Flower takes along: absolute paths of data, copies of own code."""
+"""Files that a run on Flower takes along: absolute paths of data, copies of own code."""
 
 import shutil
 import tomllib
