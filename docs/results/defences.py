@@ -139,7 +139,7 @@ def adapters(content: Json) -> str:
         lines = []
         for row in rows:
             found = [sample_of(row, key) for key in ("global", "final", "worst-source", "MB", "merge-error")]
-            cells = ["" if each is None else f"{each.mean:.3g}" for each in found]
+            cells = ["" if each is None else f"{each.mean:.3g}" + f" ± {each.sd:.2g}" * (each.sd > 0) for each in found]
             lines.append([row["method"], *cells, str(row.get("peak-MB", ""))])
         header = (rows[0]["metric"].removeprefix("personal-"), "mean of the clients' own", "worst source")
         header += ("MB down and up", "merge error", "peak MB of a client")
@@ -172,7 +172,7 @@ def filled(text: str, data: Mapping[str, Json]) -> tuple[str, Sequence[str]]:
         method, setting, *key = parts
         if key:
             row = row_of(data[table], setting, method)
-            return f"{row['runs'][0][key[0]]:.3g}" if row else ""
+            return f"{statistics.fmean(run[key[0]] for run in row['runs']):.3g}" if row else ""
         return _text(_sample(data[table], method, setting))
 
     return re.sub(r"\{([^{}\n]+)\}", field, text), list(used)
