@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors, chosen
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed
 from fedsub_app.models.groups import split
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient
 from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
-from strategies.fedpews import first_scores
+from strategies.fedpews import MASK, first_scores
 from strategies.settings import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # FLOPs of a plain step from which on cutting weights costs less than it saves on a CPU
@@ -35,7 +36,7 @@ class FedPeWSClient(Client):
             self.fit(step=partial(train_under, mask.to(self.place.device, torch.float32), self.narrow))
         else:
             self.load(chosen(sent, self.network.tensors))
-            learning = MaskLearning(self, sent["theta"])
+            learning = MaskLearning(self, self.others(sent["theta"], config.get("counted", 0)))
             self.fit(step=learning)
             self.state["scores"] = learning.scores
             mask = learning.draw().cpu().bool()  # line 18
@@ -44,7 +45,17 @@ class FedPeWSClient(Client):
         flops = subnet_flops(self.place.problem, self.network.module, units, split(mask, units))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
         self.metrics["mask-density"] = float(mask.float().mean())
-        return gather(self.trained(), self.positions(mask)) | learned
+        trained, positions = self.trained(), self.positions(mask)
+        if not self.settings.secure_aggregation:
+            return gather(trained, positions) | learned
+        self.state["counted"] = learned.get("theta", mask.float())
+        return trained | prefixed(AT, positions | {MASK: mask}) | learned | {MASK: torch.zeros(len(mask))}
+
+    def others(self, theta: Tensor, counted: int) -> Tensor:
+        """Return the others' probabilities, [h]; where ``counted``, ``theta`` is a mean with this client's."""
+        if counted and "counted" in self.state:
+            theta = ((counted * theta - self.state["counted"]) / (counted - 1)).clamp(0, 1)
+        return theta
 
     @property
     def gated_tensors(self) -> list[str]:

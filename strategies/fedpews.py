@@ -22,6 +22,8 @@ Readings of the paper where it is silent or contradicts itself:
 - Positions that no client covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
   sends only the covered values as well. Evaluation is on the full model.
+With secure-aggregation the server knows no mask, but the sum of the masks (or of the probabilities) of the last round's
+clients. They are the others of the next round; a client that was one of them takes its own part away.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import Range, Spec, Task, Update
 from fedsub_app.models.groups import split
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import expand, fixed_masks
 from strategies.base import SubnetStrategy
@@ -41,18 +44,22 @@ from strategies.defences import ALONE, WITHOUT_MASKS
 from strategies.hooks import Merged
 from strategies.settings import FedPeWSSettings
 
+MASK = "theta/mask"  # with secure-aggregation: a neuron mask that is counted; its values are 0
+
 
 class FedPeWS(SubnetStrategy):
     """Personalised warm-up, then FedAvg.
 
     Attributes
     ----------
-    theta : every client's last mask, or its probabilities, float [N, h].
+    theta : every client's last mask, or its probabilities, float [N, h]; with secure-aggregation, from the first round
+        on, each row is the mean over the last round's clients.
     fixed : every client's fixed mask, bool [N, h].
     """
 
     options: FedPeWSSettings
     secure = ""
+    sums = "theta"
     remembers = ("theta",)
     reports: ClassVar = {
         "units-covered-by": Reported(
@@ -94,7 +101,13 @@ class FedPeWS(SubnetStrategy):
             others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
         else:
             others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
-        return Task(client, self.current | {"theta": others}, {"warm-up": True})
+        last = self.state_rounds == self.state_rounds.max().clamp(min=1)
+        counted = {"counted": int(last.sum())} if self.settings.secure_aggregation and last[client] else {}
+        return Task(client, self.current | {"theta": others}, {"warm-up": True, **counted})
+
+    @property
+    def chooses_positions(self) -> bool:
+        return self.warming_up and self.options.masks == "learned"
 
     def positions(self, mask: torch.Tensor) -> Tensors:
         """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
@@ -104,6 +117,9 @@ class FedPeWS(SubnetStrategy):
         """Expect the covered values of every tensor and, where masks are learned, the mask and its probabilities."""
         if not self.warming_up:
             return super().expected(client)
+        if self.settings.secure_aggregation:
+            summed = [MASK, "theta"] if self.options.others == "mean" else [MASK]
+            return self.specs | dict.fromkeys(summed, Spec((self.hidden,)))
         specs = {name: spec.gathered() for name, spec in self.specs.items()}
         if self.options.masks == "learned":
             specs["mask"] = Spec((self.hidden,), torch.bool)
@@ -130,15 +146,20 @@ class FedPeWS(SubnetStrategy):
 
     def refuses(self) -> Mapping[str, str]:
         """Refuse defences that compare whole updates: in the warm-up clients cover different positions."""
-        alone = {"min-contributors": ALONE} if self.options.masks == "fixed" else {}
-        secure = {"secure-aggregation": "its server holds each client's mask in the warm-up"}
-        return {**WITHOUT_MASKS, **alone, **secure} if self.options.warmup_rounds else {}
+        refused = dict(WITHOUT_MASKS)
+        if self.options.masks == "fixed":
+            refused |= dict.fromkeys(("min-contributors", "secure-aggregation"), ALONE)
+        elif self.options.others == "highest":
+            refused["secure-aggregation"] = "the highest probability of a unit is a single client's"
+        return refused if self.options.warmup_rounds else {}
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Keep the clients' probabilities; report the number of hidden units that 0, 1, 2, … clients cover."""
         merged = super().merge(mean, updates)
         if not self.warming_up:
             return merged
+        if self.settings.secure_aggregation:
+            return self.merge_sums(merged, updates)
         masks, theta = [self.mask_of(update) for update in updates], self.theta.clone()
         if self.options.masks == "learned":
             for update, mask in zip(updates, masks, strict=True):
@@ -146,11 +167,19 @@ class FedPeWS(SubnetStrategy):
         times = torch.bincount(torch.stack(masks).sum(0), minlength=len(updates) + 1)
         return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
 
+    def merge_sums(self, merged: Merged, updates: Sequence[Update]) -> Merged:
+        """Keep the mean of the clients' masks or probabilities, of which the sum alone is known."""
+        covered = self.total(updates, AT + MASK).clamp(min=0)  # a client lost since the count may have had any unit
+        total = self.total(updates, "theta") if self.options.others == "mean" else covered
+        theta = (total.float() / len(updates)).expand_as(self.theta).clone()
+        times = torch.bincount(covered.long(), minlength=len(updates) + 1)
+        return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
+
     def unit_masks(self) -> torch.Tensor | None:
         """Return the fixed masks, or the units that each client takes with a probability above one half."""
         if self.options.masks == "fixed":
             return self.fixed if self.options.warmup_rounds else None
-        return self.theta > 0.5
+        return None if self.settings.secure_aggregation else self.theta > 0.5
 
 
 def first_scores(options: FedPeWSSettings, seed: int, client: int, hidden: int) -> torch.Tensor:

@@ -334,7 +334,7 @@ WHOLE: dict[str, Any] = {"num_clients": 5, "train_per_class": 20, "partition": "
 SECURE_KEYS: dict[str, dict[str, Any]] = {
     # With Adam, which divides by a gradient's size, rounding may become a step (helpers.away).
     "fedpart": {"fedpart__momentum": "none", "optimizer": "sgd"},
-    "fedpews": {"fedpews__warmup_rounds": 0},
+    "fedpews": {"fedpews__warmup_rounds": 2, "min_contributors": 2},
     "fednova": {"weighting": "examples"},
     # Grown weights are 0 in every client: which of them are kept is arbitrary, and told apart in the next round only.
     "feddst": {"min_contributors": 2, "weighting": "uniform", "feddst__every": 3},
@@ -445,6 +445,19 @@ def test_every_method_that_takes_it_is_its_plain_run(method: str, run_local: Run
     assert [line["status"] for line in read_rounds(folder)[1:]] == ["ok"] * 3
 
 
+@pytest.mark.run
+@pytest.mark.parametrize("others", ["masks", "mean"])
+def test_the_warm_up_is_the_plain_one(others: str, run_local: Run) -> None:
+    """Each client takes its own mask, or probabilities, away from what all have together."""
+    keys = WHOLE | {"method": "fedpews", "fedpews__others": others} | SECURE_KEYS["fedpews"]
+    _, plain = run_local("plain", **keys)
+    _, folder = run_local("secure", secure_aggregation=True, **keys)
+    assert away(model(folder), model(plain), strategy_of(settings_for("fedpews")).current) < 1e-4
+    one, other = ([line.get("units-covered-by") for line in read_rounds(f)[1:]] for f in (folder, plain))
+    assert one == other
+    assert [bool(each) for each in one] == [True, True, False]
+
+
 def test_clients_clip_as_the_server_would(run_local: Run) -> None:
     _, plain = run_local("plain", **WHOLE, clip_norm=0.1, num_rounds=1)
     _, folder = run_local("secure", **WHOLE, clip_norm=0.1, num_rounds=1, secure_aggregation=True)
@@ -530,7 +543,8 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
     ("method", "keys", "said"),
     [
         ("fedpart", {"fedpart__momentum": "mean", "optimizer": "adam"}, "its server also averages Adam's moments"),
-        ("fedpews", {"fedpews__warmup_rounds": 2}, "its server holds each client's mask in the warm-up"),
+        ("fedpews", {"fedpews__masks": "fixed"}, "its server writes back what one client alone has trained"),
+        ("fedpews", {"fedpews__others": "highest"}, "the highest probability of a unit is a single client's"),
         (
             "fedpart",
             {"clip_norm": 1.0},
@@ -717,9 +731,10 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> Truth:
 
 
 SUBFEDAVG: dict[str, Any] = {"method": "subfedavg", "min_contributors": 2} | METHOD_KEYS["subfedavg"]
+FEDPEWS: dict[str, Any] = {"method": "fedpews", "min_contributors": 2}
 
 
-@pytest.mark.parametrize("keys", [MASKED, SUBFEDAVG], ids=lambda keys: keys["method"])
+@pytest.mark.parametrize("keys", [MASKED, SUBFEDAVG, FEDPEWS], ids=lambda keys: keys["method"])
 def test_what_the_server_hears_of_secret_masks_is_noise(
     keys: dict[str, Any], lossy: Callable[..., Path], truth: Truth
 ) -> None:
@@ -790,7 +805,7 @@ def test_one_client_more_leaves_the_values_closed(
     assert len(asked) == len({*asked})
 
 
-@pytest.mark.parametrize("keys", [MASKED, SUBFEDAVG], ids=lambda keys: keys["method"])
+@pytest.mark.parametrize("keys", [MASKED, SUBFEDAVG, FEDPEWS], ids=lambda keys: keys["method"])
 def test_public_masks_travel_as_they_are(keys: dict[str, Any], lossy: Callable[..., Path], truth: Truth) -> None:
     """A client that is lost after it has told its mask is left out, as in the plain run."""
     secure = model(lossy({SUM: [1]}, secure_masks="public", **keys))
