@@ -481,6 +481,7 @@ def test_what_the_server_hears_is_noise(lossy: Callable[..., Path], run_local: R
     chance = 5 / np.sqrt(len(updates[0]))
     for vector in seen:
         signed = vector.view(np.int32).astype(float)
+        assert signed.std() == pytest.approx(2**32 / np.sqrt(12), rel=0.05), "the norm of noise, for any client"
         for update in updates.values():
             assert abs(np.corrcoef(signed, update)[0, 1]) < chance
             assert abs(np.corrcoef(np.abs(signed), np.abs(update))[0, 1]) < chance
