@@ -244,7 +244,7 @@ def _extract(
     cached: Tensor,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    built = [network.build().to(device, memory_format=torch.channels_last) for network in networks]
+    built = [network.build().to(device).to(memory_format=torch.channels_last) for network in networks]
     transform = _transform(random_crops, LITE if networks[0].name == "efficientnet-lite0" else {})
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())
