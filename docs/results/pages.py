@@ -158,7 +158,7 @@ COST = """A run has one core; its hours are those of the clock, with whatever el
 has its files' hours, commits and machines; runs of history are not counted."""
 BESIDES = """These pages concern no paper's claim: [attackers and means](attacks.md), [privacy of a client](privacy.md),
 [devices](devices.md), [sparse methods](sparse.md),
-[adapters](adapters.md), [faults](faults.md), [a sweep](sweep.md). Speed and memory:
+[adapters](adapters.md), [PFLlib's table](pfllib.md), [faults](faults.md), [a sweep](sweep.md). Speed and memory:
 [bench/README.md](../../bench/README.md). Readings, earlier runs and measurements whose files were not kept:
 [history](history.md)."""
 CLAIM_HEADER = ("", "claim (item: rows)", "paper", "here, mean ± sd (seeds)", "difference", "size", "verdict")
@@ -250,6 +250,19 @@ def draw_table(axes: Any, lines: Sequence[Curve], ends: Sequence[float | None]) 
     axes.set_ylabel("accuracy (%)")
 
 
+def curves(table: str) -> tuple[list[str], dict[Path, str]]:
+    """Return the learning curves of a table's settings whose rounds were kept: lines of a page, and the pictures."""
+    content, links, drawn = data()[table], [], {}
+    for place, setting in enumerate(dict.fromkeys(row["setting"] for row in content["rows"]), 1):
+        lines, ends = curves_of(content, setting)
+        if any(len(line.mean) > 2 for line in lines):
+            file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends)
+            links.append(f"![{setting}: learning curves with one standard deviation; dotted: the paper]({file})")
+            source = repr([(line.label, line.x, line.mean, line.low) for line in lines] + ends)
+            drawn[HERE / file] = picture(f"{table}, {setting}", draw, 7, 3.6, source)
+    return links, drawn
+
+
 def draw_forest(axes: Any, claims: Sequence[Claim]) -> None:
     """Draw a line a claim in units of the paper's effect: the diamond at 1 is the paper's, the bar ours."""
     left, right = -3.0, 8.0
@@ -312,18 +325,9 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
         content = data()[table]
         results += [f"### {content['title']}: {table}", f"    {content['command']}", table_of(table)]
         results += [f"Source: {content['source']}."] if "source" in content else []
-        for place, setting in enumerate(dict.fromkeys(row["setting"] for row in content["rows"]), 1):
-            lines, ends = curves_of(content, setting)
-            if any(len(line.mean) > 2 for line in lines):
-                file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends)
-                results.append(f"![{setting}: learning curves with one standard deviation; dotted: the paper]({file})")
-                pictures[HERE / file] = picture(
-                    f"{table}, {setting}",
-                    draw,
-                    7,
-                    3.6,
-                    repr([(line.label, line.x, line.mean, line.low) for line in lines] + ends),
-                )
+        links, drawn = curves(table)
+        results += links
+        pictures |= drawn
     beyond = []
     for table, setting, method in paper["beyond"].get("rows", []):
         if (row := row_of(data()[table], setting, method)) and (final := sample_of(row)):
@@ -376,8 +380,12 @@ def rendered() -> dict[Path, str]:
     pages = overview(content)
     for name, paper in content.items():
         pages |= page_of(name, paper)
-    for name in ("attacks", "privacy", "devices", "sparse", "adapters"):
-        text, used = filled((HERE / f"claims/{name}.txt").read_text(), data())
+    for name in ("attacks", "privacy", "devices", "sparse", "adapters", "pfllib"):
+        text = (HERE / f"claims/{name}.txt").read_text()
+        for table in re.findall(r"{curves (.+)}", text):
+            links, drawn = curves(table)
+            text, pages = text.replace(f"{{curves {table}}}", "\n\n".join(links)), pages | drawn
+        text, used = filled(text, data())
         pages[HERE / f"{name}.md"] = "\n\n".join((MADE, text + "\n## Cost and provenance", cost_of(used))) + "\n"
     return pages
 
