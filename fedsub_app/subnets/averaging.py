@@ -68,28 +68,22 @@ def masked_mean(
 
     Invariants: no mask and an all-ones mask give bit-identical results, and so do a slice and the whole tensor with a
     mask that is on at the slice's positions (:meth:`Contribution.whole`); ``server_lr = 1`` gives exactly the quotient
-    above, 0 exactly ``old``; the result depends on the order of the updates in the last bits only, and that order is
-    the caller's (sorted by client id). The mean of equal tensors is that tensor up to rounding (relative error of about
-    ``len(updates) * 2**-24``), exactly so where each weight and each partial sum of the weights is a power of two.
+    above, 0 exactly ``old``; the order of the updates, which is the caller's, changes the last bits only. The mean of
+    equal tensors is that tensor up to a relative error of about ``len(updates) * 2**-24``.
 
     Parameters
     ----------
     old : tensor name -> float tensor of any shape, on the CPU or all on one device. Not modified.
     updates : each client's contribution, in the order of the sum. Values must be finite also where they are masked.
-        Where negative weights make the denominator 0 or less, the old value stays.
-    server_lr : step from ``old`` (0) to the mean (1).
 
     Returns
     -------
-    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments. The function
-    also allocates a few blocks of ``BLOCK`` elements, a copy of a slice and, for tensors that have masks or slices, one
-    float a position.
+    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments.
 
     Raises
     ------
     ValueError
-        If an update has an unknown name, or a shape other than that of ``old``, or of its rows and columns, or a mask
-        that is not bool, or rows or columns that ``old`` lacks or that are not sorted, or a slice with a mask.
+        An update does not fit ``old`` (:func:`check`).
     """
     mean = MaskedMean(old)
     mean.add(updates)
@@ -97,14 +91,10 @@ def masked_mean(
 
 
 class MaskedMean:
-    """:func:`masked_mean` of updates that come one after the other; it keeps sums, not updates.
+    """:func:`masked_mean` of updates that come one after the other; it keeps sums, not updates, and refers to ``old``.
 
     The result is bit for bit that of all updates at once in the same order, however they are cut into :meth:`add`s.
     Weights are divided by the first one, so that equal weights cancel exactly.
-
-    Parameters
-    ----------
-    old : tensor name -> float tensor of any shape, on the CPU or all on one device. Not modified, and not copied.
     """
 
     def __init__(self, old: Mapping[str, Tensor]) -> None:
@@ -220,7 +210,11 @@ class _Term(NamedTuple):
 
 
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:
-    """Raise ValueError where an update does not fit the old model (:func:`masked_mean` lists the errors)."""
+    """Raise ValueError where an update does not fit the old model.
+
+    It has an unknown name, another shape, a mask that is not bool, a mask beside a slice, or rows or columns that
+    ``old`` lacks or that are not ascending.
+    """
     masks, slices = update.masks or {}, update.slices or {}
     for name, x in update.tensors.items():
         if name not in old:

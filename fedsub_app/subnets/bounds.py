@@ -34,13 +34,7 @@ class Size(NamedTuple):
 
 
 def size(x: Tensor, start: Tensor, mask: Tensor | None = None) -> Size | None:
-    """Return the size of ``x - start`` at the positions that the mask covers; None where it covers none.
-
-    Parameters
-    ----------
-    x, start : floating-point, of one shape; finite.
-    mask : bool that broadcasts to it, None for all positions.
-    """
+    """Return the size of ``x - start``, finite, at the positions that the mask covers; None where it covers none."""
     change = x - start
     count = change.numel()
     if mask is not None:
@@ -52,13 +46,9 @@ def size(x: Tensor, start: Tensor, mask: Tensor | None = None) -> Size | None:
 
 
 def usual(values: Sequence[Size], past: Tensor | None, start: Size) -> Size:
-    """Return the size of a usual change of a tensor.
+    """Return the size of a usual change of a tensor, by this round's sizes, at least one, and those of the last rounds.
 
-    Parameters
-    ----------
-    values : this round's sizes, at least one.
-    past : the usual sizes of the last rounds, float64 ``[rounds, 2]``, None for none.
-    start : size of the tensor that the changes started from; a floor under what is usual.
+    ``past`` is float64 ``[rounds, 2]``; ``start``, the size of the tensor that the changes started from, is a floor.
     """
     known = [Size(*row) for row in past.tolist()] if past is not None else []
     return Size(

@@ -12,16 +12,10 @@ SMALLEST_EIGENVALUE, SMALLEST_WEIGHT = 0.01, 1e-3  # both as published
 
 
 def feature_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return FedPAC's statistics of a client's features.
+    """Return FedPAC's statistics of a client's features, float [n, d], with labels, int64 [n].
 
-    Parameters
-    ----------
-    features : float [n, d]; labels : int64 [n].
-
-    Returns
-    -------
-    class means [classes, d] (0 where there is no sample); class counts, float [classes]; ``h``, the means times the
-    classes' frequencies; ``V``, the variance term, a number >= 0.
+    They are the class means [classes, d] (0 where there is no sample); the class counts, float [classes]; ``h``, the
+    means times the classes' frequencies; ``V``, the variance term, a number >= 0.
     """
     classes = torch.arange(num_classes, device=labels.device)
     members = (labels == classes[:, None]).to(features.dtype)  # [classes, n]: index_add has no fixed order on a GPU
@@ -36,12 +30,9 @@ def feature_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tu
 def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
     """Return the weights with which the clients' heads are combined for ``client``: >= 0, adding up to 1.
 
-    Minimises ``a^T (diag(V) + D) a`` with ``D_jk = sum_c <h_i(c) - h_j(c), h_i(c) - h_k(c)>`` (i: the client). Where
-    the solver fails, the client's own head has all the weight.
-
-    Parameters
-    ----------
-    h : float [clients, classes, d]; variances : float [clients], >= 0.
+    Minimises ``a^T (diag(V) + D) a`` with ``D_jk = sum_c <h_i(c) - h_j(c), h_i(c) - h_k(c)>`` (i: the client) for h,
+    float [clients, classes, d], and V >= 0, float [clients]. Where the solver fails, the client's own head has all the
+    weight.
     """
     from scipy.optimize import minimize  # 0.3 s, a tenth of the start of every other method's run
 

@@ -35,13 +35,11 @@ def gated(
 
     Parameters
     ----------
-    network : the network; its tensors unless ``tensors`` are given.
     mask : float ``[h]`` of 0 and 1, over the units of all groups.
-    x : a batch of inputs.
+    tensors : in the place of the network's.
     narrow : where the units of each layer enter one other, compute with smaller weights (units that are off are cut
-        out) instead of with zeros: the same values and gradients up to rounding; ``features`` then has only the units
-        that are on. Not for networks with BatchNorm, whose gate is behind it so that its statistics are the whole
-        layer's.
+        out) instead of with zeros: the same values and gradients up to rounding; ``features`` has the units that are on
+        alone. Not for networks with BatchNorm, whose gate is behind it so that its statistics are the whole layer's.
     outputs : multiply by m where the units' outputs enter the next layer, for the gradient in the mask of all units.
         Not with ``narrow``.
     """

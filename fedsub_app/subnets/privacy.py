@@ -24,16 +24,9 @@ from fedsub_app.subnets.robust import clipped
 class NoisyMean(MaskedMean):
     """``old + (sum_i (x_i - old) + N(0, deviation² I)) / clients``, of contributions without masks and of weight 1.
 
-    The denominator is a constant, so that a client can change only its own term of the sum, whose norm is clipped: a
-    client that does not answer counts as one that changes nothing. The noise is in the tensors that the updates hold,
-    which must be the same for all updates.
-
-    Parameters
-    ----------
-    old : tensor name -> float tensor of any shape. Not modified, and not copied.
-    clients : number of clients that are asked in a round, >= 1.
-    deviation : standard deviation of the noise in each position of the sum, >= 0.
-    draws : generator of the noise, used tensor by tensor in the order of ``old``; None: :func:`secret_normal`.
+    The denominator is the number of clients that are asked, so that a client can change only its own term of the sum,
+    whose norm is clipped: one that does not answer counts as one that changes nothing. The noise is in the tensors that
+    the updates hold, the same for all; ``draws`` makes it tensor by tensor, without it :func:`secret_normal`.
     """
 
     def __init__(
@@ -56,13 +49,10 @@ class NoisyMean(MaskedMean):
 
 
 def noisy(x: Tensors, old: Tensors, limit: float, deviation: float, draws: torch.Generator | None) -> Tensors:
-    """Return a client's tensors with their change clipped, and noise in every position, before they are sent.
+    """Return a client's tensors with their change from ``old`` clipped, and noise in every position, before they go.
 
-    Parameters
-    ----------
-    x, old : the tensors, and the values of their names that training started from.
-    limit : L2 norm of the change, of all tensors together, > 0.
-    deviation, draws : as for :class:`NoisyMean`, of this client's share of the noise.
+    ``limit`` > 0 is the L2 norm of the change of all tensors together; ``deviation`` and ``draws`` are
+    :class:`NoisyMean`'s, of this client's share of the noise.
     """
     short = clipped(Contribution(x), old, norm(x[name] - old[name] for name in x), limit).tensors
     return {name: torch.add(value, _normal(value.shape, draws), alpha=deviation) for name, value in short.items()}
@@ -98,12 +88,8 @@ def require_accountant() -> None:
 def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
     """Return epsilon at ``delta`` after ``rounds`` participations of one client, by Rényi differential privacy.
 
-    Each participation is a Gaussian mechanism without amplification by sampling. The epsilon is an upper bound and
-    grows with ``rounds``.
-
-    Parameters
-    ----------
-    noise_multiplier : standard deviation of the noise divided by the clipping norm of a client's term, > 0.
+    Each participation is a Gaussian mechanism without amplification by sampling; ``noise_multiplier`` > 0 is its
+    standard deviation over the clipping norm of a client's term. The epsilon is an upper bound.
     """
     from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant

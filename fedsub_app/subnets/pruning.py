@@ -96,14 +96,8 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
 
     Unstructured: the weights of all convolutions and linear layers. Structured: the units of each layer that has a
     BatchNorm with scaling factors behind it; where there are several, as in a residual stream, the last one counts.
-    Hybrid: these units, and the weights of the linear layers.
-
-    Raises
-    ------
-    ValueError
-        No layer has such a BatchNorm.
-    TypeError
-        The structure holds a layer whose units are not known.
+    Hybrid: these units, and the weights of the linear layers. ValueError: no layer has such a BatchNorm; TypeError: the
+    structure holds a layer whose units are not known.
     """
     kinds = {"unstructured": (nn.Conv2d, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
     shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
@@ -127,13 +121,7 @@ def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], sh
     """Return masks without the smallest weights of each tensor (Algorithm 1, as published).
 
     Weights with an absolute value below the ``share`` quantile of the nonzero absolute values are removed (linear
-    between two values). The largest one always stays.
-
-    Parameters
-    ----------
-    tensors : tensor name -> float, at least the names of ``masks``.
-    masks : tensor name -> bool of the same shape, 1: kept.
-    share : r_us in [0, 1], a fraction of the weights that remain.
+    between two values). The largest one always stays. ``share`` is r_us in [0, 1], of the weights that remain.
     """
     pruned = {}
     for name, mask in masks.items():
@@ -148,15 +136,9 @@ def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], sh
 def prune_channels(scales: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, floor: float) -> Tensors:
     """Return masks without the channels that have the smallest scaling factors (Liu et al. 2017, as published).
 
-    The channels up to position ``int(n * share)`` of the n sorted ``|gamma|`` are removed: one more than the share. A
-    layer that would keep fewer than ``floor`` of its channels, or none, is not pruned.
-
-    Parameters
-    ----------
-    scales : group name -> gamma, float ``[size]``.
-    masks : group name -> bool ``[size]``, 1: kept.
-    share : r_s in [0, 1).
-    floor : fraction in [0, 1] of the layer's channels in the whole network; rounded down, at least 1.
+    The channels up to position ``int(n * share)`` of the n sorted ``|gamma|`` are removed: one more than the share, r_s
+    in [0, 1). A layer that would keep fewer than ``floor``, in [0, 1], of the whole network's channels (rounded down,
+    at least 1) is not pruned. ``scales`` are a group's gamma, float ``[size]``.
     """
     pruned = {}
     for name, mask in masks.items():
@@ -192,14 +174,9 @@ def published_bytes(
 
     ``Cost = R x B x |W| x 2``, decoded from the numbers that it prints: all clients of a round together, no mask bits,
     the target's pruning from the first round on. For hybrid pruning it reproduces few of them to the digit.
-
-    Parameters
-    ----------
-    rounds, clients : R, and clients a round.
-    parameters : |W|, biases included, without BatchNorm's.
-    pruned : p in [0, 1].
-    sent : count of the numbers of which ``pruned`` is a fraction, default all; hybrid: the linear layers' weights.
-    dense : count of further numbers that are sent whole; hybrid: the remaining weights of the convolutions.
+    ``parameters`` is |W|, biases included, without BatchNorm's; ``pruned`` in [0, 1] is a fraction of the ``sent``
+    numbers, by default all, with hybrid pruning the linear layers' weights; ``dense`` counts further numbers that are
+    sent whole, with hybrid pruning the remaining weights of the convolutions.
     """
     sent = parameters if sent is None else sent
     return rounds * clients * (32 * parameters + 32 * (1 - pruned) * sent + pruned * sent + 32 * dense) / 8

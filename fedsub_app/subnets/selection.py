@@ -27,12 +27,10 @@ def grow(
 
     Parameters
     ----------
-    masks : tensor name -> bool, 1: personal.
-    moved : tensor name -> float of the same shape: distance that training moved each position, any sign.
+    masks, moved : tensor name -> bool, 1: personal; and the distance that training moved each position, any sign.
     share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
     limit : alpha in [0, 1]: no growth where the fraction of ones is not below it (``limit_included``: not above it).
-    choose : the positions that moved most, that moved least, or random ones (the paper's ablation).
-    generator : generator on the CPU for ``choose = "random"``.
+    choose : the positions that moved most, that moved least, or random ones, by the CPU ``generator`` (ablation).
     """
     result = {}
     for name, mask in masks.items():

@@ -14,16 +14,10 @@ ALL: Index = (None, None)
 
 
 def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Index]:
-    """Return the rows and columns of each tensor that belong to the units that are on.
+    """Return the rows and columns of each tensor that belong to the units that are on; the other tensors are whole.
 
-    Parameters
-    ----------
-    groups : the whole network's unit groups.
-    units : group name -> bool ``[group.size]``; a group that is lacking keeps all its units.
-
-    Returns
-    -------
-    tensor name -> index, for the tensors of the groups in ``units``; all positions of the other tensors belong.
+    ``groups`` are the whole network's; ``units``: group name -> bool ``[group.size]``, a group that is lacking keeps
+    all its units.
     """
     kept = {key: on.nonzero().flatten() for key, on in kept_positions(groups, units).items()}
     return {name: (kept.get((name, 0)), kept.get((name, 1))) for name, _ in kept}
@@ -47,10 +41,7 @@ def position(index: Index) -> tuple[Any, ...]:
 def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
     """Return the shape of a tensor's slice.
 
-    Raises
-    ------
-    ValueError
-        The index is not int64 and ascending, or not within the shape; the message continues a tensor's name.
+    ValueError, whose message continues a tensor's name: the index is not int64 and ascending, or not within the shape.
     """
     sizes = list(shape)
     for axis, wanted in enumerate(index):
@@ -66,17 +57,10 @@ def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
 
 
 def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the network that has only the units that are on.
+    """Return the tensors of the network that has only the units that are on (:func:`indices`).
 
-    Parameters
-    ----------
-    tensors : tensor name -> tensor, of the whole network.
-    groups, units : the arguments of :func:`indices`.
-
-    Returns
-    -------
-    tensor name -> tensor, for every name of ``tensors``: a group's rows ``[on, ...]``, its columns
-    ``[:, on * repeat, ...]``, other tensors unchanged. Differentiable: the gradient is the slice's, 0 elsewhere.
+    Of the whole network's tensors these are a group's rows ``[on, ...]``, its columns ``[:, on * repeat, ...]``, and
+    the others unchanged. Differentiable: the gradient is the slice's, 0 elsewhere.
     """
     index = indices(groups, units)
     return {name: select(tensor, index.get(name, ALL)) for name, tensor in tensors.items()}
@@ -88,24 +72,10 @@ def put(
     units: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a smaller network at their rows and columns of the whole one, 0 elsewhere.
+    """Return a smaller network's tensors, of any dtype, at their rows and columns of the whole one, 0 elsewhere.
 
-    Inverse of :func:`take` at those positions.
-
-    Parameters
-    ----------
-    tensors : tensor name -> tensor of the smaller network, of any dtype.
-    groups, units : the arguments of :func:`take`.
-    shapes : tensor name -> shape in the whole network, at least for the names of ``tensors``.
-
-    Returns
-    -------
-    tensor name -> tensor of the full shape, for every name of ``tensors``, sharing no memory with them.
-
-    Raises
-    ------
-    ValueError
-        A tensor's size is not that of the units that are on.
+    Inverse of :func:`take` at those positions; ``shapes`` are those of the whole network. The result shares no memory
+    with ``tensors``. ValueError: a tensor's size is not that of the units that are on.
     """
     index = indices(groups, units)
     whole = {}

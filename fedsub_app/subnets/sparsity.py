@@ -18,12 +18,7 @@ def kept_counts(shapes: Mapping[str, torch.Size], density: float, rule: LayerRul
 
     ``"uniform"``: the same share of every layer. ``"erk"``, the Erdős–Rényi kernel (Evci et al.: Rigging the Lottery,
     ICML 2020, Section 3): a layer's density is proportional to the sum of its sizes over their product; layers that
-    this would fill beyond their size are dense, and the others share the rest.
-
-    Parameters
-    ----------
-    shapes : tensor name -> shape of its weights.
-    density : fraction in (0, 1] of all these weights.
+    this would fill beyond their size are dense, and the others share the rest. ``density`` in (0, 1].
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     if rule == "uniform":
@@ -40,10 +35,7 @@ def kept_counts(shapes: Mapping[str, torch.Size], density: float, rule: LayerRul
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Return where the ``count`` largest values are, bool of their shape; the first ones of equal values.
-
-    It takes a tenth of the time of a stable sort.
-    """
+    """Return where the ``count`` largest values are, bool of their shape; the first ones of equal values."""
     flat, count = values.flatten(), min(count, values.numel())
     if not count:
         return torch.zeros(values.shape, dtype=torch.bool)
@@ -71,17 +63,9 @@ def exchanged(
 ) -> tuple[Tensors, Tensors]:
     """Exchange a share of each layer's weights: prune the smallest, grow where gradients are largest (RigL).
 
-    Parameters
-    ----------
-    weights, slopes : tensor name -> float: the weights, and the loss's gradient at all positions.
-    masks : tensor name -> bool of the same shape, 1: kept.
-    share : fraction of the kept weights of a layer that is exchanged, rounded down, but no more than it has pruned
-        ones: a dense layer stays as it is.
-
-    Returns
-    -------
-    The new masks, which keep as many weights as the old ones, and the positions that survived the pruning. A pruned
-    position may grow again at once.
+    ``slopes`` is the loss's gradient at all positions; ``masks``, bool, 1: kept. The share is of a layer's kept
+    weights, rounded down, but no more than it has pruned ones: a dense layer stays as it is. Returns the new masks,
+    which keep as many weights as the old ones, and the positions that survived; a pruned one may grow again at once.
     """
     new, survived = {}, {}
     for name, mask in masks.items():
