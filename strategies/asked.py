@@ -36,13 +36,11 @@ import torch
 
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.common.tensors import Tensors, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import scatter
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import kept_counts, largest, largest_of_layers, worth_their_time
+from strategies.base import BadReply, Contribution, Mean, Merged, Spec, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.sparse import MASK, Masked, Regrown, Sparse
 from strategies.sparse_settings import FedRTSSettings, FedTinySettings, PruneFLSettings, RegrownSettings
 

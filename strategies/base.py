@@ -1,4 +1,4 @@
-"""The base of all methods: FedAvg's hooks (``hooks.py``) behind Flower's four verbs (``rounds.py``)."""
+"""The base of all methods, FedAvg's hooks (``hooks.py``) behind Flower's four verbs (``rounds.py``), and its words."""
 
 import logging
 
@@ -7,10 +7,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedsub_app.federation.phase import Phase
+from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
+from fedsub_app.subnets.averaging import Contribution, Mean
 from strategies import evaluation, rounds
-from strategies.hooks import Hooks
+from strategies.hooks import Hooks, Merged
 from strategies.measurement import Measurement
 
+__all__ = ["BadReply", "Contribution", "Mean", "Merged", "Range", "Spec", "SubnetStrategy", "Task", "Update"]
 log = logging.getLogger("fedsub")
 
 

@@ -1,10 +1,9 @@
-"""The devices' clock: the time that a phase would take the clients' devices, from bytes and FLOPs as they are counted.
+"""The devices' clock: the time that a phase would take the clients' devices, the same for every engine.
 
 A client takes its download, its training and its upload, each over its device's speed, by the papers' formula and the
-FLOPs that it reports. A phase takes as long as the slowest reply that counts. A reply after ``deadline`` is dropped.
-The server waits until the deadline for a reply that never comes; without a deadline it notices at once. In an
-over-sampled round the replies that are first by this clock count, and the others are not waited for. No real time
-enters: every engine has the same clock.
+FLOPs that it reports. A phase takes as long as the slowest reply that counts; for one that never comes the server waits
+until ``deadline``, without a deadline it notices at once. A reply after the deadline is dropped. In an over-sampled
+round the replies that are first by this clock count.
 """
 
 from collections.abc import Collection
@@ -17,17 +16,12 @@ from strategies.hooks import Hooks
 
 
 class Clock:
-    """The clock of one phase.
-
-    Attributes
-    ----------
-    arrivals : client -> seconds from the start of the phase to its reply, so far.
-    """
+    """The clock of one phase."""
 
     def __init__(self, strategy: Hooks, devices: Devices) -> None:
         self.devices, self.sent = devices, strategy.phase.outbox.formula_of
         self.deadline = strategy.settings.deadline or inf
-        self.arrivals: dict[int, float] = {}
+        self.arrivals: dict[int, float] = {}  # client -> seconds from the start of the phase to its reply
 
     def late(self, update: Update) -> str:
         """Note the time of a reply; returns the reason why it is late, "" where it is not."""

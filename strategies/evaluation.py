@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -106,22 +105,19 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
 
 def _spread(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
     """Return standard deviation, 10 % and 90 % quantile of each metric over the clients that answered with it."""
-    values = {key: np.array([u.metrics[key] for u in updates if key in u.metrics]) for key in keys}
-    parts: dict[str, Callable[[Any], Any]] = {
-        "sd": np.std,
-        "q10": partial(np.quantile, q=0.1),
-        "q90": partial(np.quantile, q=0.9),
-    }
-    return {
-        f"{key}-{name}": float(part(each)) for key, each in values.items() if len(each) for name, part in parts.items()
-    }
+    spread: dict[str, float] = {}
+    for key in keys:
+        if values := [u.metrics[key] for u in updates if key in u.metrics]:
+            low, high = np.quantile(values, [0.1, 0.9])
+            spread |= {f"{key}-sd": float(np.std(values)), f"{key}-q10": float(low), f"{key}-q90": float(high)}
+    return spread
 
 
 def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
     """Return, for each score of the clients, its mean over groups of clients: score -> group -> mean.
 
-    The groups are the clients of each device class, the worst tenth of all of them, and the held-out clients, which are
-    in no other group. The result is empty without ``devices`` and ``held-out-clients``.
+    The groups are each device class, the worst tenth of all clients, and the held-out ones, which are in no other
+    group. There are none without ``devices`` and ``held-out-clients``.
     """
     devices, out = strategy.devices, held_out(strategy.settings)
     if not (devices or out):
@@ -144,10 +140,7 @@ def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
 def by_width(strategy: Hooks, whole: Mapping[str, float], test: Callable[[Tensors], Mapping[str, float]]) -> Json:
     """Return the score of the global model's network of each width that a device holds: score -> width -> value.
 
-    Parameters
-    ----------
-    whole : scores of the global model.
-    test : tensors of a network -> its scores on the same test set.
+    ``whole`` are the global model's scores; ``test`` returns those of a network's tensors on the same test set.
     """
     classes, key = strategy.devices.classes if strategy.devices else (), f"global-{strategy.score.name}"
     most, tested = strategy.settings.model_width, {}

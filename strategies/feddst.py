@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.protocol import Spec, Update
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.sparsity import largest_of_layers
+from strategies.base import Spec, Update
 from strategies.sparse import MASK, Regrown
 
 

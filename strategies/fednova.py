@@ -22,12 +22,10 @@ Deviations:
 from collections.abc import Mapping, Sequence
 
 from fedsub_app.common.tensors import chosen
-from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import trainable
-from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
-from strategies.base import SubnetStrategy
+from fedsub_app.subnets.averaging import masked_mean
+from strategies.base import BadReply, Contribution, Mean, Merged, SubnetStrategy, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.settings import FedNovaSettings
 
 MAX_STEPS = 10**6

@@ -24,11 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedsub_app.federation.protocol import Update
 from fedsub_app.models import trainable
-from fedsub_app.subnets.averaging import Mean
-from strategies.base import SubnetStrategy
-from strategies.hooks import Merged
+from strategies.base import Mean, Merged, SubnetStrategy, Update
 from strategies.settings import FedAdagradSettings, FedAdamSettings
 
 

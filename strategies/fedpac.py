@@ -14,16 +14,13 @@ from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import head_names
 from fedsub_app.models.units import head_layer
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from fedsub_app.tasks import task_of
-from strategies.base import SubnetStrategy
+from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.memory import Memory
 from strategies.settings import FedPACSettings
 

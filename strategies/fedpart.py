@@ -30,13 +30,11 @@ from torch.nn import functional as F
 
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
-from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import layer_groups, trainable
-from fedsub_app.subnets.averaging import Contribution, Mean, masked_mean
+from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.norms import norm
-from strategies.base import SubnetStrategy
+from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.settings import FedPartSettings
 
 FIRST, SECOND, STEPS = "first/", "second/", "steps"

@@ -34,14 +34,11 @@ import torch
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.protocol import Range, Spec, Task, Update
 from fedsub_app.models.groups import split
 from fedsub_app.secure.client import AT
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import expand, fixed_masks
-from strategies.base import SubnetStrategy
+from strategies.base import Contribution, Mean, Merged, Range, Spec, SubnetStrategy, Task, Update
 from strategies.defences import ALONE, WITHOUT_MASKS
-from strategies.hooks import Merged
 from strategies.settings import FedPeWSSettings
 
 MASK = "theta/mask"  # with secure-aggregation: a neuron mask that is counted; its values are 0

@@ -29,12 +29,9 @@ from torch.nn.init import _calculate_fan_in_and_fan_out as fans
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, prefixed
-from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.subnets.averaging import Mean
 from fedsub_app.subnets.pruning import prunable
-from strategies.base import SubnetStrategy
+from strategies.base import Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.sparse import MASK, weight_names
 from strategies.sparse_settings import FedPMSettings
 

@@ -35,13 +35,10 @@ import torch
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Tensors, chosen, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.selection import selectable
-from strategies.base import SubnetStrategy
+from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
-from strategies.hooks import Merged
 from strategies.settings import FedSelectSettings
 
 MASK = "mask/"

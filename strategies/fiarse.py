@@ -24,8 +24,8 @@ model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and f
 from functools import partial
 
 from fedsub_app.common.tensors import Tensors, prefixed
-from fedsub_app.federation.protocol import Task
 from fedsub_app.subnets.sparsity import largest_of_all
+from strategies.base import Task
 from strategies.settings import FIARSESettings
 from strategies.sliced import WidthBased
 from strategies.sparse import MASK, Masked, weight_names

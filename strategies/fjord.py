@@ -20,7 +20,7 @@ rounding up, one p a mini-batch for all layers, no gradient through the teacher.
 - ``objective = "moon"`` is refused.
 """
 
-from fedsub_app.federation.protocol import Task
+from strategies.base import Task
 from strategies.settings import FjORDSettings
 from strategies.sliced import Narrow
 

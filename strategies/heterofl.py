@@ -45,10 +45,9 @@ from torch import Tensor
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.protocol import Spec, Update
 from fedsub_app.models import UnitGroup, output_names
-from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.slices import ALL
+from strategies.base import Contribution, Spec, Update
 from strategies.settings import HeteroFLSettings
 from strategies.sliced import Narrow
 

@@ -1,13 +1,9 @@
-"""Server side of every method: FedAvg, and the hooks by which a method differs from it.
+"""Server side of every method: FedAvg, and the hooks by which a method differs from it (docs/adding-a-method.md).
 
-A method overrides only the hooks that its paper changes: a client's task (:meth:`Hooks.task`), the tensors of
-its reply (:meth:`~Hooks.expected`), the reply's part of the next model
-(:meth:`~Hooks.contribution`), and the outcome of a round (:meth:`~Hooks.merge`).
-
-A round is a transaction. Hooks return values and change nothing. :meth:`~Hooks.merge` returns the next model
-and the next values of the attributes that the method :attr:`~Hooks.remembers`; the base makes all of them
-current, or none where the round is abandoned. A client continues from the state of its last merged reply: a lost reply
-is as if the client had not been asked.
+A round is a transaction. Hooks return values and change nothing. :meth:`Hooks.merge` returns the next model and the
+next values of the attributes that the method :attr:`~Hooks.remembers`; the base makes all of them current, or none
+where the round is abandoned. A client continues from the state of its last merged reply: a lost reply is as if the
+client had not been asked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,31 +77,6 @@ class Hooks(Server):
         tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
         return Contribution(tensors, None, self.weight(update))
 
-    def known_positions(self, client: int) -> Tensors:
-        """Return the positions that ``client`` contributes, as the server knows before its answer.
-
-        Tensor name -> bool of its shape; a tensor that is lacking is contributed whole. With ``secure-aggregation`` a
-        client that answers with the values at some positions is told them.
-        """
-        return {}
-
-    @property
-    def chooses_positions(self) -> bool:
-        """Say whether clients choose the positions that they contribute in the running round.
-
-        With ``secure-aggregation`` they answer with whole tensors then, and name the positions (``AT``).
-        """
-        return False
-
-    def summed_weight(self, update: Update) -> float:
-        """Return the weight of an update's contribution, as :meth:`contribution` has it: the one in a mean."""
-        return self.weight(update)
-
-    @staticmethod
-    def total(updates: Sequence[Update], name: str) -> Tensor:
-        """Return the sum of a tensor of the updates; with ``secure-aggregation`` the first update has it."""
-        return sum((u.tensors[name] for u in updates if name in u.tensors), torch.tensor(0))
-
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the outcome of the round, from the mean of its valid contributions.
 
@@ -114,24 +85,6 @@ class Hooks(Server):
         tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
-
-    def fits(self, client: int) -> bool:
-        """Say whether a client can train in the running round; others are not asked."""
-        return True
-
-    def network_of(self, client: int) -> Tensors:
-        """Return the tensors of the network that a client holds while it trains: the global model's."""
-        return self.current
-
-    def network_at(self, width: float) -> Tensors:
-        """Return the global model's network of a width, to be tested: the first units of each hidden layer."""
-        return take(self.current, self.units, {g.name: torch.arange(g.size) < g.kept(width) for g in self.units})
-
-    def personal_download(self, client: int) -> Tensors:
-        """Return the tensors to evaluate the model of ``client``: the global model, or none (``keeps_models``)."""
-        return {} if self.keeps_models else self.current
-
-    # --- further hooks -----------------------------------------------------------------------------------------------
 
     def metrics(self, client: int) -> Mapping[str, Range]:
         """Return the metrics that ``client`` may report of its training; any other metric is refused.
@@ -142,11 +95,25 @@ class Hooks(Server):
         costs = {"flops": flops, "subnet-flops": flops, "published-flops": flops, "compute-seconds": seconds}
         return {"train-loss": Range(*self.score.losses, loss=True), **costs}
 
+    def personal_download(self, client: int) -> Tensors:
+        """Return the tensors to evaluate the model of ``client``: the global model, or none (``keeps_models``)."""
+        return {} if self.keeps_models else self.current
+
+    def stage(self, server_round: int) -> str:
+        """Return the name of the part of the method that a round, from 1 on, belongs to: "warm-up"; "" for none."""
+        return ""
+
+    def forget(self, client: int) -> None:
+        """Record that ``client`` has lost its state: from now on it counts as one that has never taken part."""
+        self.state_rounds[client] = 0
+
+    # --- bounds of an update -----------------------------------------------------------------------------------------
+
     def max_samples(self, client: int) -> int:
         """Return an upper bound on the samples that a client computes on in a round, each counted once a pass.
 
-        A client that reports more FLOPs than these can cost is dropped. Beside the training and the method's keys of
-        type ``Epochs`` this is one pass, which covers work that no key counts, such as features or scores.
+        It bounds the FLOPs that a client may report. Beside the training and the method's keys of type ``Epochs`` this
+        is one pass, which covers work that no key counts, such as features or scores.
         """
         settings, count = self.settings, self.max_examples(client)
         steps = settings.local_steps
@@ -166,17 +133,13 @@ class Hooks(Server):
         return {"update": self.distance(update, contribution)}
 
     def origin(self, update: Update) -> Tensors:
-        """Return the values that the update's tensors started from, by name; those that it does not name: 0.
-
-        With ``robust`` their change is bounded like the model's.
-        """
+        """Return the values that tensors of the update started from, of which ``robust`` bounds the change; else 0."""
         return self.current
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Return the tensors of an update that :meth:`merge` needs after the contribution was added to the mean.
 
-        By default these are the tensors that the contribution does not hold, with :attr:`holds_all` all tensors. The
-        others are forgotten, so that a round need not hold all replies.
+        By default these are the tensors that the contribution does not hold, with :attr:`holds_all` all tensors.
         """
         kept = {} if self.holds_all else contribution.tensors
         return {name: tensor for name, tensor in update.tensors.items() if name not in kept}
@@ -190,24 +153,45 @@ class Hooks(Server):
         weighs = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.holds_all else {}
         return {**weighs, **self.refused}
 
-    def stage(self, server_round: int) -> str:
-        """Return the name of the part of the method that a round, from 1 on, belongs to: "warm-up"; "" for none."""
-        return ""
+    # --- secure aggregation ------------------------------------------------------------------------------------------
 
-    def forget(self, client: int) -> None:
-        """Record that ``client`` has lost its state: from now on it counts as one that has never taken part."""
-        self.state_rounds[client] = 0
+    def known_positions(self, client: int) -> Tensors:
+        """Return the positions that ``client`` contributes and the server knows before: tensor name -> bool.
+
+        A tensor that is lacking is contributed whole. Clients that answer with values at some positions are told them.
+        """
+        return {}
+
+    @property
+    def chooses_positions(self) -> bool:
+        """Say whether clients choose the positions that they contribute in the running round.
+
+        They answer with whole tensors then, and name the positions (``AT``).
+        """
+        return False
+
+    def summed_weight(self, update: Update) -> float:
+        """Return the weight of an update's contribution, as :meth:`contribution` has it: the one in a mean."""
+        return self.weight(update)
+
+    # --- smaller networks --------------------------------------------------------------------------------------------
+
+    def fits(self, client: int) -> bool:
+        """Say whether a client can train in the running round; others are not asked."""
+        return True
+
+    def network_of(self, client: int) -> Tensors:
+        """Return the tensors of the network that a client holds while it trains: the global model's."""
+        return self.current
+
+    def network_at(self, width: float) -> Tensors:
+        """Return the global model's network of a width, to be tested: the first units of each hidden layer."""
+        return take(self.current, self.units, {g.name: torch.arange(g.size) < g.kept(width) for g in self.units})
 
     def unit_masks(self) -> Tensor | None:
-        """Return every client's sub-network, for ``fedsub analyse``.
-
-        bool ``[num_clients, hidden units]``, units in the order of ``units``; None: the method has no such masks.
-        """
+        """Return every client's sub-network for ``fedsub analyse``, bool ``[num_clients, hidden units]``, or None."""
         return None
 
     def position_masks(self) -> list[Tensors] | None:
-        """Return every client's personal positions, for ``fedsub analyse``.
-
-        One dict a client, tensor name -> bool of the tensor's shape, the same names for all; None: the method has none.
-        """
+        """Return every client's personal positions for ``fedsub analyse``, tensor name -> bool, or None."""
         return None

@@ -37,9 +37,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
-from fedsub_app.federation.protocol import Update
-from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
+from strategies.base import Contribution, Update
 from strategies.defences import ALONE, DEFENCES
 from strategies.settings import ISTSettings
 from strategies.sliced import Sliced

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from fedsub_app.federation.protocol import Spec, Task
-from strategies.base import SubnetStrategy
+from strategies.base import Spec, SubnetStrategy, Task
 from strategies.defences import DEFENCES
 
 

@@ -38,12 +38,9 @@ from torch import Tensor, nn
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import Adapter, adapters, scale_of
-from fedsub_app.subnets.averaging import Contribution, Mean
-from strategies.base import SubnetStrategy
+from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.parts import SharedPart
 from strategies.settings import HetLoRASettings, RankSettings
 from strategies.sliced import Sliced

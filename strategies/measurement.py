@@ -49,16 +49,14 @@ class Measurement(Hooks):
         Costs are added to the costs of the round's training. The rest, and the costs that budgets count, go into the
         round's line as ``measurement``.
         """
-        method = self.method
+        method, report = self.method, self.method.phase.report
         self.connect(method.federation, method.facts)
         self.round, self.state_rounds, self.usual, self.good = server_round, method.state_rounds, {}, {}
         if not (clients := self.clients()):
             return arrays
         phase = rounds.ask(self, MEASURE, clients, server_round, arrays, config, grid)
         measured, _ = rounds.merge_answers(self, server_round, self.federation.exchange(grid, phase))
-        costs = {key: value for key, value in phase.report.items() if key in SUMMED}
-        report = method.phase.report
-        report |= {key: report.get(key, 0) + value for key, value in costs.items()}
+        report |= {key: report.get(key, 0) + value for key, value in phase.report.items() if key in SUMMED}
         alone = {key: value for key, value in phase.report.items() if key not in SUMMED or key in BUDGETED}
         report["measurement"] = alone
         if measured is None:

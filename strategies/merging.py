@@ -27,18 +27,11 @@ class Valid(NamedTuple):
 
 
 class FirstValid:
-    """Accepts or rejects updates like :class:`NormGuard` in an over-sampled round.
+    """Accepts or rejects updates like :class:`NormGuard` in an over-sampled round, once enough of them are in.
 
-    No update is decided before enough of them are in. The decision depends on the set of updates, not on their order:
-    all are compared with each other in the order of the clients, and among the accepted ones the clients that were
-    drawn first count or, with devices, those whose replies come first by their clock.
-
-    Parameters
-    ----------
-    draw : the clients that were asked, in the order in which they were drawn.
-    wanted : number of accepted updates that are enough.
-    guard : makes the guard of a round.
-    arrivals : client -> seconds on the devices' clock; read when replies are decided.
+    The decision depends on the set of updates, not on their order: all are compared with each other in the order of the
+    clients, and ``wanted`` of the accepted ones count: those of the clients that were drawn first or, with devices,
+    those whose replies come first by their clock (``arrivals``: client -> seconds).
     """
 
     def __init__(
@@ -79,21 +72,14 @@ class FirstValid:
 
 
 class Merging:
-    """A round's accepted updates: their sum, and the tensors of each that its method still needs.
-
-    Attributes
-    ----------
-    updates : the updates in the order of the sum, with the tensors that the method keeps.
-    formula_bytes : bytes of all their tensors, by the papers' formula.
-    seconds : time spent on adding and merging.
-    clipped : number of updates that were longer than ``clip-norm``.
-    norms : norms of the updates that change anything.
-    """
+    """A round's accepted updates: their sum, and the tensors of each that its method still needs."""
 
     def __init__(self, strategy: Hooks) -> None:
-        self.updates: list[Update] = []
-        self.formula_bytes, self.seconds, self.clipped = 0, 0.0, 0
-        self.norms: list[float] = []
+        self.updates: list[Update] = []  # in the order of the sum, with the tensors that the method keeps
+        self.formula_bytes = 0  # of all their tensors, by the papers' formula
+        self.seconds = 0.0  # spent on adding and merging
+        self.clipped = 0  # updates that were longer than clip-norm
+        self.norms: list[float] = []  # of the updates that change anything
         self._strategy = strategy
         self._mean = _empty_mean(strategy)
         self._waiting: list[Contribution] = []

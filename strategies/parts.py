@@ -19,9 +19,8 @@ from collections.abc import Collection, Mapping
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.federation.protocol import Spec, Task
 from fedsub_app.models import part_names
-from strategies.base import SubnetStrategy
+from strategies.base import Spec, SubnetStrategy, Task
 from strategies.settings import LGFedAvgSettings, PartSettings
 
 

@@ -20,13 +20,10 @@ import torch
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.federation.protocol import BadReply, Spec, Task, Update
 from fedsub_app.models import trainable
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
-from strategies.base import SubnetStrategy
+from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 
 ROUNDING = 1e-3  # of two devices, relative
 VARIATE = "variate/"  # prefix of c's names down, and of the names of c_i's change up

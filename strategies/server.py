@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
@@ -31,37 +31,21 @@ KEPT = ("state_rounds", "usual", "good")  # the server's state of every method
 
 @dataclass(frozen=True)
 class Facts:
-    """The server's own knowledge, against which the clients' reports are checked.
+    """The server's own knowledge, against which the clients' reports are checked."""
 
-    Attributes
-    ----------
-    examples : training samples of each client, by the partition.
-    sample_flops : FLOPs of a forward and backward pass of the whole network on one sample.
-    loss : a global model -> its loss on some test samples.
-    held_out : upper bound on a client's validation or test samples.
-    exact : whether ``examples`` are exact; else they are upper bounds, of clients that have private data.
-    """
-
-    examples: Sequence[int]
-    sample_flops: float
-    loss: Callable[[Tensors], float]
-    held_out: int = 0
-    exact: bool = True
+    examples: Sequence[int]  # training samples of each client, by the partition
+    sample_flops: float  # of a forward and backward pass of the whole network
+    loss: Callable[[Tensors], float]  # of a global model on some test samples
+    held_out: int = 0  # upper bound on a client's validation or test samples
+    exact: bool = True  # False: ``examples`` are upper bounds, of clients that have private data
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The outcome of a round, before it is committed.
-
-    Attributes
-    ----------
-    model : the next global model.
-    state : new values of remembered attributes; an attribute that is lacking keeps its value.
-    report : JSON-able entries for the round's line.
-    """
+    """The outcome of a round, before it is committed: the next global model, and entries for the round's line."""
 
     model: Tensors
-    state: Mapping[str, Memory] = field(default_factory=dict)
+    state: Mapping[str, Memory] = field(default_factory=dict)  # new values of remembered attributes; others stay
     report: Json = field(default_factory=dict)
 
 
@@ -76,8 +60,7 @@ class Server:
     ----------
     remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`. They are in
         the checkpoint, and :meth:`merge` alone gives them new values.
-    settings, options : the run's settings and the method's own.
-    score : the task's score.
+    settings, options, score : the run's settings, the method's own, the task's score.
     devices : the clients' devices, None without the setting ``devices``.
     model : the network, for its structure only (``unit_groups(model)``, shapes).
     current : the global model of the running round, named float32 CPU tensors; read-only.
@@ -86,9 +69,7 @@ class Server:
     phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
     merging : the merging of the answers that were asked for (strategies/merging.py).
     state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
-    usual : with ``robust``, of the last rounds: usual sizes of each tensor's change (strategies/bounding.py), and the
-        merged models' losses.
-    good : with ``robust``, the best model so far, the state of that round, and its loss (strategies/harm.py).
+    usual, good : with ``robust``, what is usual (strategies/bounding.py), and the best model so far (harm.py).
     """
 
     remembers: tuple[str, ...] = ()
@@ -135,9 +116,10 @@ class Server:
         """Return what ``make`` returns; it is called once for each global model."""
         if self._of_model[0] is not self.current:
             self._of_model = (self.current, {})
-        if key not in self._of_model[1]:
-            self._of_model[1][key] = make()
-        return self._of_model[1][key]  # type: ignore[no-any-return]
+        known = self._of_model[1]
+        if key not in known:
+            known[key] = make()
+        return known[key]  # type: ignore[no-any-return]
 
     def held_width(self, client: int) -> float:
         """Return the fraction of the global network that a client's device can hold.
@@ -153,6 +135,11 @@ class Server:
         """Return the update's weight in a mean (setting ``weighting``)."""
         return float(update.num_examples) if self.settings.by_examples else 1.0
 
+    @staticmethod
+    def total(updates: Sequence[Update], name: str) -> Tensor:
+        """Return the sum of a tensor of the updates; with ``secure-aggregation`` the first update has it."""
+        return sum((u.tensors[name] for u in updates if name in u.tensors), torch.tensor(0))
+
     def values_at(self, masks: Tensors) -> Tensors:
         """Return the global model with the values at the mask's positions alone of each tensor that has a mask."""
         return self.current | gather(self.current, masks)
@@ -160,10 +147,7 @@ class Server:
     def contribution_at(self, update: Update, masks: Tensors) -> Contribution:
         """Return the contribution of an update that holds, of tensors with a mask, the values at its positions alone.
 
-        Raises
-        ------
-        BadReply
-            A mask covers another number of positions than there are values.
+        :class:`BadReply` where a mask covers another number of positions than there are values.
         """
         for name, mask in masks.items():
             if (count := update.tensors[name].numel()) != (covered := int(mask.sum())):

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.settings import Settings
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.masks import gather
 from fedsub_app.subnets.pruning import prunable
 from fedsub_app.subnets.sparsity import kept_counts, largest_of_layers
-from strategies.base import SubnetStrategy
+from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
-from strategies.hooks import Merged
 from strategies.sparse_settings import RegrownSettings, SparseSettings
 
 MASK = "mask/"

@@ -23,12 +23,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.federation.protocol import Spec, Task, Update
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import largest_of_all
+from strategies.base import Contribution, Mean, Merged, Spec, Task, Update
 from strategies.defences import DEFENCES
-from strategies.hooks import Merged
 from strategies.sparse import Sparse
 
 

@@ -39,12 +39,9 @@ import torch
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
-from fedsub_app.federation.protocol import BadReply, Range, Spec, Task, Update
-from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.pruning import prunable
-from strategies.base import SubnetStrategy
+from strategies.base import BadReply, Contribution, Mean, Merged, Range, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
-from strategies.hooks import Merged
 from strategies.settings import SubFedAvgSettings
 
 MASK = "mask/"

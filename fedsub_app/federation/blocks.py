@@ -28,11 +28,8 @@ def blocks_of(clients: Sequence[int]) -> dict[int, int]:
 def block_parts(run: Callable[[Json, Tensors], Update], tasks: Sequence[Part], how: Json) -> list[Part]:
     """Run a block's clients; returns their parts of the reply, of which the last one has the tensors of the mean.
 
-    Parameters
-    ----------
-    run : runs a client's task; a second call with the same task gives the same update.
-    tasks : of the clients of the block, by id.
-    how : ``factor`` and ``model`` of :class:`NormGuard`; ``examples``: whether updates count by their samples.
+    ``run`` runs a client's task, the same each time. ``how`` has ``factor`` and ``model`` of :class:`NormGuard`, and
+    ``examples``: whether updates count by their samples.
     """
     start = tasks[0][1]  # the model that all clients of a round are sent
     some = max(1, -(-WAITING_BYTES // (sum(x.nbytes for x in start.values()) or 1)))

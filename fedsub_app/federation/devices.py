@@ -2,9 +2,7 @@
 
 The setting ``devices`` names a preset (conf/devices/classes/) or a user's file with a table ``[[class]]`` for each
 class, whose keys are the fields of :class:`Device`. The settings of a run hold the content of a user's file, so that
-neither a node nor a resumed run reads it again. Methods ask through the strategy: ``self.devices`` is one
-:class:`Devices`, or None without the setting, and ``self.held_width(client)`` is the fraction of the global network
-that the client can hold. Methods whose :attr:`~strategies.hooks.Hooks.narrows` is False refuse narrow classes.
+neither a node nor a resumed run reads it again.
 """
 
 import json

@@ -82,12 +82,12 @@ class Federation:
         device: str = "cpu",
         initial: Tensors | None = None,
     ) -> None:
-        """``header`` goes into every message: the run's id. Its ``state-dir``, the folder of client states, does not.
+        """``header``, the run's id, goes into every message but for its ``state-dir``, the folder of client states.
 
-        It and ``run_settings`` go with the roll call; later messages have the digest of the settings and of the code,
+        That and ``run_settings`` go with the roll call; later messages have the digest of the settings and of the code,
         and a node that lacks the settings asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
-        ``initial``: the initial global model where the nodes cannot rebuild it from the seed; a node's messages have it
-        until the node has replied.
+        ``initial``: the initial global model where nodes cannot rebuild it from the seed; a node gets it until it has
+        replied.
         """
         self.settings = settings
         self.run_settings = {"code": code_digest()} | {k: header[k] for k in ("state-dir",) if k in header}
@@ -126,10 +126,7 @@ class Federation:
         self.roll.meet(grid)
 
     def hosts(self, clients: Sequence[int]) -> tuple[dict[int, deque[int]], list[Dropped]]:
-        """Return node id -> queue of the clients that it serves, and the clients whose node is away, dropped.
-
-        Simulated nodes share one queue, and a fast node takes more of it; a real node has its own.
-        """
+        """Return the nodes' queues of clients, which simulated nodes share, and the clients whose node is away."""
         nodes = sorted(self.nodes.values(), key=lambda node: node.partition_id)
         if not self.pinned and nodes:
             queue = deque(clients)
@@ -155,11 +152,10 @@ class Federation:
         work: Callable[[int], float] = lambda _: 1.0,
         blocks: Mapping[int, int] | None = None,
     ) -> Phase:
-        """Return a phase that asks each client for its task; clients that no node hosts now are dropped.
+        """Return a phase that asks each client for its task; the arguments are :class:`Outbox`'s.
 
-        ``task``, ``expected``, ``work`` and ``blocks`` are :class:`Outbox`'s; ``extra`` goes into every message's
-        header. Simulated nodes begin with the clients, or blocks, that compute longest, where all replies may wait for
-        the first client's.
+        ``extra`` goes into every message's header. Clients that no node hosts now are dropped. Simulated nodes begin
+        with the clients, or blocks, that compute longest, where all replies may wait for the first client's.
         """
         order, blocks = sorted(clients), blocks or {}
         reply = sum(spec.nbytes for spec in expected(order[0]).values()) if order else 0
@@ -182,10 +178,9 @@ class Federation:
     def exchange(self, grid: Grid, phase: Phase) -> Iterator[Message]:
         """Send a phase's messages and yield the replies as they come, until all are there or the time is over.
 
-        A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. No message is sent from a
-        shared queue while many replies wait for an earlier client's. A node that has lost the settings gets its message
-        again with them. Late replies are discarded before a later phase. A real node that takes far longer than the
-        others did is given up in this phase; a log line names the nodes that are silent for ``SILENT_S``.
+        A node has at most ``IN_FLIGHT`` messages at a time: one to work on and the next one. A node that has lost the
+        settings gets its message again with them. Late replies are discarded before a later phase. A real node that
+        takes far longer than the others did is given up in this phase.
         """
         flying: dict[str, Metadata] = {}  # without the messages' content, which may be a model each
         start, again, waiting = time.monotonic(), set[str](), Waiting(self.simulated)
@@ -245,12 +240,11 @@ class Federation:
         expected: Callable[[int], Mapping[str, Spec]],
         in_order: bool = True,
     ) -> Iterator[Answer]:
-        """Yield the parts that answer a phase's tasks, in the order of the clients, as early as that allows.
+        """Yield the parts that answer a phase's tasks, in the order of the clients or, not ``in_order``, as they come.
 
-        ``in_order=False``: parts are yielded as they come. The caller may stop iterating when it needs no more. At the
-        end the clients without a part are in ``phase.dropped``. A reply is matched by the message that it answers (the
-        error reply for a dead node has another source id). One without the phase's nonce drops its node's clients; a
-        second one, one that was not asked for, and parts of other clients are ignored and logged.
+        At the end the clients without a part are in ``phase.dropped``. A reply is matched by the message that it
+        answers (the error reply for a dead node has another source id). One without the phase's nonce drops its node's
+        clients; a second one, one that was not asked for, and parts of other clients are ignored and logged.
         """
         waiting: dict[int, tuple[Answer, float]] = {}
         order = deque(phase.clients)
@@ -303,10 +297,7 @@ class Federation:
 
 
 class Waiting:
-    """How long the messages of a phase wait for their replies.
-
-    Where all nodes are ``simulated`` all replies are waited for, so that no result depends on a machine's speed.
-    """
+    """How long the messages of a phase wait for their replies: where all nodes are ``simulated`` without end."""
 
     def __init__(self, simulated: bool) -> None:
         self.simulated = simulated

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flwr.app import DEFAULT_TTL, Message, Metadata
 from torch import equal
@@ -29,10 +29,11 @@ class Dropped:
         object.__setattr__(self, "reason", printable(self.reason))
 
 
+@dataclass
 class Outbox:
     """The messages of a phase; each is made when a node can take it.
 
-    Parameters
+    Attributes
     ----------
     header : header of every message; has Flower's message type as ``phase``.
     queues : node id -> clients that the node may be asked for, in this order; nodes that share a queue take turns.
@@ -44,37 +45,27 @@ class Outbox:
     work : client -> how long it computes, in any unit.
     blocks : client -> number of its block; clients of a block follow one another, travel in one message, whatever its
         bounds, and have one reply like that of a client (federation/blocks.py).
-
-    Attributes
-    ----------
     sent : Flower's metadata of each message, with the clients whose tasks it holds.
-    blocks : as given.
-    shared : whether several nodes take their clients from one queue.
     bytes_down : bytes so far, on the wire.
     formula_of : client -> bytes of its task by the papers' formula.
     """
 
-    def __init__(
-        self,
-        header: Json,
-        queues: Mapping[int, deque[int]],
-        settings: FederationSettings,
-        task: Callable[[int], Task] = Task,
-        expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
-        run_settings: Json | None = None,
-        initial: Callable[[int], Tensors] = lambda _: {},
-        work: Callable[[int], float] = lambda _: 1.0,
-        blocks: Mapping[int, int] | None = None,
-    ) -> None:
-        self.header, self.queues = header, dict(queues)
-        self.sent: list[tuple[Metadata, list[int]]] = []
-        self.bytes_down = 0
-        self.formula_of: dict[int, int] = {}
-        self._settings, self._run_settings = settings, run_settings or {}
-        self._task, self._expected, self._initial, self._work = task, expected, initial, work
-        self.blocks = blocks or {}
+    header: Json
+    queues: dict[int, deque[int]]
+    settings: FederationSettings
+    task: Callable[[int], Task] = Task
+    expected: Callable[[int], Mapping[str, Spec]] = lambda _: {}
+    run_settings: Json = field(default_factory=dict)
+    initial: Callable[[int], Tensors] = lambda _: {}
+    work: Callable[[int], float] = lambda _: 1.0
+    blocks: Mapping[int, int] = field(default_factory=dict)
+    sent: list[tuple[Metadata, list[int]]] = field(default_factory=list)
+    bytes_down: int = 0
+    formula_of: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
-        self._left = sum(map(work, next(iter(self.queues.values())))) if self.shared else 0.0
+        self._left = sum(map(self.work, next(iter(self.queues.values())))) if self.shared else 0.0
 
     @property
     def limit(self) -> float:
@@ -92,18 +83,18 @@ class Outbox:
         block: int | None = None  # of the last task
         while queue:
             again = block is not None and self.blocks.get(queue[0]) == block
-            if tasks and not again and (len(tasks) >= self._settings.message_clients or work >= limit):
+            if tasks and not again and (len(tasks) >= self.settings.message_clients or work >= limit):
                 break
-            task, block = self._task(queue[0]), self.blocks.get(queue[0])
+            task, block = self.task(queue[0]), self.blocks.get(queue[0])
             new = {id(tensor): tensor.nbytes for tensor in task.tensors.values() if id(tensor) not in packed}
             if not again:
-                size += sum(spec.nbytes for spec in self._expected(queue[0]).values())
+                size += sum(spec.nbytes for spec in self.expected(queue[0]).values())
             size += sum(new.values())
-            if tasks and not again and size > self._settings.message_mb * 2**20:
+            if tasks and not again and size > self.settings.message_mb * 2**20:
                 break
             packed |= new.keys()
             tasks.append(task)
-            work += self._work(queue.popleft())
+            work += self.work(queue.popleft())
         self._left -= work
         if not tasks:
             return None
@@ -115,8 +106,8 @@ class Outbox:
     def again(self, sent: Metadata) -> Message:
         """Return a message once more, with the run's settings; it replaces the one that was not answered."""
         place, clients = next((k, clients) for k, (metadata, clients) in enumerate(self.sent) if metadata is sent)
-        tasks = [self._task(client) for client in clients]
-        message = self._message(sent.dst_node_id, tasks, self.header | self._run_settings)
+        tasks = [self.task(client) for client in clients]
+        message = self._message(sent.dst_node_id, tasks, self.header | self.run_settings)
         self.sent[place] = (message.metadata, clients)
         return message
 
@@ -124,41 +115,30 @@ class Outbox:
         parts: list[tuple[Json, Tensors]] = [({"client": task.client} | task.config, task.tensors) for task in tasks]
         for config, _ in parts if self.blocks else ():
             config["block"] = self.blocks[config["client"]]
-        if initial := self._initial(node_id):
+        if initial := self.initial(node_id):
             sent = parts[0][1]  # in the first round the same values, which travel once
             same = {name: sent[name] for name, tensor in initial.items() if name in sent and equal(sent[name], tensor)}
             parts.append(({INITIAL: True}, initial | same))
         content = pack(header, parts)
         self.bytes_down += wire_bytes(content)
-        lifetime = max(DEFAULT_TTL, self._settings.round_timeout)  # Flower throws away what is older
+        lifetime = max(DEFAULT_TTL, self.settings.round_timeout)  # Flower throws away what is older
         return Message(content, node_id, header["phase"], ttl=lifetime, group_id=str(header["round"]))
 
 
 class Phase:
     """One phase of a round: the clients to ask, and the outcome. Iterating over it makes its messages.
 
-    Parameters
-    ----------
-    outbox : makes the messages; without one no client is asked.
-    dropped : clients that cannot be asked.
-
-    Attributes
-    ----------
-    clients : clients that can be asked, sorted.
-    open : clients that have neither answered nor been dropped yet.
-    dropped : clients whose reply does not count, with the reason.
-    report : JSON-able entries for the round's line.
-    bytes_up : bytes of the replies so far.
-    waiting_bytes : bytes of replies that wait for an earlier client's.
+    Without an outbox no client is asked; ``dropped`` are at first the clients that cannot be asked.
     """
 
     def __init__(self, outbox: Outbox | None = None, dropped: Iterable[Dropped] = ()) -> None:
         self.outbox = outbox or Outbox({}, {}, FederationSettings())
         self.clients = sorted({client for queue in self.outbox.queues.values() for client in queue})
-        self.open = set(self.clients)
+        self.open = set(self.clients)  # that have neither answered nor been dropped yet
         self.dropped = list(dropped)
-        self.report: Json = {}
-        self.bytes_up = self.waiting_bytes = 0
+        self.report: Json = {}  # entries for the round's line
+        self.bytes_up = 0  # of the replies so far
+        self.waiting_bytes = 0  # of replies that wait for an earlier client's
 
     def __iter__(self) -> Iterator[Message]:
         """Yield all messages, for the nodes in turn."""

@@ -37,21 +37,14 @@ class Node:
 
 
 class Roll:
-    """The nodes of a run, as they answered its roll call.
+    """The nodes of a run, as they answered its roll call, which carries ``content``.
 
-    Parameters
-    ----------
-    content : the JSON that a roll call carries.
-    device : ``"cuda"`` where the server computes on a GPU.
-
-    Attributes
-    ----------
-    nodes : nodes that take part, by Flower's node id.
+    ``device``: ``"cuda"`` where the server computes on a GPU.
     """
 
     def __init__(self, settings: FederationSettings, content: Json, device: str = "cpu") -> None:
         self.settings, self.content, self.device = settings, content, device
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, Node] = {}  # nodes that take part, by Flower's node id
         self.met = False
         self.waiting: dict[int, Node] = {}  # nodes whose partition another node has
         self.called: dict[str, int] = {}  # roll calls without an answer yet: message id -> node
@@ -62,18 +55,14 @@ class Roll:
         """Call the roll of new nodes and forget the nodes that left.
 
         The first call waits until ``min-nodes`` nodes (by default as many as the nodes' ``num-partitions``) have
-        answered. Later calls do not wait, unless all nodes have left: they read the answers that have come since,
-        however late. A node with an invalid answer stays out, with a warning. A node that is not in the run is called
-        when Flower lists it, and again after 2, 4, 8 minutes and so on while it stays out: a call that it got just
-        before it was killed is lost, and Flower does not report the loss.
+        answered. Later calls do not wait, unless all nodes have left: they read the answers that have come since. A
+        node with an invalid answer stays out, with a warning. It is called when Flower lists it, and again after 2, 4,
+        8 minutes and so on: Flower does not report a call that was lost because its node was killed.
 
         A later node whose partition id is taken waits until Flower no longer lists the node that has it: a SuperNode
         that was killed and started again is first listed beside its old id, for up to two heartbeats (60 s).
 
-        Raises
-        ------
-        UserError
-            At the start: ``node-timeout`` is over, or no node can take part; the message names missing and wrong ones.
+        :class:`UserError` at the start, where ``node-timeout`` is over, or no node can take part.
         """
         deadline = time.monotonic() + self.settings.node_timeout
         wait = not self.nodes  # where all nodes have left, the round is abandoned if none returns in time

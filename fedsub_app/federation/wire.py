@@ -1,14 +1,11 @@
 """The wire format: tasks and updates (protocol.py) as Flower records.
 
-One Flower message carries the parts of several clients of a node. A part is a JSON object and named tensors. The JSON
-is deflated with a dictionary of its usual words, so that it is small beside a message of 3 kB, too. Equal-named tensors
-of one dtype and shape travel stacked in one array; a tensor object that several parts share (the global model) travels
-once; bool tensors travel as bits. So any method's tensors fit without a special case here: whole models, some layers
-and their optimizer moments, slices, smaller networks, gathered positions with their masks.
+One Flower message carries the parts of several clients of a node. A part is a JSON object, deflated with a dictionary
+of its usual words, and named tensors. Equal-named tensors of one dtype and shape travel stacked in one array; a tensor
+object that several parts share (the global model) travels once; bool tensors travel as bits.
 
 A reply is not trusted. Its JSON is bounded by the request before it is parsed, and a tensor is built only if it was
 asked for, in the size and dtype that were asked for: memory and time follow from the request, not from the reply.
-
 Received tensors may alias the message's bytes: read-only.
 """
 
@@ -105,13 +102,7 @@ def deflated(text: str) -> ConfigRecord:
 
 
 def inflated(content: RecordDict, limit: int = 0) -> str:
-    """Return the JSON of a message, its first ``limit`` characters; 0: all.
-
-    Raises
-    ------
-    KeyError, TypeError, ValueError, zlib.error
-        The record is not that of :func:`deflated`.
-    """
+    """Return the JSON of a message, its first ``limit`` characters; 0: all. One of ``UNREADABLE`` for other records."""
     decoder = zlib.decompressobj(-zlib.MAX_WBITS, WORDS)
     text = decoder.decompress(content.config_records[HEADER]["json"], limit)  # type: ignore[arg-type]
     if not decoder.eof and len(text) < (limit or math.inf):
@@ -139,13 +130,7 @@ class Stack:
         self.squares: list[float] = []  # squared distances of all rows to the spec's start, if it has one
 
     def row(self, number: int, spec: Spec | None = None) -> torch.Tensor:
-        """Return one tensor.
-
-        Raises
-        ------
-        BadReply
-            The tensor does not meet ``spec``, or is not of this format.
-        """
+        """Return one tensor; :class:`BadReply` where it does not meet ``spec``, or is not of this format."""
         if not self._rows or (spec is not self._spec and spec != self._spec):
             self._decode(spec)
         if not 0 <= number < len(self._rows):
@@ -238,13 +223,7 @@ def _open(content: RecordDict, limit: int = 0) -> tuple[Json, list[Part]]:
 
 
 def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
-    """Inverse of :func:`pack`, for a trusted sender: a node opens the server's messages with it.
-
-    Raises
-    ------
-    BadReply
-        The records are not of this format (missing, truncated, of the wrong type).
-    """
+    """Inverse of :func:`pack`, for a trusted sender, the server; :class:`BadReply` for records of another format."""
     header, parts = _open(content)
     return header, [(part.config, {name: stack.row(row) for name, (stack, row) in part.rows.items()}) for part in parts]
 
@@ -252,14 +231,8 @@ def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
 def unpack_reply(content: RecordDict, asked: Mapping[int, Mapping[str, Spec]]) -> tuple[Json, list[Part]]:
     """Return a reply's header and its parts, whose tensors :func:`read_update` decodes.
 
-    Parameters
-    ----------
-    asked : client -> tensors that it was asked for; they bound the size of the reply.
-
-    Raises
-    ------
-    BadReply
-        The records are not of this format, or larger than any valid reply.
+    ``asked``: client -> tensors that it was asked for, which bound the reply's size. :class:`BadReply` where the
+    records are not of this format, or larger than any valid reply.
     """
     return _open(content, MAX_HEADER + sum(MAX_PART + MAX_ENTRY * len(expected) for expected in asked.values()))
 
@@ -287,19 +260,10 @@ def read_update(
     metrics: Mapping[str, Range],
     examples: tuple[int, int] = (1, MAX_EXAMPLES),
 ) -> Update:
-    """Return the update in a part, checked against the request.
+    """Return the update in a part, checked against the tensors and metrics that its client may answer with.
 
-    Parameters
-    ----------
-    expected, metrics : the tensors and metrics that the client may answer with; others are refused.
-    examples : bounds of the client's examples.
-
-    Raises
-    ------
-    BadReply
-        Names, shapes, dtypes, values, metrics or ``num-examples`` are not as expected, or the client failed;
-        :class:`~fedsub_app.federation.protocol.Diverged` where they are not finite,
-        :class:`~fedsub_app.federation.protocol.StateLost` where the client has lost its state.
+    :class:`BadReply` where names, shapes, dtypes, values, metrics or ``num-examples`` are not as expected, or the
+    client failed; :class:`Diverged` where they are not finite, :class:`StateLost` where the client has lost its state.
     """
     config, tensors, distances = part.config, {}, {}
     if config.get("error"):

@@ -58,17 +58,9 @@ App = str | Prepared  # the module of a ClientApp ``app``, or one that forked pr
 def local_grid(app: App, overrides: Mapping[str, Value], workers: int = 1, fork: bool = True) -> LocalGrid:
     """Return the grid of the local engine: in this process for one worker, else one process a worker.
 
-    Parameters
-    ----------
-    app : the ClientApp, or the name of its module where processes may have to be spawned.
-    overrides : the run config as single keys.
-    workers : number of nodes, at least 1.
-    fork : whether processes may be forked where the system can (not with CUDA); they then share data and model.
-
-    Raises
-    ------
-    UserError
-        Several workers where the system, or an app that cannot be imported, allows one.
+    ``overrides`` is the run config as single keys. ``fork``: whether processes may be forked where the system can (not
+    with CUDA); they then share data and model. :class:`UserError` for several workers where the system, or an app that
+    cannot be imported, allows one.
     """
     if workers > 1 and not SEVERAL:
         raise UserError(f"--workers {workers}: must be 1 on Windows, where processes cannot pass open files on")
@@ -200,12 +192,7 @@ class WorkerProcess:
     def receive(self) -> Message:
         """Return the next reply.
 
-        Raises
-        ------
-        EOFError, ConnectionError
-            The process is dead.
-        OSError
-            This machine had no memory or descriptor left for the reply, in this process or that one.
+        EOFError, ConnectionError: the process is dead; OSError: one of the two had no memory or descriptor left for it.
         """
         about, content = _receive(self.socket)
         if about.get("errno"):
