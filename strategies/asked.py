@@ -40,7 +40,6 @@ from fedsub_app.subnets.masks import scatter
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import kept_counts, largest, largest_of_layers, worth_their_time
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, Task, Update
-from strategies.defences import DEFENCES
 from strategies.sparse import MASK, Masked, Regrown, Sparse
 from strategies.sparse_settings import FedRTSSettings, FedTinySettings, PruneFLSettings, RegrownSettings
 
@@ -52,7 +51,7 @@ LOSSES = "losses"  # tensor of a reply, float [candidates]
 class Asked(Regrown):
     """Asks clients for the pruned positions of each layer where their gradients are largest: bits ``grow/...``."""
 
-    refused = dict.fromkeys(DEFENCES, "its server goes by the clients' gradients")
+    refused = "its server goes by the clients' gradients"
     secure = "its server takes what single clients say of their gradients"
 
     @property

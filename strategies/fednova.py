@@ -25,20 +25,15 @@ from fedsub_app.common.tensors import chosen
 from fedsub_app.models import trainable
 from fedsub_app.subnets.averaging import masked_mean
 from strategies.base import BadReply, Contribution, Mean, Merged, SubnetStrategy, Update
-from strategies.defences import DEFENCES
 from strategies.settings import FedNovaSettings
 
 MAX_STEPS = 10**6
 
 
 def normaliser(steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
-    """Return a, the distance that ``steps`` of SGD go under a gradient that stays 1, in learning rates: ||a_i||_1.
+    """Return ||a_i||_1, the distance that tau_i ``steps`` of SGD go under a gradient that stays 1, in learning rates.
 
-    Parameters
-    ----------
-    steps : tau_i >= 0.
-    momentum : rho of SGD.
-    pull : learning rate times the weight mu of the proximal term, whose gradient grows with the distance.
+    ``pull``: learning rate times the weight mu of the proximal term, whose gradient grows with the distance.
     """
     buffer = distance = 0.0
     for _ in range(steps):
@@ -65,7 +60,7 @@ class FedNova(SubnetStrategy):
     options: FedNovaSettings
     computes_with_sgd = True
     secure = ""
-    refused = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another")
+    refused = "its server weighs a round's answers by one another"
 
     def setup(self) -> None:
         self.parameters = list(trainable(self.model))

@@ -20,7 +20,6 @@ from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from fedsub_app.tasks import task_of
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
-from strategies.defences import DEFENCES
 from strategies.memory import Memory
 from strategies.settings import FedPACSettings
 
@@ -39,7 +38,7 @@ class FedPAC(SubnetStrategy):
 
     options: FedPACSettings
     secure = "its server combines the heads and centroids of single clients"
-    refused = dict.fromkeys(DEFENCES, "its server also combines the clients' heads and centroids")
+    refused = "its server also combines the clients' heads and centroids"
     remembers = ("heads", "centroids", "known")
 
     def setup(self) -> None:

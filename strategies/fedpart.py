@@ -23,7 +23,7 @@ Deviations from the paper or the published code:
   is positive the round takes the plain mean and says so (``similarity-fallback``).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -64,16 +64,15 @@ class FedPart(SubnetStrategy):
         self.has = torch.zeros(self.settings.num_clients, len(self.groups), dtype=torch.int64)
         self.moments: Tensors = {}
 
-    def group(self, server_round: int) -> int | None:
-        """Return the layer group of a round, ``None`` for the full network."""
-        o, seed = self.options, self.settings.seed
-        return scheduled_group(server_round, len(self.groups), o.full_rounds, o.rounds_per_group, o.order, seed)
+    @property
+    def group(self) -> int | None:
+        """The layer group of the running round, ``None`` for the full network."""
+        return scheduled_group(self.options, self.round, len(self.groups), self.settings.seed)
 
     @property
     def trained(self) -> tuple[str, ...]:
         """Names of the tensors that are trained in the running round."""
-        group = self.group(self.round)
-        return tuple(self.current) if group is None else self.groups[group]
+        return tuple(self.current) if self.group is None else self.groups[self.group]
 
     @property
     def trained_parameters(self) -> list[str]:
@@ -95,15 +94,16 @@ class FedPart(SubnetStrategy):
         if all(f"{STEPS}/{name}" in self.moments for name in names):
             tensors |= {f"{kind}{name}": self.moments[f"{kind}{name}"] for kind in (FIRST, SECOND) for name in names}
             tensors[STEPS] = torch.stack([self.moments[f"{STEPS}/{name}"] for name in names])
-        return Task(client, tensors, {"group": self.group(self.round)})
+        return Task(client, tensors, {"group": self.group})
 
     def _due(self, client: int) -> torch.Tensor:
+        """Return which groups a client is sent, bool [groups]."""
         everything = torch.ones(len(self.groups), dtype=torch.bool)
         if self.options.stale != "faithful" and not self.state_rounds[client]:
             return everything
         if self.options.stale == "sync-all":
             return self.has[client] < self.changed
-        return everything if self.group(self.round) is None else self.changed == self.changed.max()
+        return everything if self.group is None else self.changed == self.changed.max()
 
     # --- replies and their merge ----------------------------------------------------------------------------------
 
@@ -136,15 +136,14 @@ class FedPart(SubnetStrategy):
 
         With ``momentum = "similarity"`` (Algorithm 2) the similarity of the clients' moments weights both.
         """
-        group, momentum = self.group(self.round), self.options.momentum
+        momentum, weights = self.options.momentum, [1.0] * len(updates)
         report: Json = {}
-        trained = slice(None) if group is None else group
+        trained = slice(None) if self.group is None else self.group
         changed, has = self.changed.clone(), self.has.clone()
         for client in (update.client for update in updates):
             has[client] = torch.where(self._due(client), self.changed, self.has[client])
             has[client, trained] = 0
         changed[trained] = self.round
-        weights = [1.0] * len(updates)
         if momentum == "similarity":
             similarities = self.similarities(updates)
             report["similarity"] = [round(value, 6) for value in similarities]
@@ -152,12 +151,18 @@ class FedPart(SubnetStrategy):
                 weights = [max(value, 0.0) for value in similarities]
             else:
                 report["similarity-fallback"] = True
-            weighted = _weighted(updates, self.trained, weights)
-            model = masked_mean(self.current, weighted, self.settings.server_lr)
+            model = self.weighted(self.current, updates, weights, self.settings.server_lr)
         else:
             model = super().merge(mean, updates).model
         moments = self.moments if momentum == "none" else self.moments | self.merged_moments(updates, weights)
         return Merged(model, {"changed": changed, "has": has, "moments": moments}, report)
+
+    def weighted(
+        self, old: Tensors, updates: Sequence[Update], weights: Sequence[float], server_lr: float = 1.0
+    ) -> Tensors:
+        """Return the weighted mean of the updates' tensors that ``old`` has and the round trains."""
+        each = [Contribution(chosen(u.tensors, old), None, w) for u, w in zip(updates, weights, strict=True)]
+        return masked_mean(old, each, server_lr)
 
     def similarities(self, updates: Sequence[Update]) -> list[float]:
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""
@@ -172,32 +177,19 @@ class FedPart(SubnetStrategy):
         zeros = {f"{kind}{name}": torch.zeros_like(self.current[name]) for kind in (FIRST, SECOND) for name in names}
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
         counts = {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
-        return masked_mean(zeros, _weighted(updates, zeros, weights)) | counts
+        return self.weighted(zeros, updates, weights) | counts
 
 
-def scheduled_group(
-    server_round: int, groups: int, full_rounds: int, rounds_per_group: int, order: str, seed: int
-) -> int | None:
-    """Return the layer group that FedPart trains in a round, ``None`` for the full network.
+def scheduled_group(options: FedPartSettings, server_round: int, groups: int, seed: int) -> int | None:
+    """Return the layer group, from shallow (0) to deep, that a round from 1 on trains, ``None`` for the full network.
 
     A cycle is ``full_rounds`` rounds of the full network, then ``rounds_per_group`` rounds for each group; cycles
     follow each other for as long as there are rounds (Wang et al., FedPart, 2024, Section 3.1).
-
-    Parameters
-    ----------
-    server_round : from 1.
-    groups : number of layer groups, numbered from shallow (0) to deep.
-    order : shallow to deep, deep to shallow, or an order drawn anew for every cycle from ``seed``.
     """
-    length = full_rounds + groups * rounds_per_group
-    cycle, step = divmod(server_round - 1, length)
-    if step < full_rounds:
+    cycle, step = divmod(server_round - 1, options.full_rounds + groups * options.rounds_per_group)
+    if step < options.full_rounds:
         return None
-    place = (step - full_rounds) // rounds_per_group
-    if order == "random":
+    place = (step - options.full_rounds) // options.rounds_per_group
+    if options.order == "random":
         return int(torch.randperm(groups, generator=generator(seed, cycle, "layers"))[place])
-    return place if order == "shallow" else groups - 1 - place
-
-
-def _weighted(updates: Sequence[Update], names: Collection[str], weights: Sequence[float]) -> list[Contribution]:
-    return [Contribution(chosen(u.tensors, names), None, w) for u, w in zip(updates, weights, strict=True)]
+    return place if options.order == "shallow" else groups - 1 - place

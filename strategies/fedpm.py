@@ -31,7 +31,6 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, prefixed
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import Mean, Merged, Spec, SubnetStrategy, Task, Update
-from strategies.defences import DEFENCES
 from strategies.sparse import MASK, weight_names
 from strategies.sparse_settings import FedPMSettings
 
@@ -51,7 +50,7 @@ class FedPM(SubnetStrategy):
     options: FedPMSettings
     secure = ""
     sums = MASK
-    refused = dict.fromkeys(DEFENCES, "its server counts the clients' masks")
+    refused = "its server counts the clients' masks"
     remembers = ("theta", "ones", "zeros")
 
     def setup(self) -> None:

@@ -36,7 +36,7 @@ class Hooks(Server):
     narrows : the method goes by the widths of the clients' devices; others refuse a class below ``model-width``.
     computes_with_sgd : the method computes with SGD's learning rate or steps; a user's own optimizer is refused.
     keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
-    refused : the defences that do not protect the method, with the reason (:meth:`refuses`).
+    refused : the defences that do not protect the method, with the reason (:meth:`refuses`); one reason for all.
     judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
         model is no model of the whole task, or its loss swings between honest rounds.
     secure : with ``secure-aggregation``, "" where the sum of the contributions and the ids of its clients are all that
@@ -56,7 +56,7 @@ class Hooks(Server):
     sums = ""
     measurement: "Hooks | None" = None
     keeps_models = False
-    refused: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str] | str] = {}
     reports: ClassVar[Mapping[str, Reported]] = {}
 
     # --- the hooks of most methods -----------------------------------------------------------------------------------
@@ -151,7 +151,8 @@ class Hooks(Server):
         contribution, or if its clients contribute to different positions.
         """
         weighs = dict.fromkeys(DEFENCES, "its server weighs a round's answers by one another") if self.holds_all else {}
-        return {**weighs, **self.refused}
+        refused = dict.fromkeys(DEFENCES, self.refused) if isinstance(self.refused, str) else self.refused
+        return {**weighs, **refused}
 
     # --- secure aggregation ------------------------------------------------------------------------------------------
 

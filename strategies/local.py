@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from strategies.base import Spec, SubnetStrategy, Task
-from strategies.defences import DEFENCES
 
 
 class Local(SubnetStrategy):
@@ -11,7 +10,7 @@ class Local(SubnetStrategy):
 
     secure = "nothing is merged"
     keeps_models = True
-    refused = dict.fromkeys(DEFENCES, "nothing is merged")
+    refused = "nothing is merged"
 
     def task(self, client: int) -> Task:
         """Send nothing: a client rebuilds the initial model from the seed and keeps its own afterwards."""

@@ -40,12 +40,11 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Adapter, adapters, scale_of
 from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
-from strategies.defences import DEFENCES
 from strategies.parts import SharedPart
 from strategies.settings import HetLoRASettings, RankSettings
 from strategies.sliced import Sliced
 
-USES_ALL = dict.fromkeys(DEFENCES, "its server uses the products of each client's adapters")
+USES_ALL = "its server uses the products of each client's adapters"
 PRUNES = "prunes"  # tensor of a reply, bool [1]: the client gives up its last ranks
 
 
@@ -123,8 +122,8 @@ class FedSALoRA(SharedPart):
 class FedExLoRA(FedIT):
     """Averages A and B, and adds to W what the product of the means lacks."""
 
-    secure = USES_ALL["median"]
-    refused: ClassVar = USES_ALL
+    secure = USES_ALL
+    refused = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         residual = exact[0] @ exact[1] - self.change(adapter, model)
@@ -135,7 +134,7 @@ class Ranked(FedIT, Sliced):
     """Clients have the first ranks of each adapter, a fraction of ``lora-rank`` by ``widths`` or their devices."""
 
     options: RankSettings
-    refused: ClassVar = USES_ALL
+    refused = USES_ALL
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         width = self.held_width(client)
@@ -146,7 +145,7 @@ class Ranked(FedIT, Sliced):
 class FlexLoRA(Ranked):
     """Splits the mean of the products by its singular values."""
 
-    secure = USES_ALL["median"]
+    secure = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         """Return the best B and A of the adapter's rank; the decomposition is of the stacked factors' triangles."""
@@ -161,7 +160,7 @@ class FlexLoRA(Ranked):
 class FLoRA(Ranked):
     """Adds the stacked products to W, and starts the adapters anew."""
 
-    secure = USES_ALL["median"]
+    secure = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         """Return W with the mean product, a new A and B = 0, as the package peft draws them."""
@@ -180,7 +179,7 @@ class HetLoRA(Ranked):
     """
 
     options: HetLoRASettings
-    secure = USES_ALL["median"]
+    secure = USES_ALL
     remembers = ("ranks",)
 
     def setup(self) -> None:

@@ -23,7 +23,6 @@ from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.models import trainable
 from fedsub_app.subnets.norms import norm
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
-from strategies.defences import DEFENCES
 
 ROUNDING = 1e-3  # of two devices, relative
 VARIATE = "variate/"  # prefix of c's names down, and of the names of c_i's change up
@@ -41,7 +40,7 @@ class Scaffold(SubnetStrategy):
     secure = ""
     sums = VARIATE
     remembers = ("variate",)
-    refused = dict.fromkeys(DEFENCES, "its server also adds up the clients' variates")
+    refused = "its server also adds up the clients' variates"
 
     def setup(self) -> None:
         settings = self.settings

@@ -9,6 +9,7 @@ methods whose clients have a width, a fraction of every hidden layer.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,6 +34,7 @@ class Sliced(SubnetStrategy):
     """Sends each client the network of its units."""
 
     narrows = True
+    refused: ClassVar[Mapping[str, str] | str] = WITHOUT_MASKS
     secure = ""
 
     @abstractmethod
@@ -75,9 +77,6 @@ class Sliced(SubnetStrategy):
 
     def personal_download(self, client: int) -> Tensors:
         return self.network_of(client)
-
-    def refuses(self) -> Mapping[str, str]:
-        return {**super().refuses(), **WITHOUT_MASKS}
 
 
 class WidthBased(SubnetStrategy):

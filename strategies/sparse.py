@@ -11,6 +11,7 @@ have masks of its own.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Masked(SubnetStrategy):
     """Sends, trains and merges the values that a client's masks keep."""
 
     secure = ""
+    refused: ClassVar[Mapping[str, str] | str] = WITHOUT_MASKS
 
     @abstractmethod
     def kept(self, client: int) -> Tensors:
@@ -51,9 +53,6 @@ class Masked(SubnetStrategy):
 
     def known_positions(self, client: int) -> Tensors:
         return self.kept(client)
-
-    def refuses(self) -> Mapping[str, str]:
-        return {**super().refuses(), **WITHOUT_MASKS}
 
 
 class Sparse(Masked):

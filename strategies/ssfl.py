@@ -26,7 +26,6 @@ from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import largest_of_all
 from strategies.base import Contribution, Mean, Merged, Spec, Task, Update
-from strategies.defences import DEFENCES
 from strategies.sparse import Sparse
 
 
@@ -34,6 +33,7 @@ class SSFL(Sparse):
     """Chooses the mask in round 1 by the clients' saliencies."""
 
     secure = ""
+    refused = "the answers of its first round are saliencies"
 
     def stage(self, server_round: int) -> str:
         return "saliency" if server_round == 1 and self.shapes else ""
@@ -59,9 +59,6 @@ class SSFL(Sparse):
 
     def origin(self, update: Update) -> Tensors:
         return {name: torch.zeros_like(x) for name, x in update.tensors.items()} if self.choosing else self.current
-
-    def refuses(self) -> Mapping[str, str]:
-        return dict.fromkeys(DEFENCES, "the answers of its first round are saliencies")
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Keep the weights of the largest mean saliency."""

@@ -23,6 +23,7 @@ from fedsub_app.models import build_model, layer_groups, tensors_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.training.costs import training_flops
 from strategies.fedpart import FedPart, scheduled_group
+from strategies.settings import FedPartSettings
 
 Run = Callable[..., tuple[Json, Path]]
 SETTINGS: dict[str, Value] = {
@@ -54,12 +55,17 @@ def checkpoint(folder: Path, number: int) -> Tensors:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
+def trained(server_round: int, groups: int, full: int, per_group: int, order: Any, seed: int) -> int | None:
+    options = FedPartSettings(full_rounds=full, rounds_per_group=per_group, order=order)
+    return scheduled_group(options, server_round, groups, seed)
+
+
 def test_the_papers_schedule() -> None:
     """Listing of the note: [-1, -1, 0, 0, 1, 1, ..., 7, 7], 18 rounds; then it starts again."""
-    rounds = [scheduled_group(t, 8, 2, 2, "shallow", 0) for t in range(1, 37)]
+    rounds = [trained(t, 8, 2, 2, "shallow", 0) for t in range(1, 37)]
     once = [None, None] + [g for g in range(8) for _ in range(2)]
     assert rounds == once * 2
-    deep = [scheduled_group(t, 8, 2, 2, "deep", 0) for t in range(1, 19)]
+    deep = [trained(t, 8, 2, 2, "deep", 0) for t in range(1, 19)]
     assert deep == [None, None] + [g for g in reversed(range(8)) for _ in range(2)]
 
 
@@ -70,14 +76,14 @@ def test_a_cycle_trains_every_group_the_same_number_of_rounds(
     length = full + groups * per_group
     for order in ("shallow", "deep", "random"):
         for start in (1, length + 1):
-            rounds = [scheduled_group(start + k, groups, full, per_group, order, seed) for k in range(length)]
+            rounds = [trained(start + k, groups, full, per_group, order, seed) for k in range(length)]
             assert rounds[:full] == [None] * full
             assert sorted(rounds[full:]) == sorted(list(range(groups)) * per_group)  # type: ignore[type-var]
 
 
 def test_random_order_differs_between_cycles_and_not_between_calls() -> None:
     def cycle(number: int) -> list[int | None]:
-        return [scheduled_group(number * 16 + k, 16, 0, 1, "random", 3) for k in range(1, 17)]
+        return [trained(number * 16 + k, 16, 0, 1, "random", 3) for k in range(1, 17)]
 
     assert cycle(0) == cycle(0) != cycle(1)
 
@@ -101,7 +107,7 @@ def reference(keys: dict[str, Value]) -> Tensors:
     x_g = {k: v.detach().clone() for k, v in tensors_of(model).items()}
     shared: dict[str, dict[str, torch.Tensor]] = {}  # parameter -> exp_avg, exp_avg_sq, step
     for t in range(1, s.num_rounds + 1):
-        group = scheduled_group(t, len(layers), options.full_rounds, options.rounds_per_group, options.order, s.seed)
+        group = scheduled_group(options, t, len(layers), s.seed)
         names = list(x_g) if group is None else layers[group]
         answers, states, counts = [], [], []
         for i in range(s.num_clients):
@@ -220,9 +226,9 @@ def test_the_papers_bytes() -> None:
     groups = layer_groups(model)
     size = {name: 4 * tensor.numel() + 180 for name, tensor in tensors_of(model).items()}
     whole, group = sum(size.values()), [sum(size[name] for name in names) for names in groups]
-    trained = [scheduled_group(t, len(groups), 2, 2, "shallow", 0) for t in range(1, 19)]
-    up = sum(whole if g is None else group[g] for g in trained)
-    down = whole + sum(whole if g is None else group[g] for g in trained[:-1])
+    schedule = [trained(t, len(groups), 2, 2, "shallow", 0) for t in range(1, 19)]
+    up = sum(whole if g is None else group[g] for g in schedule)
+    down = whole + sum(whole if g is None else group[g] for g in schedule[:-1])
     assert 6 * 18 * 2 * whole / 2**20 == pytest.approx(127.8, abs=0.1)
     assert 6 * (up + down) / 2**20 == pytest.approx(31.9, abs=0.1)
     assert 3 * 6 * (up + down) / 2**20 == pytest.approx(95.7, abs=0.3)
