@@ -29,12 +29,11 @@ class FederationSettings(SeedSettings, ClientsSettings):
     clients_per_round: CountOrNone = None
     """Number of clients that take part in a round, at most num-clients; 0: by participation."""
     oversample: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """Over-sampling factor: this many times clients-per-round are asked.
+    """Over-sampling factor: this many times clients-per-round are asked; 1.3: 13 clients where 10 take part.
 
-    The round continues when clients-per-round valid replies are in. 1.3: 13 clients are asked where 10 take part.
-    The server does not wait for the other replies and ignores them. Where all nodes are simulated the server waits for
-    all replies and takes the clients that were drawn first: the ones that take part without this key, and for each
-    invalid reply the client that was drawn next. So a simulated run does not depend on the nodes' speed.
+    The round continues when clients-per-round valid replies are in; the others are ignored. Where all nodes are
+    simulated the server waits for all replies and takes the clients that were drawn first: the ones that take part
+    without this key, and for each invalid reply the client that was drawn next.
     """
     min_replies: Count = 1
     """A round with fewer valid replies is abandoned."""
@@ -46,9 +45,8 @@ class FederationSettings(SeedSettings, ClientsSettings):
     """Refuse an update whose norm exceeds this many times the median norm of the round's updates so far.
 
     Norms are Euclidean. Updates are compared in the order of the clients, the first eight together; updates that change
-    nothing are left out. A median counts as at least a hundredth of the model's norm. Fewer than three updates are
-    compared with the model's norm itself. The same bound holds for other tensors that a method's server remembers, such
-    as moments and variates.
+    nothing are left out. A median counts as at least a hundredth of the model's norm; fewer than three updates are
+    compared with that norm itself. So are other tensors that a method's server remembers, such as moments.
     """
     weighting: Literal["auto", "uniform", "examples"] = "auto"
     """A client's weight in a mean: the same for all clients, or its number of training samples.
@@ -75,10 +73,7 @@ class FederationSettings(SeedSettings, ClientsSettings):
     message_clients: Count = 128
     """Upper bound on the clients whose tasks a message to a node holds."""
     message_mb: Positive = 192.0
-    """Upper bound in MiB on a message plus its reply.
-
-    A message always holds at least one client's task.
-    """
+    """Upper bound in MiB on a message plus its reply; a message always holds at least one client's task."""
     min_nodes: CountOrNone = None
     """Nodes to wait for at the start; 0: the num-partitions that the nodes report."""
     node_timeout: Positive = 120.0
@@ -231,21 +226,20 @@ class DefenceSettings(FederationSettings):
                 raise ValueError(f"{said} mean = 'krum' {least}, {self.sample_size} take part")
             beside = f"mean = 'krum' and the {self.sample_size} clients that take part in a round"
             raise ValueError(f"{said} at most {most} with {beside}")
-        if self.robust == "on" and self.dp_noise_multiplier:
-            raise ValueError(
-                "robust = 'on': not with dp-noise-multiplier above 0: bounds by other clients are not private"
-            )
         if self.min_contributors > self.sample_size:
             take_part = f"the {self.sample_size} clients that take part in a round"
             raise ValueError(f"min-contributors = {self.min_contributors}: at most {take_part}")
         if 0 < self.dp_noise_multiplier < MIN_NOISE:
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {MIN_NOISE}")
-        if self.dp_noise_multiplier and not self.clip_norm:
-            raise ValueError("clip-norm = 0: must be above 0 with dp-noise-multiplier above 0")
         if self.dp_noise_by == "clients" and not self.dp_noise_multiplier:
             raise ValueError("dp-noise-by = 'clients': does nothing with dp-noise-multiplier = 0")
-        if self.dp_noise_multiplier and self.oversample > 1:
-            raise ValueError(f"oversample = {self.oversample:g}: must be 1 with dp-noise-multiplier above 0")
-        if self.dp_noise_multiplier and self.mean != "average":
-            raise ValueError(f"mean = {self.mean!r}: must be 'average' with dp-noise-multiplier above 0")
+        noise = "with dp-noise-multiplier above 0"
+        for wrong, reason in (
+            (self.robust == "on", f"robust = 'on': not {noise}: bounds by other clients are not private"),
+            (not self.clip_norm, f"clip-norm = 0: must be above 0 {noise}"),
+            (self.oversample > 1, f"oversample = {self.oversample:g}: must be 1 {noise}"),
+            (self.mean != "average", f"mean = {self.mean!r}: must be 'average' {noise}"),
+        ):
+            if wrong and self.dp_noise_multiplier:
+                raise ValueError(reason)
         return self
