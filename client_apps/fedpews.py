@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain, count
 
 import torch
 from torch import Tensor
@@ -96,7 +97,9 @@ class MaskLearning:
         start = first_scores(client.options, client.settings.seed, client.id, len(others))
         self.scores, self.others = client.state.get("scores", start).to(device), others.to(device)
         self.options, self.narrow, self.gated_tensors = client.options, client.narrow, client.gated_tensors
-        self._numbers = _uniform(len(others), client.generator("masks"), device)
+        draws = client.generator("masks")  # uniform numbers, on the CPU, which are copied to the device many at a time
+        many = (torch.rand(DRAWS, len(others), generator=draws).to(device) for _ in count())
+        self._numbers: Iterator[Tensor] = chain.from_iterable(many)
 
     @property
     def theta(self) -> Tensor:
@@ -118,9 +121,3 @@ class MaskLearning:
         self.scores = self.scores - self.options.mask_lr * gradient
         # Procedure II: the scores are frozen
         return train_under(self.draw(), self.narrow, training, x, y)
-
-
-def _uniform(count: int, draws: torch.Generator, device: torch.device) -> Iterator[Tensor]:
-    """Yield uniform numbers in [0, 1), float [count], drawn on the CPU and copied to the device many at a time."""
-    while True:
-        yield from torch.rand(DRAWS, count, generator=draws).to(device)

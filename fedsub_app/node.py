@@ -115,7 +115,8 @@ def _content(
         return pack(stamp, [update_part(update) for update in updates])
     places = source(text, header, context)
     run = partial(_run, places, settings.num_clients, folder, header)
-    given, tasks = tasks, [(task, _of_method(sent)) for task, sent in tasks]
+    given = tasks
+    tasks = [(task, {name: x for name, x in sent.items() if not name.startswith(SECRET)}) for task, sent in given]
     if how := header.get("means"):
         blocks = [list(block) for _, block in groupby(tasks, key=lambda task: task[0]["block"])]
         return pack(stamp, [part for block in blocks for part in block_parts(run, block, how)])
@@ -163,10 +164,6 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         return replace(update, state=(before, update.state[1] or before))
     except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
         return _failed(client, error)
-
-
-def _of_method(sent: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in sent.items() if not name.startswith(SECRET)}
 
 
 def _attempt(work: Callable[..., Update], folder: Path, header: Json, task: Json, *rest: Any) -> Update:

@@ -40,20 +40,21 @@ def ask_evaluation(strategy: Hooks, server_round: int, arrays: ArrayRecord, conf
     """Ask all clients for the scores on their own test sets, if the settings name any."""
     wanted = [name for name in strategy.settings.evaluations if name != "global"]
     strategy.phase = Phase()
-    if wanted and evaluation_due(strategy, server_round, config):
-        strategy.federation.meet(grid)
-        strategy.round, strategy.current = server_round, to_tensors(arrays)
-        clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | kept_rounds(strategy, config)
-        task = partial(with_state, strategy, partial(_evaluation_task, strategy, wanted))
-        strategy.phase = strategy.federation.ask(MessageType.EVALUATE, server_round, clients, task, extra)
+    if not wanted or not evaluation_due(strategy, server_round, config):
+        return strategy.phase
+
+    def task(client: int) -> Task:
+        """Return the tensors of a client's own model and, for the global one, the tensors that differ from them."""
+        personal = strategy.personal_download(client) if "personal" in wanted else {}
+        differs = {n: t for n, t in strategy.current.items() if personal.get(n) is not t}
+        return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
+
+    strategy.federation.meet(grid)
+    strategy.round, strategy.current = server_round, to_tensors(arrays)
+    clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | kept_rounds(strategy, config)
+    asked = partial(with_state, strategy, task)
+    strategy.phase = strategy.federation.ask(MessageType.EVALUATE, server_round, clients, asked, extra)
     return strategy.phase
-
-
-def _evaluation_task(strategy: Hooks, wanted: Sequence[str], client: int) -> Task:
-    """Return the tensors of a client's own model and, for the global one, the tensors that differ from them."""
-    personal = strategy.personal_download(client) if "personal" in wanted else {}
-    differs = {n: t for n, t in strategy.current.items() if personal.get(n) is not t}
-    return Task(client, personal | (prefixed(GLOBAL, differs) if "global-local" in wanted else {}))
 
 
 def _evaluation_metrics(strategy: Hooks, client: int) -> dict[str, Range]:

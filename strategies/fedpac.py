@@ -48,8 +48,7 @@ class FedPAC(SubnetStrategy):
         self.head = head_names(self.model)
         if not isinstance(self.model.get_submodule(head_layer(self.model)), nn.Linear):
             raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")
-        self.heads = {n: self.current[n].expand(settings.num_clients, *self.current[n].shape) for n in self.head}
-        self.heads = {name: heads.clone() for name, heads in self.heads.items()}
+        self.heads = {name: torch.stack([self.current[name]] * settings.num_clients) for name in self.head}
         self.centroids = torch.zeros(self.current[self.head[0]].shape)  # the head's weight is [classes, d]
         self.known = torch.zeros(len(self.centroids), dtype=torch.bool)
 

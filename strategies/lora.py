@@ -201,20 +201,13 @@ class HetLoRA(Ranked):
     def weight(self, update: Update) -> float:
         if not self.adapters:
             return super().weight(update)
-        pairs = [
-            (update.tensors[a.a].double().flatten(1), update.tensors[a.b].double().flatten(1)) for a in self.adapters
-        ]
-        return math.sqrt(sum(float((b @ a).square().sum()) for a, b in pairs))
+        factors = {name: update.tensors[name].double().flatten(1) for layer in self.adapters for name in layer[:2]}
+        return math.sqrt(sum(float((factors[b] @ factors[a]).square().sum()) for a, b, *_ in self.adapters))
 
     def contribution(self, update: Update) -> Contribution:
         """Add the client's adapters with zeros in the place of the ranks that it lacks."""
         added = super().contribution(update)
-        tensors, slices = dict(added.tensors), dict(added.slices or {})
-        for name in slices:
-            whole = torch.zeros_like(self.current[name])
-            whole[tuple(map(slice, tensors[name].shape))] = tensors[name]
-            tensors[name] = whole
-        return added._replace(tensors=tensors, slices={})
+        return added._replace(tensors={n: added.whole(n, self.current[n])[0] for n in added.tensors}, slices={})
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the mean, and the ranks without those that clients have pruned."""

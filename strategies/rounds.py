@@ -145,7 +145,8 @@ def merge_answers(
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
     metrics = means_of(updates, names, strategy.robust) | sums_of(updates, COSTS, strategy.robust)
     # The server's own measurements override the clients' metrics.
-    phase.report = {**metrics, **phase.report, **_middle(merging.norms)}
+    sizes = {"update-norm": median(merging.norms), "largest-update-norm": max(merging.norms)} if merging.norms else {}
+    phase.report = {**metrics, **phase.report, **{key: float(f"{value:.3g}") for key, value in sizes.items()}}
     phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": sum(phase.outbox.formula_of.values())}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
     phase.report |= merging.report | _privacy(strategy) | (bounds.report if bounds else {})
@@ -240,11 +241,6 @@ def sums_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = False
             usual = median_low([cost / count for cost, count in zip(each, examples, strict=True)])
             costs[key] = [min(x, MAX_COST * usual * count) for x, count in zip(each, examples, strict=True)]
     return {key: sum(each) for key, each in costs.items()}
-
-
-def _middle(norms: Sequence[float]) -> dict[str, float]:
-    sizes = {"update-norm": median(norms), "largest-update-norm": max(norms)} if norms else {}
-    return {key: float(f"{size:.3g}") for key, size in sizes.items()}
 
 
 def check_defences(strategy: Hooks) -> None:

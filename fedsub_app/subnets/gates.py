@@ -12,7 +12,6 @@ in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -95,9 +94,9 @@ def _entering(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
             for name, repeat in group.cols:
                 reader = network.module.get_submodule(name.rpartition(".")[0])
                 gate = gates[group.name].repeat_interleave(repeat)
-                stack.enter_context(reader.register_forward_pre_hook(partial(_gate_input, gate)))
+
+                def gate_input(_: nn.Module, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
+                    return inputs[0] * gate.view(-1, *[1] * (inputs[0].dim() - 2))
+
+                stack.enter_context(reader.register_forward_pre_hook(gate_input))
         yield
-
-
-def _gate_input(gate: Tensor, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    return inputs[0] * gate.view(-1, *[1] * (inputs[0].dim() - 2))
