@@ -14,14 +14,9 @@ from fedsub_app.training.local import evaluate
 
 
 class Client(ClientTools):
-    """FedAvg, and the base of all methods' clients.
+    """FedAvg, and the base of all methods' clients."""
 
-    Attributes
-    ----------
-    irreplaceable : the reason why a client cannot start anew after losing its state, the end of a message; "": it can.
-    """
-
-    irreplaceable = ""
+    irreplaceable = ""  # the reason why a client cannot start anew after losing its state, the end of a message
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train the model that the server sent; return the tensors of the reply: the whole model."""

@@ -85,11 +85,8 @@ def train_under(mask: Tensor, narrow: bool, training: Training, x: Tensor, y: Te
 class MaskLearning:
     """A step that trains a neuron mask's scores and then the weights (lines 11 to 16).
 
-    A mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step.
-
-    Attributes
-    ----------
-    scores : s, float ``[h]``; they continue from the client's last round.
+    A mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step; the scores s, float ``[h]``,
+    continue from the client's last round.
     """
 
     def __init__(self, client: FedPeWSClient, others: Tensor) -> None:

@@ -30,20 +30,15 @@ from strategies.settings import FedAdagradSettings, FedAdamSettings
 
 
 class FedAdagrad(SubnetStrategy):
-    """Adagrad on the server, and the base of the others.
-
-    Attributes
-    ----------
-    first, second : m and v by name, of the parameters.
-    """
+    """Adagrad on the server, and the base of the others."""
 
     options: FedAdagradSettings
     secure = ""
     remembers = ("first", "second")
 
     def setup(self) -> None:
-        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(self.model)}
-        self.second = {name: torch.zeros_like(m) for name, m in self.first.items()}
+        self.first = {name: torch.zeros_like(self.current[name]) for name in trainable(self.model)}  # m
+        self.second = {name: torch.zeros_like(m) for name, m in self.first.items()}  # v
 
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         """Return the next v from the last one and D²."""

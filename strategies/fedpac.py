@@ -27,14 +27,7 @@ CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "k
 
 
 class FedPAC(SubnetStrategy):
-    """Merges models and class centroids; combines a head for each client.
-
-    Attributes
-    ----------
-    heads : each client's head, tensor name -> float [N, ...].
-    centroids : class centroids [classes, d].
-    known : whether a class has a centroid, bool [classes].
-    """
+    """Merges models and class centroids; combines a head for each client."""
 
     options: FedPACSettings
     secure = "its server combines the heads and centroids of single clients"
@@ -48,9 +41,9 @@ class FedPAC(SubnetStrategy):
         self.head = head_names(self.model)
         if not isinstance(self.model.get_submodule(head_layer(self.model)), nn.Linear):
             raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")
-        self.heads = {name: torch.stack([self.current[name]] * settings.num_clients) for name in self.head}
-        self.centroids = torch.zeros(self.current[self.head[0]].shape)  # the head's weight is [classes, d]
-        self.known = torch.zeros(len(self.centroids), dtype=torch.bool)
+        self.heads = {name: torch.stack([self.current[name]] * settings.num_clients) for name in self.head}  # [N, ...]
+        self.centroids = torch.zeros(self.current[self.head[0]].shape)  # of the head's weight, [classes, d]
+        self.known = torch.zeros(len(self.centroids), dtype=torch.bool)  # whether a class has a centroid
 
     def task(self, client: int) -> Task:
         return Task(client, self.personal_download(client) | {CENTROIDS: self.centroids, KNOWN: self.known})

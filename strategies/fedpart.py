@@ -41,15 +41,7 @@ FIRST, SECOND, STEPS = "first/", "second/", "steps"
 
 
 class FedPart(SubnetStrategy):
-    """Trains, sends and merges one layer group a round.
-
-    Attributes
-    ----------
-    changed : round in which each group last changed, int64 [groups].
-    has : round in which each group that a client has was merged, int64 [N, groups]; 0: the initial group, or its own
-        training of it.
-    moments : merged moments and step counts (``steps/<name>``) of the tensors trained so far.
-    """
+    """Trains, sends and merges one layer group a round."""
 
     options: FedPartSettings
     secure = ""
@@ -60,9 +52,10 @@ class FedPart(SubnetStrategy):
         self.holds_all = self.options.momentum == "similarity"
         self.groups = layer_groups(self.model)
         self.parameters = set(trainable(self.model))
-        self.changed = torch.zeros(len(self.groups), dtype=torch.int64)
+        self.changed = torch.zeros(len(self.groups), dtype=torch.int64)  # round in which each group last changed
+        # Round in which each group that a client has was merged; 0: the initial group, or its own training of it.
         self.has = torch.zeros(self.settings.num_clients, len(self.groups), dtype=torch.int64)
-        self.moments: Tensors = {}
+        self.moments: Tensors = {}  # merged, with step counts ``steps/<name>``, of the tensors trained so far
 
     @property
     def group(self) -> int | None:

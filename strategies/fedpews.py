@@ -45,14 +45,7 @@ MASK = "theta/mask"  # with secure-aggregation: a neuron mask that is counted; i
 
 
 class FedPeWS(SubnetStrategy):
-    """Personalised warm-up, then FedAvg.
-
-    Attributes
-    ----------
-    theta : every client's last mask, or its probabilities, float [N, h]; with secure-aggregation, from the first round
-        on, each row is the mean over the last round's clients.
-    fixed : every client's fixed mask, bool [N, h].
-    """
+    """Personalised warm-up, then FedAvg."""
 
     options: FedPeWSSettings
     secure = ""
@@ -69,8 +62,10 @@ class FedPeWS(SubnetStrategy):
         self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
         starts = [first_scores(self.options, settings.seed, i, self.hidden) for i in range(settings.num_clients)]
+        # Every client's last mask, or its probabilities, [N, h]; with secure-aggregation each row is, from the first
+        # round on, the mean over the last round's clients.
         self.theta = torch.stack(starts).sigmoid()
-        self.fixed = torch.empty(0)
+        self.fixed = torch.empty(0)  # every client's fixed mask, bool [N, h]
         if self.options.masks == "fixed" and self.options.warmup_rounds:
             shares = self.options.share_list(settings.num_clients)
             if self.devices and not self.options.shares:

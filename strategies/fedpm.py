@@ -39,13 +39,7 @@ LIMIT = 0.01  # theta's distance from 0 and 1
 
 
 class FedPM(SubnetStrategy):
-    """Sends probabilities, counts masks.
-
-    Attributes
-    ----------
-    theta : probability of each weight's mask, tensor name -> float of its shape.
-    ones, zeros : alpha - 1 and beta - 1, in the same form.
-    """
+    """Sends probabilities, counts masks."""
 
     options: FedPMSettings
     secure = ""
@@ -62,9 +56,9 @@ class FedPM(SubnetStrategy):
             raise UserError(f"trainable = {settings.trainable!r}: {why}")
         weight_names(settings, self.model)
         self.signed = signed_constants(self.model, self.current)
-        self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}
-        self.ones = {name: torch.zeros_like(tensor) for name, tensor in self.signed.items()}
-        self.zeros = dict(self.ones)
+        self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}  # of each weight
+        self.ones = {name: torch.zeros_like(tensor) for name, tensor in self.signed.items()}  # alpha - 1
+        self.zeros = dict(self.ones)  # beta - 1
         self.current = self.drawn(self.current, self.theta, 0)
 
     def drawn(self, model: Tensors, theta: Tensors, server_round: int) -> Tensors:

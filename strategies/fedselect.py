@@ -45,14 +45,7 @@ MASK = "mask/"
 
 
 class FedSelect(SubnetStrategy):
-    """Knows every client's mask; merges each position over the clients for which it is global.
-
-    Attributes
-    ----------
-    masks : client -> tensor name -> bool, 1: personal; names that can be selected only. m^t of the paper.
-    held : client -> the mask under which it trained in its last merged round: the positions whose personal values it
-        has. m^(t-1).
-    """
+    """Knows every client's mask; merges each position over the clients for which it is global."""
 
     options: FedSelectSettings
     secure = ""
@@ -75,7 +68,8 @@ class FedSelect(SubnetStrategy):
         statistics = {name for name, _ in self.model.named_buffers()}
         self.global_names = [name for name in self.current if name not in statistics]
         self.empty = {name: torch.zeros_like(self.current[name], dtype=torch.bool) for name in names}
-        self.masks = [self.empty] * settings.num_clients
+        self.masks = [self.empty] * settings.num_clients  # m^t of each client, 1: personal, of the names above alone
+        # m^(t-1), under which it trained in its last merged round: the positions whose personal values it has.
         self.held = [self.empty] * settings.num_clients
 
     def task(self, client: int) -> Task:

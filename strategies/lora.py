@@ -171,12 +171,7 @@ class FLoRA(Ranked):
 
 
 class HetLoRA(Ranked):
-    """Fills adapters up with zeros, weighs them by their norms, and lets clients prune their last ranks.
-
-    Attributes
-    ----------
-    ranks : each client's rank of every adapter, int64 [num_clients].
-    """
+    """Fills adapters up with zeros, weighs them by their norms, and lets clients prune their last ranks."""
 
     options: HetLoRASettings
     secure = USES_ALL
@@ -186,7 +181,7 @@ class HetLoRA(Ranked):
         super().setup()
         first = self.units[0] if self.adapters else None
         widths = map(self.held_width, range(self.settings.num_clients))
-        self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])
+        self.ranks = torch.tensor([first.kept(width) if first else 1 for width in widths])  # of every adapter, [N]
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         groups = self.units if self.adapters else ()

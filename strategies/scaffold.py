@@ -29,12 +29,7 @@ VARIATE = "variate/"  # prefix of c's names down, and of the names of c_i's chan
 
 
 class Scaffold(SubnetStrategy):
-    """FedAvg, and the variate c beside the model.
-
-    Attributes
-    ----------
-    variate : c, for every trainable parameter a float32 tensor of its shape.
-    """
+    """FedAvg, and the variate c beside the model."""
 
     computes_with_sgd = True
     secure = ""
@@ -51,6 +46,7 @@ class Scaffold(SubnetStrategy):
         ):
             if value != allowed:
                 raise UserError(f"{key} = {value!r}: must be {allowed!r} with method = 'scaffold'")
+        # c, for every trainable parameter
         self.variate: Tensors = {name: torch.zeros_like(self.current[name]) for name in trainable(self.model)}
 
     def task(self, client: int) -> Task:

@@ -56,20 +56,8 @@ def _normalised(model: nn.Module) -> bool:
 class Server:
     """The state of a run on the server, and what is computed from it.
 
-    Attributes
-    ----------
-    remembers : names of the attributes that are the server's state between rounds, each a :data:`Memory`. They are in
-        the checkpoint, and :meth:`merge` alone gives them new values.
-    settings, options, score : the run's settings, the method's own, the task's score.
-    devices : the clients' devices, None without the setting ``devices``.
-    model : the network, for its structure only (``unit_groups(model)``, shapes).
-    current : the global model of the running round, named float32 CPU tensors; read-only.
-    shared : names of its tensors that clients answer with; in a first stage of the method all of them.
-    round : number of the running round, from 1.
-    phase : the running or last phase: clients that were asked or dropped, entries for the round's line.
-    merging : the merging of the answers that were asked for (strategies/merging.py).
-    state_rounds : round of each client's last merged reply with which it kept a state, int64 [N]; 0: none.
-    usual, good : with ``robust``, what is usual (strategies/bounding.py), and the best model so far (harm.py).
+    ``remembers`` names the attributes that are the method's state between rounds, each a :data:`Memory`: they are in
+    the checkpoint, and :meth:`merge` alone gives them new values.
     """
 
     remembers: tuple[str, ...] = ()
@@ -78,19 +66,21 @@ class Server:
         if settings.batch_size == 1 and _normalised(model):
             raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         self.settings = settings
-        self.options = settings.options
-        self.score = settings.score
-        self.model = model
+        self.options = settings.options  # the method's own settings
+        self.score = settings.score  # the task's score
+        self.devices = settings.client_devices  # None without the setting
+        self.model = model  # for its structure only: unit_groups(model), shapes
+        # The global model of the running round, named float32 CPU tensors; read-only.
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-        self.shared = list(self.current)
-        self.devices = settings.client_devices
-        self.round = 0
-        self.phase = Phase()
-        self.merging: Any = None
+        self.shared = list(self.current)  # its tensors that clients answer with; in a first stage all of them
+        self.round = 0  # the running one, from 1
+        self.phase = Phase()  # the running or last phase
+        self.merging: Any = None  # of the answers that were asked for (strategies/merging.py)
         self.facts: Facts | None = None
+        # The round of each client's last merged reply with which it kept a state, [N]; 0: none.
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
-        self.usual: Tensors = {}
-        self.good: Tensors = {}
+        self.usual: Tensors = {}  # with robust, what is usual (strategies/bounding.py)
+        self.good: Tensors = {}  # with robust, the best model so far (strategies/harm.py)
         self._of_model: tuple[Tensors, dict[Hashable, Any]] = ({}, {})
         self.setup()
 

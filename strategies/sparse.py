@@ -56,13 +56,7 @@ class Masked(SubnetStrategy):
 
 
 class Sparse(Masked):
-    """Has one mask for all clients.
-
-    Attributes
-    ----------
-    masks : tensor name -> bool of its shape, 1: kept; none where all weights are kept.
-    made : the round whose merge made the masks, int64 scalar; 0: they are the first ones.
-    """
+    """Has one mask for all clients."""
 
     options: SparseSettings
     secure = ""
@@ -72,8 +66,8 @@ class Sparse(Masked):
     def setup(self) -> None:
         names = weight_names(self.settings, self.model)
         self.shapes = {name: self.current[name].shape for name in names} if self.options.density < 1 else {}
-        self.masks: Tensors = self.first_masks()
-        self.made = torch.tensor(0)
+        self.masks: Tensors = self.first_masks()  # 1: kept; none where all weights are kept
+        self.made = torch.tensor(0)  # the round whose merge made the masks; 0: they are the first ones
         self.current = self.pruned(self.current, self.masks)
 
     def first_masks(self) -> Tensors:

@@ -48,14 +48,7 @@ MASK = "mask/"
 
 
 class SubFedAvg(SubnetStrategy):
-    """Knows every client's sub-network; merges each position over the clients that keep it.
-
-    Attributes
-    ----------
-    plan : the parts of the network that can be pruned.
-    masks : client -> masks of :mod:`fedsub_app.subnets.pruning`, 1: kept.
-    fractions : fraction of all parameters that each client's network has lost, float64 [N].
-    """
+    """Knows every client's sub-network; merges each position over the clients that keep it."""
 
     options: SubFedAvgSettings
     secure = ""
@@ -85,8 +78,8 @@ class SubFedAvg(SubnetStrategy):
             self.warning = "subfedavg.gate-data = 'test': the clients' test samples choose what is pruned, as published"
         self.narrows = bool(self.options.target)
         self.cuttable = list(self.plan.positions(self.plan.everything()))
-        self.masks = [self.plan.everything()] * settings.num_clients
-        self.fractions = torch.zeros(settings.num_clients, dtype=torch.float64)
+        self.masks = [self.plan.everything()] * settings.num_clients  # of subnets/pruning.py, 1: kept
+        self.fractions = torch.zeros(settings.num_clients, dtype=torch.float64)  # of its parameters that a client lacks
 
     def task(self, client: int) -> Task:
         """Send the values at the positions that the client keeps, whole tensors where these are all."""

@@ -23,31 +23,19 @@ if TYPE_CHECKING:  # torch takes seconds
 
 
 class Device(Section):
-    """One class of devices; a speed or a memory of 0 has no limit.
+    """One class of devices; a speed or a memory of 0 has no limit."""
 
-    Attributes
-    ----------
-    name : name in reports: lower-case letters and digits, in words joined by '-'.
-    share : fraction of the clients; the shares of all classes add up to 1.
-    width : fraction of each hidden layer's units that the device can hold.
-    flops_per_second : training speed, FLOPs as fedsub counts them: 2 x MAC, forward and backward.
-    down_mbps, up_mbps : speed from and to the server, 10^6 bits a second.
-    memory_mb : memory for training, 10^6 bytes.
-    availability : chance of being there when a round draws its clients.
-    drop : chance of vanishing within a round, after the download.
-    watts : power while the device downloads, trains and uploads.
-    """
-
+    # its name in reports: lower-case letters and digits, in words joined by '-'
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.]*(-[a-z0-9.]+)*$", max_length=40)]
-    share: Annotated[float, Field(gt=0, le=1)]
-    width: Annotated[float, Field(gt=0, le=1)] = 1.0
-    flops_per_second: AmountOrNone = None
-    down_mbps: AmountOrNone = None
+    share: Annotated[float, Field(gt=0, le=1)]  # fraction of the clients; those of all classes add up to 1
+    width: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of each hidden layer's units that it can hold
+    flops_per_second: AmountOrNone = None  # training speed: 2 x MAC, forward and backward
+    down_mbps: AmountOrNone = None  # from the server, 10^6 bits a second
     up_mbps: AmountOrNone = None
-    memory_mb: AmountOrNone = None
-    availability: Annotated[float, Field(gt=0, le=1)] = 1.0
-    drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    watts: NonNegative = 0.0
+    memory_mb: AmountOrNone = None  # for training, 10^6 bytes
+    availability: Annotated[float, Field(gt=0, le=1)] = 1.0  # chance of being there when a round draws its clients
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.0  # chance of vanishing within a round, after the download
+    watts: NonNegative = 0.0  # power while it downloads, trains and uploads
 
     def seconds(self, down: float, flops: float, up: float) -> float:
         """Return the time that a client takes: bytes down, FLOPs and bytes up, each over its speed."""

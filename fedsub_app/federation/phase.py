@@ -33,35 +33,22 @@ class Dropped:
 class Outbox:
     """The messages of a phase; each is made when a node can take it.
 
-    Attributes
-    ----------
-    header : header of every message; has Flower's message type as ``phase``.
-    queues : node id -> clients that the node may be asked for, in this order; nodes that share a queue take turns.
-    settings : bounds of a message's clients, bytes and lifetime.
-    task : client -> its task; called when its message is made.
-    expected : client -> the tensors of its reply, which count in ``message-mb``.
-    run_settings : entries that the header of a repeated message has in addition.
-    initial : node id -> the run's initial global model where the node lacks it, else nothing.
-    work : client -> how long it computes, in any unit.
-    blocks : client -> number of its block; clients of a block follow one another, travel in one message, whatever its
-        bounds, and have one reply like that of a client (federation/blocks.py).
-    sent : Flower's metadata of each message, with the clients whose tasks it holds.
-    bytes_down : bytes so far, on the wire.
-    formula_of : client -> bytes of its task by the papers' formula.
+    ``blocks``: client -> number of its block; clients of a block follow one another, travel in one message, whatever
+    its bounds, and have one reply like that of a client (federation/blocks.py).
     """
 
-    header: Json
-    queues: dict[int, deque[int]]
-    settings: FederationSettings
-    task: Callable[[int], Task] = Task
-    expected: Callable[[int], Mapping[str, Spec]] = lambda _: {}
-    run_settings: Json = field(default_factory=dict)
-    initial: Callable[[int], Tensors] = lambda _: {}
-    work: Callable[[int], float] = lambda _: 1.0
+    header: Json  # of every message; has Flower's message type as ``phase``
+    queues: dict[int, deque[int]]  # node id -> clients that it may be asked for, in this order; nodes may share one
+    settings: FederationSettings  # bounds of a message's clients, bytes and lifetime
+    task: Callable[[int], Task] = Task  # client -> its task; called when its message is made
+    expected: Callable[[int], Mapping[str, Spec]] = lambda _: {}  # client -> the reply's tensors: part of message-mb
+    run_settings: Json = field(default_factory=dict)  # that the header of a repeated message has in addition
+    initial: Callable[[int], Tensors] = lambda _: {}  # node id -> the initial global model where the node lacks it
+    work: Callable[[int], float] = lambda _: 1.0  # client -> how long it computes, in any unit
     blocks: Mapping[int, int] = field(default_factory=dict)
-    sent: list[tuple[Metadata, list[int]]] = field(default_factory=list)
-    bytes_down: int = 0
-    formula_of: dict[int, int] = field(default_factory=dict)
+    sent: list[tuple[Metadata, list[int]]] = field(default_factory=list)  # each message, and the clients in it
+    bytes_down: int = 0  # so far, on the wire
+    formula_of: dict[int, int] = field(default_factory=dict)  # client -> bytes of its task by the papers' formula
 
     def __post_init__(self) -> None:
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)

@@ -1,8 +1,4 @@
-"""Tasks, updates, and the requirements that each tensor and number of an update must meet.
-
-A method declares them in :meth:`SubnetStrategy.task`, :meth:`~SubnetStrategy.expected` and
-:meth:`~SubnetStrategy.metrics` (strategies/hooks.py); wire.py has the format of messages.
-"""
+"""Tasks, updates, and the requirements that each tensor and number of an update must meet (strategies/hooks.py)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,44 +46,30 @@ class Task:
 
 @dataclass(frozen=True)
 class Update:
-    """One client's reply: tensors, metrics (finite numbers), number of examples; or only an ``error``.
-
-    ``squares``: tensor name -> squared distance to :attr:`Spec.start`, for specs that have one; measured by the
-    server, not sent.
-    ``state``: rounds of the client's durable state before its task and after it, 0 for none.
-    ``lost``: the client failed because the state that its task named is gone; ``diverged``: its values are not finite.
-    """
+    """One client's reply: tensors, metrics (finite numbers), number of examples; or only an ``error``."""
 
     client: int
     tensors: Tensors = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_examples: int = 0
     error: str = ""
-    squares: dict[str, float] = field(default_factory=dict)
-    state: tuple[int, int] = (0, 0)
-    lost: bool = False
-    diverged: bool = False
+    squares: dict[str, float] = field(default_factory=dict)  # tensor's squared distance to Spec.start, by the server
+    state: tuple[int, int] = (0, 0)  # rounds of the client's durable state before its task and after it, 0 for none
+    lost: bool = False  # it failed because the state that its task named is gone
+    diverged: bool = False  # its values are not finite
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Requirements that a tensor of an update must meet.
-
-    Attributes
-    ----------
-    shape, dtype : the exact shape and dtype; with ``up_to`` the sizes may be smaller.
-    optional : whether the tensor may be left out.
-    low, high : range of the values.
-    start : the values that the client started from, of this shape; the distance to them is measured.
-    """
+    """Requirements that a tensor of an update must meet: its shape, dtype and values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    optional: bool = False
-    up_to: bool = False
-    low: float = -math.inf
+    optional: bool = False  # it may be left out
+    up_to: bool = False  # sizes may be smaller
+    low: float = -math.inf  # range of the values
     high: float = math.inf
-    start: torch.Tensor | None = field(default=None, compare=False)
+    start: torch.Tensor | None = field(default=None, compare=False)  # from which the distance is measured
 
     @property
     def nbytes(self) -> int:
@@ -129,17 +111,13 @@ class Spec:
 
 
 class Range(NamedTuple):
-    """Requirements that a metric of an update must meet: a number from ``low`` to ``high``.
-
-    ``integer``: the number must be whole. ``needed``: the metric may not be left out. ``loss``: a number out of range
-    means :class:`Diverged`.
-    """
+    """Requirements that a metric of an update must meet: a number from ``low`` to ``high``."""
 
     low: float
     high: float
     integer: bool = False
-    needed: bool = False
-    loss: bool = False
+    needed: bool = False  # it may not be left out
+    loss: bool = False  # a number out of range means :class:`Diverged`
 
     def check(self, name: str, value: object) -> None:
         """Raise :class:`BadReply` where ``value`` is not such a number."""
@@ -162,11 +140,7 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
 
 
 def formula_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes that the papers would count for these tensors: 32 bit a number, 1 bit a mask entry.
-
-    Numbers of every dtype count 4 bytes; bool tensors are packed, each rounded up to whole bytes. Headers are not
-    counted.
-    """
+    """Return the bytes that the papers would count: 4 for a number of any dtype, 1 bit a mask entry, in whole bytes."""
     return sum(-(-t.numel() // 8) if t.dtype == torch.bool else 4 * t.numel() for t in tensors.values())
 
 

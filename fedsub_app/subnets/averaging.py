@@ -17,15 +17,13 @@ WAITING_BYTES = 1 << 26
 
 
 class Contribution(NamedTuple):
-    """One client's contribution to the mean.
+    """One client's contribution to the mean, by tensor name; a tensor that is lacking gets nothing from this client.
 
     Attributes
     ----------
-    tensors : tensor name -> values. A tensor that is lacking gets nothing from this client.
-    masks : tensor name -> bool that broadcasts to its tensor: the positions that count; all where one is lacking.
+    masks : bool that broadcasts to its tensor: the positions that count; all where one is lacking.
     weight : weight of the client; finite.
-    slices : tensor name -> rows and columns of the whole tensor that the values belong to, for a tensor that holds only
-        these; it has no mask.
+    slices : rows and columns of the whole tensor, for a tensor that holds only these values and has no mask.
     alone : names of tensors at whose positions no other client contributes. They are added with weight 1, so that the
         mean is exactly the value; any other weight w gives ``(w x) / w``, rounded twice.
     """
@@ -71,19 +69,9 @@ def masked_mean(
     above, 0 exactly ``old``; the order of the updates, which is the caller's, changes the last bits only. The mean of
     equal tensors is that tensor up to a relative error of about ``len(updates) * 2**-24``.
 
-    Parameters
-    ----------
-    old : tensor name -> float tensor of any shape, on the CPU or all on one device. Not modified.
-    updates : each client's contribution, in the order of the sum. Values must be finite also where they are masked.
-
-    Returns
-    -------
-    tensor name -> float32, contiguous, for every name of ``old``, sharing no memory with the arguments.
-
-    Raises
-    ------
-    ValueError
-        An update does not fit ``old`` (:func:`check`).
+    ``old`` are float tensors of any shape, on the CPU or all on one device; values must be finite also where they are
+    masked. The result is float32, contiguous, for every name of ``old``, and shares no memory with the arguments.
+    ValueError: an update does not fit ``old`` (:func:`check`).
     """
     mean = MaskedMean(old)
     mean.add(updates)

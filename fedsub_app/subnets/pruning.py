@@ -25,22 +25,13 @@ Pruning = Literal["unstructured", "structured", "hybrid"]
 
 @dataclass(frozen=True)
 class Prunable:
-    """The parts of a network that can be pruned.
+    """The parts of a network that can be pruned."""
 
-    Attributes
-    ----------
-    groups : the unit groups whose channels can go.
-    scales : group name -> name of the BatchNorm weight (gamma) that is the channels' importance.
-    weights : names of the tensors whose single positions can go.
-    shapes : tensor name -> shape, of all tensors of the whole network.
-    sizes : tensor name -> number of elements, of its parameters.
-    """
-
-    groups: tuple[UnitGroup, ...]
-    scales: Mapping[str, str]
-    weights: tuple[str, ...]
-    shapes: Mapping[str, torch.Size]
-    sizes: Mapping[str, int]
+    groups: tuple[UnitGroup, ...]  # whose channels can go
+    scales: Mapping[str, str]  # group name -> name of the BatchNorm weight (gamma) that is the channels' importance
+    weights: tuple[str, ...]  # names of the tensors whose single positions can go
+    shapes: Mapping[str, torch.Size]  # of all tensors of the whole network
+    sizes: Mapping[str, int]  # elements of each of its parameters
 
     def everything(self) -> Tensors:
         """Return the masks of the whole network."""
