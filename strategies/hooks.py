@@ -28,36 +28,23 @@ class Hooks(Server):
     """FedAvg, and the hooks of all methods; :class:`~strategies.base.SubnetStrategy` has Flower's verbs beside them.
 
     The attributes of a run, such as ``current``, are those of :class:`~strategies.server.Server`.
-
-    Attributes
-    ----------
-    measurement : the phase after the merge, in which clients answer with tensors on the merged model, or None.
-    holds_all : the method needs all tensors of all answers in :meth:`merge`; its server holds as many models.
-    narrows : the method goes by the widths of the clients' devices; others refuse a class below ``model-width``.
-    computes_with_sgd : the method computes with SGD's learning rate or steps; a user's own optimizer is refused.
-    keeps_models : clients are evaluated on the models that they keep, and are sent nothing for it.
-    refused : the defences that do not protect the method, with the reason (:meth:`refuses`); one reason for all.
-    judged : with ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global
-        model is no model of the whole task, or its loss swings between honest rounds.
-    secure : with ``secure-aggregation``, "" where the sum of the contributions and the ids of its clients are all that
-        :meth:`merge` uses, else the reason why not. A class with a ``merge``, ``contribution`` or ``weight`` of its own
-        does not inherit it.
-    sums : prefix of the tensors of a reply of which :meth:`merge` uses no more than :meth:`total`; "": there are none.
-    warning : a line of the log at the start of a run; "" for none.
-    reports : pictures of the keys that :attr:`Merged.report` adds to a round's line; other keys are recorded only.
     """
 
-    holds_all = False
-    narrows = False
-    computes_with_sgd = False
+    keeps_models = False  # clients are evaluated on the models that they keep, and are sent nothing for it
+    holds_all = False  # merge needs all tensors of all answers; the server holds as many models
+    narrows = False  # it goes by the widths of the clients' devices; others refuse a class below ``model-width``
+    computes_with_sgd = False  # with SGD's learning rate or steps; a user's own optimizer is refused
+    # With ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global model is
+    # no model of the whole task, or its loss swings between honest rounds.
     judged = True
-    warning = ""
+    refused: ClassVar[Mapping[str, str] | str] = {}  # defences that do not protect it -> reason; one reason for all
+    # With ``secure-aggregation``, "" where the sum of the contributions and the ids of its clients are all that merge
+    # uses, else the reason why not. A class with a merge, contribution or weight of its own does not inherit it.
     secure: ClassVar[str] = "it is not said that its server needs no more than the sum of the clients' contributions"
-    sums = ""
-    measurement: "Hooks | None" = None
-    keeps_models = False
-    refused: ClassVar[Mapping[str, str] | str] = {}
-    reports: ClassVar[Mapping[str, Reported]] = {}
+    sums = ""  # prefix of the tensors of a reply of which merge uses no more than :meth:`total`
+    measurement: "Hooks | None" = None  # the phase after the merge (strategies/measurement.py)
+    warning = ""  # a line of the log at the start of a run
+    reports: ClassVar[Mapping[str, Reported]] = {}  # pictures of keys of :attr:`Merged.report`; others are recorded
 
     # --- the hooks of most methods -----------------------------------------------------------------------------------
 
