@@ -147,23 +147,18 @@ class FedPeWS(SubnetStrategy):
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Keep the clients' probabilities; report the number of hidden units that 0, 1, 2, … clients cover."""
-        merged = super().merge(mean, updates)
+        merged, theta = super().merge(mean, updates), self.theta.clone()
         if not self.warming_up:
             return merged
-        if self.settings.secure_aggregation:
-            return self.merge_sums(merged, updates)
-        masks, theta = [self.mask_of(update) for update in updates], self.theta.clone()
-        if self.options.masks == "learned":
-            for update, mask in zip(updates, masks, strict=True):
+        if self.settings.secure_aggregation:  # sums alone are known
+            covered = self.total(updates, AT + MASK).clamp(min=0)  # a client lost since the count may have had any unit
+            total = self.total(updates, "theta") if self.options.others == "mean" else covered
+            theta[:] = total.float() / len(updates)
+        else:
+            masks = [self.mask_of(update) for update in updates]
+            covered = torch.stack(masks).sum(0)
+            for update, mask in zip(updates, masks, strict=True) if self.options.masks == "learned" else ():
                 theta[update.client] = update.tensors.get("theta", mask.float())
-        times = torch.bincount(torch.stack(masks).sum(0), minlength=len(updates) + 1)
-        return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
-
-    def merge_sums(self, merged: Merged, updates: Sequence[Update]) -> Merged:
-        """Keep the mean of the clients' masks or probabilities, of which the sum alone is known."""
-        covered = self.total(updates, AT + MASK).clamp(min=0)  # a client lost since the count may have had any unit
-        total = self.total(updates, "theta") if self.options.others == "mean" else covered
-        theta = (total.float() / len(updates)).expand_as(self.theta).clone()
         times = torch.bincount(covered.long(), minlength=len(updates) + 1)
         return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
 

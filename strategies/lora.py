@@ -94,11 +94,11 @@ class FedIT(SubnetStrategy):
 
     def change(self, adapter: Adapter, model: Mapping[str, Tensor]) -> Tensor:
         """Return what an adapter of a model computes, [out, in] over alpha / r, with the change of W in this round."""
-        a, b, weight = (model[name].double().flatten(1) if name in model else None for name in adapter)
-        assert a is not None
-        assert b is not None
-        moved = 0.0 if weight is None else (weight - self.current[adapter.weight].double().flatten(1)) / self.scale
-        return b @ a + moved
+        product = model[adapter.b].double().flatten(1) @ model[adapter.a].double().flatten(1)
+        if adapter.weight not in model:
+            return product
+        moved = model[adapter.weight].double() - self.current[adapter.weight].double()
+        return product + moved.flatten(1) / self.scale
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         """Return the tensors of an adapter that are not their mean; ``exact`` is :meth:`stacked`'s."""

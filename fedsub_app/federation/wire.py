@@ -125,21 +125,26 @@ class Stack:
     def __init__(self, name: str, array: Array, uses: int) -> None:
         self.name, self.array, self.uses = name, array, uses  # parts that refer to it bound its rows
         self._spec: Spec | None = None  # the spec that the rows were checked against
-        self._rows: Sequence[torch.Tensor] = ()
+        self._rows: Sequence[torch.Tensor] | np.ndarray[Any, Any] | None = None  # an array: bits, eight a byte
         self._good = False  # whether all rows' values are valid: one pass over a stack, not one over each row
         self.squares: list[float] = []  # squared distances of all rows to the spec's start, if it has one
 
     def row(self, number: int, spec: Spec | None = None) -> torch.Tensor:
         """Return one tensor; :class:`BadReply` where it does not meet ``spec``, or is not of this format."""
-        if not self._rows or (spec is not self._spec and spec != self._spec):
-            self._decode(spec)
-        if not 0 <= number < len(self._rows):
-            raise BadReply(f"tensor {self.name!r}: no row {number} of {len(self._rows)}")
+        rows = self._rows
+        if rows is None or (spec is not self._spec and spec != self._spec):
+            rows = self._rows = self._decode(spec)
+        if not 0 <= number < len(rows):
+            raise BadReply(f"tensor {self.name!r}: no row {number} of {len(rows)}")
+        if isinstance(rows, np.ndarray):  # unpacked one at a time: they take eight times the bytes that were received
+            sizes = self.array.shape[1:]
+            unpacked = np.unpackbits(rows[number], count=math.prod(sizes))
+            return torch.from_numpy(unpacked.view(bool)).reshape(sizes)
         if not self._good and spec:
-            spec.check_values(self.name, self._rows[number])
-        return self._rows[number]
+            spec.check_values(self.name, rows[number])
+        return rows[number]
 
-    def _decode(self, spec: Spec | None) -> None:
+    def _decode(self, spec: Spec | None) -> Sequence[torch.Tensor] | np.ndarray[Any, Any]:
         array, name = self.array, printable(self.name, 80)
         dtype = DTYPES.get(array.dtype)
         shape = tuple(array.shape)
@@ -155,35 +160,20 @@ class Stack:
         row_bytes = (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
         if len(array.data) != rows * row_bytes:
             raise BadReply(f"tensor {name!r}: {len(array.data)} bytes, expected {rows * row_bytes} for {shape}")
-        self._spec, self._good = spec, dtype == torch.bool
+        self._spec, self._good = spec, False
         if dtype == torch.bool:
-            self._rows = _Bits(array.data, rows, sizes)
-        elif not array.data:
-            self._rows = list(torch.empty(shape, dtype=dtype))
+            return np.frombuffer(array.data, np.uint8).reshape(rows, row_bytes)
+        if not array.data:
+            return list(torch.empty(shape, dtype=dtype))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
+            stack = torch.frombuffer(array.data, dtype=dtype).reshape(shape)
+        if spec and spec.start is not None and spec.shape == sizes:
+            self.squares = squares(stack, spec.start)
+            self._good = spec.unbounded and math.isfinite(sum(self.squares))
         else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
-                stack = torch.frombuffer(array.data, dtype=dtype).reshape(shape)
-            self._rows = list(stack)
-            if spec and spec.start is not None and spec.shape == sizes:
-                self.squares = squares(stack, spec.start)
-                self._good = spec.unbounded and math.isfinite(sum(self.squares))
-            else:
-                self._good = spec is not None and spec.unbounded and finite(stack)
-
-
-class _Bits(Sequence[torch.Tensor]):
-    """Rows of bool tensors, which take eight times the bytes that were received: unpacked one at a time."""
-
-    def __init__(self, data: bytes, rows: int, sizes: tuple[int, ...]) -> None:
-        self.bits, self.sizes = np.frombuffer(data, np.uint8).reshape(rows, -1 if data else 0), sizes
-
-    def __len__(self) -> int:
-        return len(self.bits)
-
-    def __getitem__(self, number: Any) -> Any:
-        unpacked = np.unpackbits(self.bits[number], count=math.prod(self.sizes))
-        return torch.from_numpy(unpacked.view(bool)).reshape(self.sizes)
+            self._good = spec is not None and spec.unbounded and finite(stack)
+        return list(stack)
 
 
 @dataclass(frozen=True)
