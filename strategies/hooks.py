@@ -49,8 +49,8 @@ class Hooks(Server):
     # --- the hooks of most methods -----------------------------------------------------------------------------------
 
     def task(self, client: int) -> Task:
-        """Return the training task of ``client``: the whole global model."""
-        return Task(client, self.current)
+        """Return the training task of ``client``: the network that it holds, the whole global model."""
+        return Task(client, self.network_of(client))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Return the specs of the tensors that ``client`` must reply with: a model like the global one."""
@@ -83,8 +83,8 @@ class Hooks(Server):
         return {"train-loss": Range(*self.score.losses, loss=True), **costs}
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the tensors to evaluate the model of ``client``: the global model, or none (``keeps_models``)."""
-        return {} if self.keeps_models else self.current
+        """Return the tensors to evaluate the model of ``client``: its network, or none (``keeps_models``)."""
+        return {} if self.keeps_models else self.network_of(client)
 
     def stage(self, server_round: int) -> str:
         """Return the name of the part of the method that a round, from 1 on, belongs to: "warm-up"; "" for none."""

@@ -60,15 +60,13 @@ class FirstValid:
         decided = [each for _, item in sorted(self._received.items()) for each in guard.add(item, item.norms)]
         return decided + guard.rest()
 
-    def _place(self, item: Valid) -> tuple[float, int]:
-        client = item.update.client
-        return self._arrivals.get(client, 0.0), self._drawn[client]
-
     def rest(self) -> list[tuple[Valid, str]]:
         """Return the updates that count, with the reason "", and the refused ones; in the order of the clients."""
         decided = self._judged()
-        passed = sorted(self._place(item) for item, reason in decided if not reason)[: self._wanted]
-        return [(item, reason) for item, reason in decided if reason or self._place(item) in passed]
+        passed = [item.update.client for item, reason in decided if not reason]
+        passed.sort(key=lambda client: (self._arrivals.get(client, 0.0), self._drawn[client]))
+        counted = {*passed[: self._wanted]}
+        return [(item, reason) for item, reason in decided if reason or item.update.client in counted]
 
 
 class Merging:

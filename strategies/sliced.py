@@ -59,9 +59,6 @@ class Sliced(SubnetStrategy):
             slices[key] = network[name]
         return network
 
-    def task(self, client: int) -> Task:
-        return Task(client, self.network_of(client))
-
     def expected(self, client: int) -> Mapping[str, Spec]:
         slices = {name: sliced_shape(self.current[name].shape, index) for name, index in self.slices_of(client).items()}
         return self.specs | {name: self.specs[name].of_shape(shape) for name, shape in slices.items()}
@@ -74,9 +71,6 @@ class Sliced(SubnetStrategy):
         for name, index in self.slices_of(client).items():
             masks[name][position(index)] = True
         return masks
-
-    def personal_download(self, client: int) -> Tensors:
-        return self.network_of(client)
 
 
 class WidthBased(SubnetStrategy):

@@ -135,8 +135,7 @@ class DefenceSettings(FederationSettings):
 
     An update of more than five times the round's median norm is refused; each tensor's change is brought down to the
     median of the clients', of this round and the last five. Where the merged model is far worse on the server's test
-    samples than the last ones, the updates that harm it are left out, or it is not kept. The server holds all updates
-    of a round.
+    samples than the last ones, harmful updates are left out, or it is not kept. The server holds a round's updates.
     """
     min_contributors: Count = 1
     """A position of the model that fewer clients of a round contribute to keeps its value."""
