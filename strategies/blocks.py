@@ -22,8 +22,7 @@ SINGLE = ("contribution", "norms", "remembered", "weight")  # hooks that see sin
 def blocks(strategy: Hooks, clients: Sequence[int]) -> dict[int, int]:
     """Return the number of each client's block; nothing where each update goes to the server.
 
-    Nodes take means where they are trusted and the server needs an update for nothing but the mean: it is of tensors of
-    the current model, no hook of the method sees it, and no defence compares or changes it.
+    Nodes take means where they are trusted and the server needs an update, of the current model, for nothing else.
     """
     settings, numbers = strategy.settings, blocks_of(clients)
     usual = (settings.mean, settings.attack, settings.min_contributors) == ("average", "none", 1)

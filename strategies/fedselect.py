@@ -3,11 +3,11 @@
 Tamirisa, Xie, Bao, Zhou, Arel, Shamsian: FedSelect: Personalized Federated Learning with Customized Selection of
 Parameters for Fine-Tuning, CVPR 2024, https://arxiv.org/abs/2404.02478.
 
-Every client has a mask of personal positions, at first none. A client trains its personal positions, then the global
-ones; the server takes at each position the mean over the clients for which it is global. Then the positions that
-training moved most become personal, until a fraction alpha is. Personal values never leave the client. The values at
-its global positions travel up, with the new mask's bits where it changed. The values at the positions that were global
-in the client's last round travel down (Algorithm 1, last lines): one made personal since then starts from the mean.
+A client trains its personal positions, at first none, then the global ones; the server takes at each position the mean
+over the clients for which it is global. Then the positions that training moved most become personal, until a fraction
+alpha is. The values at a client's global positions travel up, with the new mask's bits where it changed. Those at the
+positions that were global in its last round travel down (Algorithm 1, last lines): one made personal since then starts
+from the mean.
 
 Paper and published code differ; the default reads the paper, with what only the code says filled in:
 - p of the positions of each layer that are still global (code; the paper reads as if model-wide), in tensors named

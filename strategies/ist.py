@@ -6,12 +6,10 @@ Distributed Learning of Fully Connected Neural Networks using Independent Subnet
 https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``; with one local step, as in the paper's
 tables, the term's gradient is 0 and they are the same.
 
-A round deals the units of each hidden layer to its clients, each layer by a permutation of its own. A client trains the
-network of its units (strategies/sliced.py), and the server writes its values back: each is the mean of one value. With
-two or more hidden layers no client has the weights between units of different clients; these weights keep their value,
-and so do the units of a client that does not answer. Tensors and positions that belong to no unit (the output bias; the
-residual stream of a ResNet) are sent to all clients and averaged. Units are the ones that the model declares
-(``models.unit_groups``): neurons, or a convolution's channels.
+A round deals the units of each hidden layer, neurons or channels, to its clients, each layer by a permutation of its
+own. A client trains the network of its units (strategies/sliced.py), and the server writes its values back: each is the
+mean of one value. Weights between units of different clients keep their value, and so do the units of a client that
+does not answer. Positions that belong to no unit (the output bias; the residual stream of a ResNet) are averaged.
 
 Deviations from the papers or the authors' code (IST_FL):
 

@@ -1,7 +1,7 @@
 """A phase after the merge: clients answer with tensors on the merged model, such as the statistics of its layers.
 
-A method that needs one makes a :class:`Measurement` its ``measurement``. The hooks are those of a round: ``task``,
-``expected``, ``contribution``, ``merge``. The replies are checked, bounded and averaged like training replies.
+A method makes a :class:`Measurement` its ``measurement``. Its replies are checked, bounded and averaged like those of a
+training.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,9 @@
 """A family of smaller networks: the base of methods whose clients train some of the global network's hidden units.
 
 A method names the units of each client (:meth:`Sliced.units_of`). The client is sent the network that has only these
-units, a network that is really so small, and returns it trained; FedAvg's client does that. The values are averaged at
-the rows and columns that they were taken from, over the clients that have them; a position that no client has keeps its
-value. Positions that belong to no unit, such as the output bias, go to all clients. :class:`Narrow` is the base of the
-methods whose clients have a width, a fraction of every hidden layer.
+units and returns it trained, as FedAvg's client does. The values are averaged at the rows and columns that they were
+taken from, over the clients that have them; a position that no client has keeps its value. Positions of no unit, such
+as the output bias, go to all clients. Clients of :class:`Narrow` have a width, a fraction of every hidden layer.
 """
 
 from abc import abstractmethod

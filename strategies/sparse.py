@@ -1,12 +1,10 @@
 """A family of sparse networks: the base of methods whose model keeps a fraction of its single weights.
 
-The server has one mask for each weight tensor of the convolutions and linear layers; the weights at the other positions
-are 0. A client is sent the values at the positions that are kept and, where it does not have it, the mask as bits. It
-trains these positions and answers with their values; tensors without a mask travel whole. The mean is taken position by
-position over the clients that keep it. In the rounds of :meth:`Sparse.adjusts` each client answers with what
-:meth:`Sparse.findings` specifies as well, and :meth:`Sparse.adjusted` makes the next masks. :class:`Regrown` says when.
-With ``density = 1`` nothing is pruned, and these methods are FedAvg, bit for bit. With :class:`Masked` each client may
-have masks of its own.
+Weight tensors of convolutions and linear layers have a mask, with :class:`Masked` one a client, with :class:`Sparse`
+one for all; weights at the other positions are 0. A client is sent the values at the positions that are kept and, where
+it does not have it, the mask as bits. It trains these positions and answers with their values; tensors without a mask
+travel whole. The mean is taken position by position over the clients that keep it. With ``density = 1`` nothing is
+pruned, and the methods of :class:`Sparse` are FedAvg, bit for bit.
 """
 
 from abc import abstractmethod

@@ -3,10 +3,10 @@
 Vahidian, Morafah, Lin: Personalized Federated Learning by Structured and Unstructured Pruning under Data Heterogeneity,
 ICDCS Workshops 2021, https://arxiv.org/abs/2105.00562.
 
-Every client has a sub-network, at first all of the network. It trains it and may prune it: its smallest weights, its
-channels with the smallest BatchNorm scaling factors, or both. The values at the positions that it keeps travel down and
-up, and the bits of the masks that shrank travel up. The server takes at each position the mean over the clients that
-keep it. A client whose channels are gone builds, trains and sends a network that is really that much narrower.
+Every client has a sub-network, at first all of the network. It trains it and may prune its smallest weights, its
+channels with the smallest BatchNorm scaling factors, or both. The values that it keeps travel down and up, and the bits
+of masks that shrank up; a network without some channels is really that much narrower. The server takes at each position
+the mean over the clients that keep it.
 
 Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default is the code, but for the gate:
 - pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
