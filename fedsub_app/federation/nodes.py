@@ -35,6 +35,7 @@ SILENT_S = 30.0  # after which the log names the nodes that a phase waits for
 # A real node is waited for this many times the median time that a message took the others, and at least FAIR_S.
 FAIR, FAIR_S = 10, 120.0
 MAX_WAITING = 4  # times message-mb: replies that wait for an earlier client's
+Flying = dict[str, tuple[Metadata, float]]  # message id -> a message that is not answered yet, when it was sent
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, the tensors that it was asked for
 
 
@@ -182,17 +183,18 @@ class Federation:
         settings gets its message again with them. Late replies are discarded before a later phase. A real node that
         takes far longer than the others did is given up in this phase.
         """
-        flying: dict[str, Metadata] = {}  # without the messages' content, which may be a model each
-        start, again, waiting = time.monotonic(), set[str](), Waiting(self.simulated)
+        flying: Flying = {}  # without the messages' content, which may be a model each
+        took: dict[int, list[float]] = {}  # node -> seconds of each message that it has answered
+        start, again, named = time.monotonic(), set[str](), set[int]()
         wait = getattr(grid, "wait", time.sleep)  # that of a grid that is notified of replies
         try:
             while self._hand_out(grid, phase, flying):
                 ready = []
-                waiting.look(flying)
                 for reply in grid.pull_messages(list(flying)):
-                    sent = flying.pop(reply.metadata.reply_to_message_id, None)
+                    sent, since = flying.pop(reply.metadata.reply_to_message_id, (None, 0.0))
                     if sent is None:
                         continue
+                    took.setdefault(sent.dst_node_id, []).append(time.monotonic() - since)
                     if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
                         phase.give_up(sent.dst_node_id)
                     if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
@@ -206,23 +208,33 @@ class Federation:
                 elif elapsed > self.settings.round_timeout:
                     return
                 else:
-                    self._give_up_silent(phase, flying, waiting)
+                    if not self.simulated:  # else no result may depend on a machine's speed
+                        self._give_up_silent(phase, flying, took, named)
                     # Not Flower's 0.1 s (simulation) or 3 s (deployment), which would dominate short rounds.
                     wait(pause(elapsed))
         finally:
             self.late |= flying.keys()
 
-    def _give_up_silent(self, phase: Phase, flying: dict[str, Metadata], waiting: "Waiting") -> None:
-        """Drop the clients of nodes that take longer than is fair; their replies are late ones then."""
-        for message_id in waiting.unfair():
-            reason = f"no reply within {waiting.fair:.0f} s, {FAIR} times as long as the other nodes took"
-            phase.drop(phase.clients_of_message(message_id), reason)
-            phase.give_up(flying.pop(message_id).dst_node_id, reason)
-            self.late.add(message_id)
+    def _give_up_silent(self, phase: Phase, flying: Flying, took: Mapping[int, list[float]], named: set[int]) -> None:
+        """Name the nodes that are silent for long; drop the clients of those that take longer than is fair."""
+        now = time.monotonic()
+        silent = {sent.dst_node_id for sent, since in flying.values() if now - since > SILENT_S} - named
+        if silent:
+            log.warning("waiting for node %s: no reply for %.0f s", ", ".join(map(str, sorted(silent))), SILENT_S)
+        named |= silent
+        times = [median(each) for each in took.values()]
+        fair = max(FAIR_S, FAIR * median(times)) if times else math.inf
+        for message_id, (sent, since) in list(flying.items()):
+            if now - since > fair and sent.dst_node_id not in took:
+                reason = f"no reply within {fair:.0f} s, {FAIR} times as long as the other nodes took"
+                phase.drop(phase.clients_of_message(message_id), reason)
+                phase.give_up(sent.dst_node_id, reason)
+                del flying[message_id]
+                self.late.add(message_id)
 
-    def _hand_out(self, grid: Grid, phase: Phase, flying: dict[str, Metadata]) -> bool:
+    def _hand_out(self, grid: Grid, phase: Phase, flying: Flying) -> bool:
         """Send the nodes' next messages; returns whether any message is not answered yet."""
-        load = Counter(metadata.dst_node_id for metadata in flying.values())
+        load = Counter(sent.dst_node_id for sent, _ in flying.values())
         outbox = phase.outbox
         for wanted in range(1, IN_FLIGHT + 1):
             limit = outbox.limit
@@ -296,45 +308,11 @@ class Federation:
         return by_client
 
 
-class Waiting:
-    """How long the messages of a phase wait for their replies: where all nodes are ``simulated`` without end."""
-
-    def __init__(self, simulated: bool) -> None:
-        self.simulated = simulated
-        self._sent: dict[str, tuple[int, float]] = {}  # message -> its node, when it was sent
-        self._took: dict[int, list[float]] = {}  # node -> seconds of each message that it has answered
-        self._named: set[int] = set()
-
-    def look(self, flying: Mapping[str, Metadata]) -> None:
-        """Take note of the messages that are under way now, and name the nodes that have been silent for long."""
-        now = time.monotonic()
-        for message_id in self._sent.keys() - flying.keys():
-            node_id, since = self._sent.pop(message_id)
-            self._took.setdefault(node_id, []).append(now - since)
-        for message_id, metadata in flying.items():
-            self._sent.setdefault(message_id, (metadata.dst_node_id, now))
-        silent = {node_id for node_id, since in self._sent.values() if now - since > SILENT_S} - self._named
-        if silent and not self.simulated:
-            log.warning("waiting for node %s: no reply for %.0f s", ", ".join(map(str, sorted(silent))), SILENT_S)
-        self._named |= silent
-
-    @property
-    def fair(self) -> float:
-        """Seconds that a message may take, by what it took the nodes that have answered; inf where none has."""
-        times = [median(each) for each in self._took.values()]
-        return max(FAIR_S, FAIR * median(times)) if times and not self.simulated else math.inf
-
-    def unfair(self) -> list[str]:
-        """Return the messages that have taken longer than is fair, of nodes that have answered none."""
-        late = time.monotonic() - self.fair
-        return [number for number, (node_id, since) in self._sent.items() if since < late and node_id not in self._took]
-
-
-def _push(grid: Grid, phase: Phase, message: Message, flying: dict[str, Metadata]) -> str:
+def _push(grid: Grid, phase: Phase, message: Message, flying: Flying) -> str:
     """Send a message; returns its id, "" where Flower has not taken it."""
     message_id = next(iter(grid.push_messages([message])), None)  # none at all after HTTP 413, or in the simulation
     if message_id:
-        flying[message_id] = message.metadata
+        flying[message_id] = (message.metadata, time.monotonic())
     else:
         refused = message_id is None and message.metadata.dst_node_id in set(grid.get_node_ids())
         phase.undelivered(message, REFUSED if refused else AWAY)
