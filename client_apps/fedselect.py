@@ -17,9 +17,8 @@ HELD, SINCE = "held/", "since/"
 class FedSelectClient(Client):
     """Trains its personal positions, then the global ones, then makes the ones that moved most personal.
 
-    Its state is its model, the mask under which it trained (``held/<tensor>``) and the mask after its growth
-    (``mask/<tensor>``), as bits, and with ``movement = "since-growth"`` its trained model of the last growth
-    (``since/<tensor>``).
+    Its state is its model, as bits the mask under which it trained (``held/<tensor>``) and the one after its growth
+    (``mask/<tensor>``), and with ``movement = "since-growth"`` its model at the last growth (``since/<tensor>``).
     """
 
     options: FedSelectSettings

@@ -20,15 +20,13 @@ from strategies.subfedavg import MASK
 class SubFedAvgClient(Client):
     """Trains its sub-network, then prunes it where its gates are open.
 
-    ``width``: fraction of the network that its device can hold, down to which it prunes.
-
     Its state is its model before the last round's pruning, in the shapes of the whole network, and its masks after it,
     ``mask/<name>``, as bits.
     """
 
     options: SubFedAvgSettings
     irreplaceable = "its masks are not there"
-    width = 1.0
+    width = 1.0  # fraction of the network that its device can hold, down to which it prunes
 
     @cached_property
     def plan(self) -> Prunable:

@@ -84,8 +84,7 @@ def roll_call(header: Json, context: Context, source: Source) -> Json:
 def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context, source: Source) -> RecordDict:
     """Run the clients of a message, one a part; returns the reply's content.
 
-    The key ``error`` reports a failure of the message as a whole; ``fatal`` marks a failure of the machine, which ends
-    the run.
+    ``error`` reports a failure of the message as a whole; ``fatal`` marks one of the machine, which ends the run.
     """
     stamp = {NONCE: header[NONCE]}
     try:

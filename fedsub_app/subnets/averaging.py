@@ -17,21 +17,14 @@ WAITING_BYTES = 1 << 26
 
 
 class Contribution(NamedTuple):
-    """One client's contribution to the mean, by tensor name; a tensor that is lacking gets nothing from this client.
-
-    Attributes
-    ----------
-    masks : bool that broadcasts to its tensor: the positions that count; all where one is lacking.
-    weight : weight of the client; finite.
-    slices : rows and columns of the whole tensor, for a tensor that holds only these values and has no mask.
-    alone : names of tensors at whose positions no other client contributes. They are added with weight 1, so that the
-        mean is exactly the value; any other weight w gives ``(w x) / w``, rounded twice.
-    """
+    """One client's contribution to the mean, by tensor name; a tensor that is lacking gets nothing from this client."""
 
     tensors: Mapping[str, Tensor]
-    masks: Mapping[str, Tensor] | None = None
-    weight: float = 1.0
-    slices: Mapping[str, Index] | None = None
+    masks: Mapping[str, Tensor] | None = None  # bool that broadcasts to its tensor: the positions that count, else all
+    weight: float = 1.0  # finite
+    slices: Mapping[str, Index] | None = None  # the rows and columns that a tensor without a mask holds of the whole
+    # Tensors at whose positions no other client contributes. They are added with weight 1, so that the mean is exactly
+    # the value; any other weight w gives (w x) / w, rounded twice.
     alone: Collection[str] = ()
 
     def whole(self, name: str, old: Tensor) -> tuple[Tensor, Tensor | None]:
