@@ -1,6 +1,5 @@
 """FedPeWS and FedPeWS-Fixed, client side (Algorithm 1, lines 7 to 19); deviations: ``strategies/fedpews.py``."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count
 
@@ -37,11 +36,8 @@ class FedPeWSClient(Client):
             self.fit(step=partial(train_under, mask.to(self.place.device, torch.float32), self.narrow))
         else:
             self.load(chosen(sent, self.network.tensors))
-            learning = MaskLearning(self, self.others(sent["theta"], config.get("counted", 0)))
-            self.fit(step=learning)
-            self.state["scores"] = learning.scores
-            mask = learning.draw().cpu().bool()  # line 18
-            learned = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": learning.theta.cpu()})
+            mask, theta = self.learned(self.others(sent["theta"], config.get("counted", 0)))
+            learned = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": theta})
         units = self.network.units
         flops = subnet_flops(self.place.problem, self.network.module, units, split(mask, units))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
@@ -52,18 +48,42 @@ class FedPeWSClient(Client):
         self.state["counted"] = learned.get("theta", mask.float())
         return trained | prefixed(AT, positions | {MASK: mask}) | learned | {MASK: torch.zeros(len(mask))}
 
+    def learned(self, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Train a mask's scores and the weights under it (lines 11 to 16); return a mask, bool [h], and theta, [h].
+
+        A mask is drawn anew from theta = sigmoid(s) before both procedures of every step; the scores s continue from
+        the client's last round. Numbers are the CPU's, so the same on every device, and are copied many at a time.
+        """
+        device, options, narrow, parameters = self.place.device, self.options, self.narrow, self.network.parameters
+        scores = self.state.get("scores", first_scores(options, self.settings.seed, self.id, len(others))).to(device)
+        others, draws = others.to(device), self.generator("masks")
+        numbers = chain.from_iterable(torch.rand(DRAWS, len(others), generator=draws).to(device) for _ in count())
+        # The gradient of a layer's bias takes the same passes as that of the mask of its units.
+        rows = [[place.name for place in group.places if place.axis == 0] for group in self.network.units]
+        biases = [min((n for n in names if n in parameters), key=lambda n: parameters[n].dim()) for names in rows]
+
+        def draw() -> Tensor:
+            return torch.lt(next(numbers), torch.sigmoid(scores)).float()
+
+        def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
+            nonlocal scores
+            trial = draw().requires_grad_()  # Procedure I: the weights are frozen
+            outputs = options.mask_gradient == "activations"
+            output = gated(training.network, trial, x, narrow=narrow and not outputs, outputs=outputs)
+            (gradient,) = torch.autograd.grad(training.loss(output, y), [trial])
+            training.spend(len(y), biases)  # no gradient of a weight is computed
+            scores = scores - options.mask_lr * score_gradient(scores, gradient, others, options.lambda_)
+            return train_under(draw(), narrow, training, x, y)  # Procedure II: the scores are frozen
+
+        self.fit(step=step)
+        self.state["scores"] = scores
+        return draw().cpu().bool(), torch.sigmoid(scores).cpu()  # line 18
+
     def others(self, theta: Tensor, counted: int) -> Tensor:
         """Return the others' probabilities, [h]; where ``counted``, ``theta`` is a mean with this client's."""
         if counted and "counted" in self.state:
             theta = ((counted * theta - self.state["counted"]) / (counted - 1)).clamp(0, 1)
         return theta
-
-    @property
-    def gated_tensors(self) -> list[str]:
-        """The bias of each layer with units: its gradient takes the same passes as the gradient of their mask."""
-        parameters = self.network.parameters
-        rows = [[place.name for place in group.places if place.axis == 0] for group in self.network.units]
-        return [min((n for n in names if n in parameters), key=lambda n: parameters[n].dim()) for names in rows]
 
     @property
     def narrow(self) -> bool:
@@ -80,41 +100,3 @@ class FedPeWSClient(Client):
 def train_under(mask: Tensor, narrow: bool, training: Training, x: Tensor, y: Tensor) -> Tensor:
     """Make a step of the weights under a mask, float [h] of 0 and 1 (Procedure II); returns the loss before it."""
     return training.descend(x, y, partial(gated, training.network, mask, narrow=narrow))
-
-
-class MaskLearning:
-    """A step that trains a neuron mask's scores and then the weights (lines 11 to 16).
-
-    A mask is drawn anew from Bernoulli(sigmoid(s)) before both procedures of every step; the scores s, float ``[h]``,
-    continue from the client's last round.
-    """
-
-    def __init__(self, client: FedPeWSClient, others: Tensor) -> None:
-        device = client.place.device
-        start = first_scores(client.options, client.settings.seed, client.id, len(others))
-        self.scores, self.others = client.state.get("scores", start).to(device), others.to(device)
-        self.options, self.narrow, self.gated_tensors = client.options, client.narrow, client.gated_tensors
-        draws = client.generator("masks")  # uniform numbers, on the CPU, which are copied to the device many at a time
-        many = (torch.rand(DRAWS, len(others), generator=draws).to(device) for _ in count())
-        self._numbers: Iterator[Tensor] = chain.from_iterable(many)
-
-    @property
-    def theta(self) -> Tensor:
-        """Probabilities of the mask, [h]."""
-        return torch.sigmoid(self.scores)
-
-    def draw(self) -> Tensor:
-        """Return a mask G(s), float [h] of 0 and 1; from the CPU's random numbers, so the same on every device."""
-        return (next(self._numbers) < self.theta).float()
-
-    def __call__(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
-        """Train the scores under one mask, the weights under the next; returns the second loss."""
-        trial = self.draw().requires_grad_()  # Procedure I: the weights are frozen
-        outputs = self.options.mask_gradient == "activations"
-        output = gated(training.network, trial, x, narrow=self.narrow and not outputs, outputs=outputs)
-        (gradient,) = torch.autograd.grad(training.loss(output, y), [trial])
-        training.spend(len(y), self.gated_tensors)  # no gradient of a weight is computed
-        gradient = score_gradient(self.scores, gradient, self.others, self.options.lambda_)
-        self.scores = self.scores - self.options.mask_lr * gradient
-        # Procedure II: the scores are frozen
-        return train_under(self.draw(), self.narrow, training, x, y)
