@@ -20,8 +20,7 @@ from strategies.subfedavg import MASK
 class SubFedAvgClient(Client):
     """Trains its sub-network, then prunes it where its gates are open.
 
-    Its state is its model before the last round's pruning, in the shapes of the whole network, and its masks after it,
-    ``mask/<name>``, as bits.
+    Its state is its model before the last round's pruning, in the whole shapes, and its masks after it, as bits.
     """
 
     options: SubFedAvgSettings

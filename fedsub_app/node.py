@@ -1,8 +1,7 @@
 """A node: the settings, data and folders of the runs that it takes part in, and the clients that it hosts.
 
 ``header`` is a message's header (federation/wire.py); ``config`` is the node's own configuration, ``--node-config``.
-Data and network come from a :data:`Source`: :func:`named` takes those that the settings name, library/client.py those
-of a user's app.
+Data and network come from a :data:`Source`: those that the settings name (:func:`named`), or a user's app's.
 """
 
 import json

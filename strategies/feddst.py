@@ -17,8 +17,7 @@ the paper, and points that they leave open:
 - a layer exchanges no more weights than it has pruned ones, so that a dense layer keeps its weights (ours).
 - the share is ``share / 2 (1 + cos(pi t / until))`` (paper); the code multiplies it by ``share`` once more.
 - masks are adjusted in rounds every, 2 every, ... (code: 2, 2 + every, ...).
-- BatchNorm and biases are dense (code). The code's final sparsity, minimum of votes, fp16 and memory of old weights are
-  left out.
+- BatchNorm and biases are dense (code). Left out: the code's final sparsity, least votes, fp16, memory of old weights.
 """
 
 from collections.abc import Mapping, Sequence

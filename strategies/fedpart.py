@@ -16,8 +16,7 @@ Deviations from the paper or the published code:
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
-- ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"); Section 4's weights are by
-  "amount of viewed data".
+- ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"; Section 4: by their data).
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
   then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
   is positive the round takes the plain mean and says so (``similarity-fallback``).

@@ -5,9 +5,8 @@ Parameters for Fine-Tuning, CVPR 2024, https://arxiv.org/abs/2404.02478.
 
 A client trains its personal positions, at first none, then the global ones; the server takes at each position the mean
 over the clients for which it is global. Then the positions that training moved most become personal, until a fraction
-alpha is. The values at a client's global positions travel up, with the new mask's bits where it changed. Those at the
-positions that were global in its last round travel down (Algorithm 1, last lines): one made personal since then starts
-from the mean.
+alpha is. The values at a client's global positions travel up, with the new mask's bits where it changed; down travel
+those that were global in its last round (Algorithm 1, last lines): one made personal since then starts from the mean.
 
 Paper and published code differ; the default reads the paper, with what only the code says filled in:
 - p of the positions of each layer that are still global (code; the paper reads as if model-wide), in tensors named
@@ -23,8 +22,7 @@ Paper and published code differ; the default reads the paper, with what only the
   mean (code), correct over total.
 - a client is tested on all test images of its labels (``client-test = "labels"``; code: disjoint shards of them).
 Positions that no client has as global keep their value (the paper's 0/0), so that the global model can be evaluated; no
-client reads them. A client that has lost its state is dropped in that round, and begins anew without personal positions
-in the next.
+client reads them. A client that has lost its state is dropped in that round, then begins with no personal position.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 
 A round is a transaction. Hooks return values and change nothing. :meth:`Hooks.merge` returns the next model and the
 next values of the attributes that the method :attr:`~Hooks.remembers`; the base makes all of them current, or none
-where the round is abandoned. A client continues from the state of its last merged reply: a lost reply is as if the
-client had not been asked.
+where the round is abandoned. A client continues from the state of its last merged reply: a lost one is as if not asked.
 """
 
 from collections.abc import Mapping, Sequence

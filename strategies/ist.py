@@ -14,12 +14,10 @@ does not answer. Positions that belong to no unit (the output bias; the residual
 Deviations from the papers or the authors' code (IST_FL):
 
 - Biases are not in the papers. The authors' clients start from biases of their own, at random, and neither send nor
-  receive any, so that the server's keep their initial values; here a hidden unit's bias goes with it, and the output
-  bias is averaged.
+  receive any, so that the server's stay as they are; here a hidden unit's bias goes with it, the output's is averaged.
 - A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
   momentum is then that of other neurons.
-- The permutation is drawn anew from seed and round; theirs shuffles the last one. The distribution is the same, and a
-  round needs no state.
+- The permutation is drawn anew from seed and round, so that a round needs no state; theirs shuffles the last one.
 - BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; their batches have 32
   samples and are drawn anew. Running statistics, where a network has them, go with their units.
 - Units that do not divide by the clients are dealt as evenly as possible; the papers' widths are multiples.

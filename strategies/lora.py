@@ -21,8 +21,7 @@ Deviations:
 - alpha / r is that of ``lora-rank`` for all ranks, so that an adapter means the same for all clients.
 - FLoRA and FedEx-LoRA send the weights W that have adapters, not the stack or the residual that is added to them: a
   client that was away needs nothing else, and where ranks and clients are few it is more bytes than the papers count.
-- HetLoRA weighs the head by the same norms, over all layers together. A client that prunes sends the ranks that it
-  gives up as zeros once.
+- HetLoRA weighs the head by the same norms, over all layers together. Ranks that a client prunes are once sent as 0.
 - FLoRA's new A is drawn by the server, the same for all clients.
 - A network without adapters is trained as with FedAvg, bit for bit, and the log says so.
 """

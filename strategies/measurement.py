@@ -1,7 +1,6 @@
 """A phase after the merge: clients answer with tensors on the merged model, such as the statistics of its layers.
 
-A method makes a :class:`Measurement` its ``measurement``. Its replies are checked, bounded and averaged like those of a
-training.
+A method makes a :class:`Measurement` its ``measurement``. Replies are checked, bounded and averaged as in a training.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,7 @@ largest mean saliency, in one ranking of all layers; the mask is the same for al
 send the values that it keeps (strategies/sparse.py).
 
 Checked against Flower's baseline by the paper's first author (baselines/ssfl, kp-forks/flower at 11a0eb9), also by
-running its functions (docs/comparison.md); the authors' own repository holds a README alone. Deviations from it and
-from the paper:
+running its functions (docs/comparison.md); the authors' own repository holds a README alone. Deviations from both:
 - round 1 is the round of the saliencies: its clients answer with them and do not train. In the paper all clients do so
   before the first round; with ``participation`` below 1 these are the sampled ones.
 - saliencies are weighed by the clients' samples, as the models are (paper; baseline: plain mean, or so by choice), and

@@ -10,8 +10,7 @@ the mean over the clients that keep it.
 
 Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default is the code, but for the gate:
 - pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
-  ``gate-data = "test"``, which every round's line then says), after pruning and above the threshold (code; the paper:
-  before it, at least).
+  ``gate-data = "test"``, as each round's line says), after pruning, above the threshold (code; paper: before, from it on).
 - "average on the intersection": the mean over those who keep a position, the old value where nobody does (code; it
   can be read as only positions that all clients of the round keep).
 - r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network"); an event that would pass
@@ -27,8 +26,7 @@ Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the de
 - a client is evaluated on its model as its last training left it, at first the initial one (code).
 Initial weights are PyTorch's (code: Xavier with normal biases; He, gamma 0.5). A target of 0 prunes nothing, channels
 neither, and is FedAvg. Structured pruning alone and networks that the paper does not have are ours. Pruning that would
-leave a layer with nothing is undone. A client that has lost its state is dropped in that round and begins anew with the
-whole network.
+leave a layer with nothing is undone. A client that has lost its state is dropped in that round, then begins unpruned.
 """
 
 from collections.abc import Mapping, Sequence

@@ -59,8 +59,7 @@ def available(settings: FederationSettings, server_round: int) -> list[bool]:
 def draw(settings: FederationSettings, server_round: int) -> list[int]:
     """Return the clients that a round asks, in the order in which they are drawn, seeded by (seed, round).
 
-    The first ``sample_size`` take part; the clients after them are asked as well and stand in for them
-    (``oversample``).
+    The first ``sample_size`` take part; with ``oversample`` others are asked as well and stand in for them.
     """
     order = torch.randperm(settings.num_clients, generator=generator(settings.seed, server_round, "sample")).tolist()
     there = available(settings, server_round)
@@ -87,8 +86,7 @@ class Federation:
 
         That and ``run_settings`` go with the roll call; later messages have the digest of the settings and of the code,
         and a node that lacks the settings asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
-        ``initial``: the initial global model where nodes cannot rebuild it from the seed; a node gets it until it has
-        replied.
+        ``initial``: the initial global model where nodes cannot rebuild it; a node gets it until it has replied.
         """
         self.settings = settings
         self.run_settings = {"code": code_digest()} | {k: header[k] for k in ("state-dir",) if k in header}

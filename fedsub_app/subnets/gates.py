@@ -3,8 +3,7 @@
 Multiplying a unit's row of weights, its bias and its column in the next layer by m (FedPeWS, Eq. 5, rule "and") is
 multiplying the output of its layer and the input of the next one by m. Between the two are only layers that pass a
 factor m >= 0 on (ReLU, pooling, dropout), so one product with m² has the value and the gradients of both: the gradients
-in the weights of a unit that is off are zero, and so is the gradient in its m. Therefore a unit that is off may also be
-left out of the computation.
+in the weights of a unit that is off are zero, and so is the gradient in its m: it may be left out of the computation.
 
 The common form for neuron masks multiplies a unit's output, h = relu(z), once: the same values, and the same gradients
 in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.

@@ -2,8 +2,7 @@
 
 McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018,
 https://arxiv.org/abs/1710.06963, with the fixed denominator (their f̃_f) and the noise added by the server, or in equal
-parts by the clients. Two runs are neighbours if they differ in one client, whose contributions are in one run and
-missing from the other.
+parts by the clients. Two runs are neighbours if one has, and the other lacks, the contributions of one client.
 """
 
 import importlib.util
