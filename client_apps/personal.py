@@ -14,14 +14,7 @@ from fedsub_app.models import layer_groups
 from fedsub_app.training.client import OWN, Training
 from fedsub_app.training.objectives import Objective, Prox
 from fedsub_app.training.optimizer import Optimizer
-from strategies.settings import (
-    APFLSettings,
-    DittoSettings,
-    FedALASettings,
-    MTLSettings,
-    PerFedAvgSettings,
-    PFedMeSettings,
-)
+from strategies import settings as keys
 
 
 class LocalClient(Client):
@@ -37,7 +30,7 @@ class LocalClient(Client):
 class MTLClient(Client):
     """Trains its own model round after round, and sends it to the server."""
 
-    options: MTLSettings
+    options: keys.MTLSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train the client's own model on ``loss + c (||w||² + ||w - mean||²)``; return it."""
@@ -56,7 +49,7 @@ class MTLClient(Client):
 class DittoClient(Client):
     """Trains the global model as FedAvg does, then its own, which never leaves it."""
 
-    options: DittoSettings
+    options: keys.DittoSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained global model; keep the personal one, trained on ``F(v) + lambda / 2 ||v - w||²``."""
@@ -70,7 +63,7 @@ class DittoClient(Client):
 class APFLClient(Client):
     """Trains w as FedAvg does, and v through the mixture. Its state is v, with the mixture's statistics, and alpha."""
 
-    options: APFLSettings
+    options: keys.APFLSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained w; keep v and alpha (Algorithm 1, lines 4 to 7)."""
@@ -115,7 +108,7 @@ RECENT, CONVERGED = 10, 0.1  # passes, and the standard deviation of their losse
 class FedALAClient(Client):
     """Merges the global model into its own last layers, then trains. Its state is these layers and W."""
 
-    options: FedALASettings
+    options: keys.FedALASettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the model that was trained from the merged one (Algorithm 1, lines 4 to 14)."""
@@ -167,7 +160,7 @@ class FedALAClient(Client):
 class PFedMeClient(Client):
     """Trains theta near w and moves w towards theta. Its state is theta."""
 
-    options: PFedMeSettings
+    options: keys.PFedMeSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return w; keep theta (Algorithm 1, lines 5 to 9)."""
@@ -191,7 +184,7 @@ class PFedMeClient(Client):
 class PerFedAvgClient(Client):
     """Trains the model for its loss after a gradient step."""
 
-    options: PerFedAvgSettings
+    options: keys.PerFedAvgSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained model (Algorithm 1, lines 5 to 9)."""

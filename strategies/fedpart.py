@@ -149,12 +149,10 @@ class FedPart(SubnetStrategy):
         moments = self.moments if momentum == "none" else self.moments | self.merged_moments(updates, weights)
         return Merged(model, {"changed": changed, "has": has, "moments": moments}, report)
 
-    def weighted(
-        self, old: Tensors, updates: Sequence[Update], weights: Sequence[float], server_lr: float = 1.0
-    ) -> Tensors:
+    def weighted(self, old: Tensors, updates: Sequence[Update], weights: Sequence[float], lr: float = 1.0) -> Tensors:
         """Return the weighted mean of the updates' tensors that ``old`` has and the round trains."""
         each = [Contribution(chosen(u.tensors, old), None, w) for u, w in zip(updates, weights, strict=True)]
-        return masked_mean(old, each, server_lr)
+        return masked_mean(old, each, lr)
 
     def similarities(self, updates: Sequence[Update]) -> list[float]:
         """Return the cosine of each client's moments with their mean (Algorithm 2, lines 6 to 8)."""

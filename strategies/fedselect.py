@@ -80,9 +80,7 @@ class FedSelect(SubnetStrategy):
         masks = self.masks[client]
         specs = {name: self.specs[name] for name in self.global_names}
         specs |= {name: self.specs[name].of_shape([int(mask.sum())]) for name, mask in shared_positions(masks).items()}
-        return specs | {
-            f"{MASK}{name}": Spec(tuple(mask.shape), torch.bool, optional=True) for name, mask in masks.items()
-        }
+        return specs | {f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in masks.items()}
 
     def contribution(self, update: Update) -> Contribution:
         """Add the values at the positions that were global in this round; a mask may only grow."""

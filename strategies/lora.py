@@ -209,6 +209,5 @@ class HetLoRA(Ranked):
         for update in updates:
             if bool(update.tensors[PRUNES]):
                 ranks[update.client] = max(1, int(self.options.gamma * ranks[update.client]))
-        return replace(
-            merged, state={"ranks": ranks}, report={**merged.report, "mean-rank": float(ranks.double().mean())}
-        )
+        report = {**merged.report, "mean-rank": float(ranks.double().mean())}
+        return replace(merged, state={"ranks": ranks}, report=report)

@@ -93,9 +93,8 @@ class Server:
         try:
             return unit_groups(self.model)
         except TypeError as error:
-            raise UserError(
-                f"model = {self.settings.model!r}: not with method = {self.settings.method!r}: {error}"
-            ) from None
+            method = f"method = {self.settings.method!r}"
+            raise UserError(f"model = {self.settings.model!r}: not with {method}: {error}") from None
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -49,9 +49,9 @@ class SSFL(Sparse):
         return saliencies if self.choosing else super().expected(client)
 
     def contribution(self, update: Update) -> Contribution:
-        return (
-            Contribution(update.tensors, None, self.weight(update)) if self.choosing else super().contribution(update)
-        )
+        if self.choosing:
+            return Contribution(update.tensors, None, self.weight(update))
+        return super().contribution(update)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         return {"update": norm(contribution.tensors.values())} if self.choosing else super().norms(update, contribution)

@@ -10,7 +10,7 @@ the mean over the clients that keep it.
 
 Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default is the code, but for the gate:
 - pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
-  ``gate-data = "test"``, as each round's line says), after pruning, above the threshold (code; paper: before, from it on).
+  ``gate-data = "test"``, as each round's line says), after pruning, above the threshold (code; paper: before it, from).
 - "average on the intersection": the mean over those who keep a position, the old value where nobody does (code; it
   can be read as only positions that all clients of the round keep).
 - r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network"); an event that would pass
@@ -86,10 +86,9 @@ class SubFedAvg(SubnetStrategy):
         return Task(client, values, {"width": self.held_width(client)} if self.devices else {})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
+        masks = self.masks[client]
         specs = self.specs | {name: self.specs[name].gathered() for name in self.cuttable}
-        return specs | {
-            f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in self.masks[client].items()
-        }
+        return specs | {f"{MASK}{n}": Spec(tuple(m.shape), torch.bool, optional=True) for n, m in masks.items()}
 
     def max_samples(self, client: int) -> int:
         return super().max_samples(client) + (self.facts.held_out if self.facts else 0)

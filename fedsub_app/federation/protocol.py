@@ -35,6 +35,9 @@ class StateLost(BadReply):
     """A client cannot train: the state of its last merged reply is gone."""
 
 
+FAILURES = {"lost": StateLost, "diverged": Diverged}  # attributes of the :class:`Update` of a client that failed
+
+
 @dataclass(frozen=True)
 class Task:
     """One client's task in one phase: named tensors and a JSON-able ``config``."""

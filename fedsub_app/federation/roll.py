@@ -77,9 +77,7 @@ class Roll:
                 self._agree()
             for node_id, node in sorted(self.waiting.items()):
                 if not self._twin(node):
-                    log.info(
-                        "node %s takes the place of the one that had partition-id = %s", node_id, node.partition_id
-                    )
+                    log.info("node %s takes the place of the one of partition-id = %s", node_id, node.partition_id)
                     self.nodes[node_id] = self.waiting.pop(node_id)
             missing = self._missing()
             if not wait or not missing or (self.met and time.monotonic() > deadline):
@@ -150,10 +148,8 @@ class Roll:
         if self.met and node.num_partitions != count:
             raise BadReply(f"num-partitions = {node.num_partitions}: the other nodes say {count}")
         if self.settings.private_examples and node.num_partitions != self.settings.num_clients:
-            clients = f"num-clients = {self.settings.num_clients}"
-            raise BadReply(
-                f"num-partitions = {node.num_partitions}: must be {clients} where each node has private data"
-            )
+            clients = f"num-clients = {self.settings.num_clients} where each node has private data"
+            raise BadReply(f"num-partitions = {node.num_partitions}: must be {clients}")
         if self.device == "cuda" and node.simulated and not node.gpu:
             raise BadReply(
                 "it sees no GPU, the server uses one: its connection needs a share of them, which "
@@ -196,9 +192,8 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
         raise BadReply(str(answer["error"]))
     number, count = answer.get("partition-id"), answer.get("num-partitions")
     if type(number) is not int or type(count) is not int or not 0 <= number < count <= MAX_NODES:
-        raise BadReply(
-            f"partition-id, num-partitions = {number}, {count}: must be integers, 0 <= id < num <= {MAX_NODES}"
-        )
+        said = f"partition-id, num-partitions = {number}, {count}"
+        raise BadReply(f"{said}: must be integers, 0 <= id < num <= {MAX_NODES}")
     if differing := differing_versions(answer.get("versions")):
         log.warning("node %s has %s: its numbers may differ in the last digits", node_id, differing)
     return Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
@@ -207,9 +202,7 @@ def _read_roll_call(node_id: int, reply: Message) -> Node:
 def differing_versions(theirs: object) -> str:
     """Return in words the versions of a node that are not the server's; "" where all are the same or it names none."""
     named = theirs if isinstance(theirs, dict) else {}
-    others = {
-        name: printable(str(named[name]), 20) for name, here in versions().items() if named.get(name, here) != here
-    }
+    others = {n: printable(str(named[n]), 20) for n, here in versions().items() if named.get(n, here) != here}
     return ", ".join(f"{name} {other} (the server {versions()[name]})" for name, other in others.items())
 
 

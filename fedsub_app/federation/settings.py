@@ -121,9 +121,8 @@ class FederationSettings(SeedSettings, ClientsSettings):
             all_ = f"all num-clients = {self.num_clients} take part in a round"
             raise ValueError(f"oversample = {self.oversample:g}: must be 1 where {all_}")
         if self.min_replies > self.sample_size:
-            raise ValueError(
-                f"min-replies = {self.min_replies}: at most the {self.sample_size} clients that take part in a round"
-            )
+            most = f"the {self.sample_size} clients that take part in a round"
+            raise ValueError(f"min-replies = {self.min_replies}: at most {most}")
         return self
 
 

@@ -23,18 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json, Tensors, brought
-from fedsub_app.federation.protocol import (
-    DTYPES,
-    MAX_EXAMPLES,
-    NAMES,
-    BadReply,
-    Diverged,
-    Range,
-    Spec,
-    StateLost,
-    Update,
-    finite,
-)
+from fedsub_app.federation.protocol import DTYPES, FAILURES, MAX_EXAMPLES, NAMES, BadReply, Range, Spec, Update, finite
 from fedsub_app.subnets.norms import squares
 
 HEADER, TENSORS = "fedsub.header", "fedsub.tensors"
@@ -50,7 +39,6 @@ WORDS = (
     b'{"nonce":"","parts":[{"client":1,"metrics":{"train-loss":2.3,"flops":1000.0,"published-flops":00.0,"subnet-flops":'
     b'00.0,"compute-seconds":0.0},"num-examples":0,"state":[0,1]}],"index":[[[0],[0]],[[0],[0]]]}'
 )
-FAILURES = {"lost": StateLost, "diverged": Diverged}  # keys of a client's part that failed
 UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, zlib.error)
 # Characters of a reply's JSON: without its parts, for each client and for each tensor that a client was asked for.
 MAX_HEADER, MAX_PART, MAX_ENTRY = 1 << 16, 1 << 12, 1 << 8

@@ -174,13 +174,10 @@ class WorkerProcess:
     def send(self, message: Message) -> None:
         """Queue a message; where the process is dead, :meth:`receive` raises."""
         self.waiting.append(message)
-        about = message.metadata
+        sent = message.metadata
+        about = {"type": sent.message_type, "id": sent.message_id, "group": sent.group_id}
         with suppress(ConnectionError):
-            _send(
-                self.socket,
-                {"type": about.message_type, "id": about.message_id, "group": about.group_id},
-                message.content,
-            )
+            _send(self.socket, about, message.content)
 
     def receive(self) -> Message:
         """Return the next reply.
@@ -274,9 +271,7 @@ def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
         view = memoryview(os.pread(number, size, 0) if size < MAPPED else mmap.mmap(number, 0, access=mmap.ACCESS_READ))
     start = LENGTH + int.from_bytes(view[:LENGTH], "little")
     about = json.loads(bytes(view[LENGTH:start]))
-    arrays = ArrayRecord(
-        {key: Array(dtype, tuple(shape), stype, b"") for key, dtype, shape, stype, _ in about["arrays"]}
-    )
+    arrays = ArrayRecord({key: Array(dtype, (*shape,), stype, b"") for key, dtype, shape, stype, _ in about["arrays"]})
     for key, *_, size in about["arrays"]:
         arrays[key].data = view[start : start + size]  # type: ignore[assignment]  # Flower's constructor takes bytes only
         start += size

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.subnets.slices import ALL, Index, position, sliced_shape
 
 # Elements that are summed over all updates before the next ones are touched. Four float32 buffers of this size stay in
@@ -44,14 +45,12 @@ class Mean(Protocol):
     def add(self, updates: Sequence[Contribution]) -> None:
         """Add the clients' contributions, in order; ValueError for one that does not fit the old model."""
 
-    def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
+    def result(self, server_lr: float = 1.0) -> Tensors:
         """Return the new model, float32; ``server_lr``: step from the old model (0) to the mean (1). Call it once."""
         ...
 
 
-def masked_mean(
-    old: Mapping[str, Tensor], updates: Sequence[Contribution], server_lr: float = 1.0
-) -> dict[str, Tensor]:
+def masked_mean(old: Mapping[str, Tensor], updates: Sequence[Contribution], server_lr: float = 1.0) -> Tensors:
     """Return, for every position, the weighted mean of the updates that cover it; the old value where none does.
 
     ``new = old + server_lr * (sum_i w_i m_i x_i / sum_i w_i m_i - old)`` where ``sum_i w_i m_i > 0``, else ``old``.
@@ -132,16 +131,12 @@ class MaskedMean:
         sums, weights = self._sums[name], self._weights[name]
         masked = bool(weights.dim())
         if self._old[name].dim() == 0:  # blocks are cut along axis 0
-            terms = [
-                term._replace(x=term.x[None], mask=None if term.mask is None else term.mask[None]) for term in terms
-            ]
+            terms = [t._replace(x=t.x[None], mask=t.mask if t.mask is None else t.mask[None]) for t in terms]
         rows = max(1, BLOCK * len(sums) // sums.numel())
         # Splitting a tensor that fits one block costs as much as summing it: a third of the time of 1,000 LeNets.
         values = [term.x.split(rows) if rows < len(sums) else (term.x,) for term in terms]
         # uint8 is the same bytes as bool and becomes a float two to three times faster. expand is a view, for any mask.
-        masks = [
-            None if term.mask is None else term.mask.view(torch.uint8).expand(sums.shape).split(rows) for term in terms
-        ]
+        masks = [t.mask if t.mask is None else t.mask.view(torch.uint8).expand(sums.shape).split(rows) for t in terms]
         buffer, ones = torch.empty_like(sums[:rows]), torch.ones_like(sums[:rows])
         for k, part in enumerate(sums.split(rows)):
             size, covering = len(part), weights[k * rows :][: len(part)] if masked else weights
@@ -158,7 +153,7 @@ class MaskedMean:
                     covering.add_(mask, alpha=weight)
 
     @torch.no_grad()
-    def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
+    def result(self, server_lr: float = 1.0) -> Tensors:
         """Return the mean (:func:`masked_mean`); to be called once, because the sums become the result."""
         new = {}
         for name, old in self._old.items():

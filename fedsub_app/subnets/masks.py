@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions
 
 
-def expand(
-    groups: Sequence[UnitGroup],
-    unit_masks: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
-) -> dict[str, Tensor]:
+def expand(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Tensors:
     """Return the mask of every tensor in ``shapes``, bool of its shape, by FedPeWS's rule "and" (the rule of IST).
 
     ``W_l[b, a] = m_l[b] & m_{l-1}[a]``, bias and BatchNorm ``m_l[b]``; a convolution's ``W_l[o, i, :, :] = m_l[o] &
@@ -89,7 +86,7 @@ def deal(groups: Sequence[UnitGroup], widths: Sequence[float], draws: torch.Gene
     return dealt
 
 
-def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
     """Return, for every mask, its tensor's values at the positions that are on: ``[positions]``, in row-major order."""
     # NumPy's compress: seven times faster than torch's indexing with a mask, on the CPU.
     return {
@@ -98,19 +95,17 @@ def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[s
     }
 
 
-def scatter(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def scatter(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
     """Return tensors with the gathered ``values`` at the positions that are on, 0 elsewhere: undoes :func:`gather`."""
-    return {
-        name: values[name].new_zeros(mask.shape).masked_scatter_(mask, values[name]) for name, mask in masks.items()
-    }
+    return {n: values[n].new_zeros(mask.shape).masked_scatter_(mask, values[n]) for n, mask in masks.items()}
 
 
-def pack_bits(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def pack_bits(masks: Mapping[str, Tensor]) -> Tensors:
     """Return bool masks as bits, for storage: tensor name -> uint8 ``[ceil(numel / 8)]``, in row-major order."""
     return {name: torch.from_numpy(np.packbits(mask.numpy())) for name, mask in masks.items()}
 
 
-def unpack_bits(bits: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+def unpack_bits(bits: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Tensors:
     """Inverse of :func:`pack_bits`, for every name of ``shapes``; a mask that ``bits`` lacks is all off."""
     masks = {}
     for name, shape in shapes.items():

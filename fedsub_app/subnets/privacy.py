@@ -7,7 +7,6 @@ parts by the clients. Two runs are neighbours if one has, and the other lacks, t
 
 import importlib.util
 import secrets
-from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -28,9 +27,7 @@ class NoisyMean(MaskedMean):
     the updates hold, the same for all; ``draws`` makes it tensor by tensor, without it :func:`secret_normal`.
     """
 
-    def __init__(
-        self, old: Mapping[str, Tensor], clients: int, deviation: float, draws: torch.Generator | None
-    ) -> None:
+    def __init__(self, old: Tensors, clients: int, deviation: float, draws: torch.Generator | None) -> None:
         super().__init__(old)
         self._clients, self._deviation, self._draws = clients, deviation, draws
 
@@ -78,9 +75,8 @@ def secret_normal(shape: torch.Size) -> Tensor:
 def require_accountant() -> None:
     """Raise :class:`UserError` where ``dp-accounting`` is not installed."""
     if importlib.util.find_spec("dp_accounting") is None:
-        raise UserError(
-            "dp-noise-multiplier above 0: needs the package dp-accounting; `pip install -e '.[dp]'` in the checkout"
-        )
+        how = "`pip install -e '.[dp]'` in the checkout"
+        raise UserError(f"dp-noise-multiplier above 0: needs the package dp-accounting; {how}")
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import UnitGroup
 from fedsub_app.models.narrow import kept_positions
 
@@ -55,7 +56,7 @@ def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
     return torch.Size(sizes)
 
 
-def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors of the network that has only the units that are on (:func:`indices`).
 
     Of the whole network's tensors these are a group's rows ``[on, ...]``, its columns ``[:, on * repeat, ...]``, and
@@ -70,7 +71,7 @@ def put(
     groups: Sequence[UnitGroup],
     units: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Return a smaller network's tensors, of any dtype, at their rows and columns of the whole one, 0 elsewhere.
 
     Inverse of :func:`take` at those positions; ``shapes`` are those of the whole network. The result shares no memory

@@ -76,9 +76,7 @@ def exchanged(
     return new, survived
 
 
-def worth_their_time(
-    squares: Mapping[str, Tensor], staying: Mapping[str, Tensor], constant: float, density: float
-) -> Tensors:
+def worth_their_time(squares: Tensors, staying: Tensors, constant: float, density: float) -> Tensors:
     """Return the weights that make the sum of squared gradients over time largest (PruneFL, Algorithm 2).
 
     The time is 1 for each weight and ``constant`` times that of all. After the weights that are ``staying``, bool,
