@@ -26,6 +26,9 @@ class Valid(NamedTuple):
     norms: Mapping[str, float]
 
 
+MakeGuard = Callable[[], NormGuard[Valid]]
+
+
 class FirstValid:
     """Accepts or rejects updates like :class:`NormGuard` in an over-sampled round, once enough of them are in.
 
@@ -35,11 +38,7 @@ class FirstValid:
     """
 
     def __init__(
-        self,
-        draw: Sequence[int],
-        wanted: int,
-        guard: Callable[[], NormGuard[Valid]],
-        arrivals: Mapping[int, float] | None = None,
+        self, draw: Sequence[int], wanted: int, guard: MakeGuard, arrivals: Mapping[int, float] | None = None
     ) -> None:
         self._drawn = {client: place for place, client in enumerate(draw)}
         self._wanted, self._guard, self._arrivals = wanted, guard, {} if arrivals is None else arrivals

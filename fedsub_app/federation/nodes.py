@@ -23,7 +23,7 @@ from fedsub_app.common.errors import printable
 from fedsub_app.common.failures import MachineFailed
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Outbox, Phase
+from fedsub_app.federation.phase import AWAY, REFUSED, Dropped, Expected, Outbox, Phase
 from fedsub_app.federation.protocol import BadReply, Spec, Task
 from fedsub_app.federation.roll import Node, Roll, brief, pause
 from fedsub_app.federation.settings import FederationSettings
@@ -147,7 +147,7 @@ class Federation:
         clients: Iterable[int],
         task: Callable[[int], Task],
         extra: Json,
-        expected: Callable[[int], Mapping[str, Spec]] = lambda _: {},
+        expected: Expected = lambda _: {},
         work: Callable[[int], float] = lambda _: 1.0,
         blocks: Mapping[int, int] | None = None,
     ) -> Phase:
@@ -244,11 +244,7 @@ class Federation:
         return bool(flying)
 
     def answers(
-        self,
-        phase: Phase,
-        replies: Iterable[Message],
-        expected: Callable[[int], Mapping[str, Spec]],
-        in_order: bool = True,
+        self, phase: Phase, replies: Iterable[Message], expected: Expected, in_order: bool = True
     ) -> Iterator[Answer]:
         """Yield the parts that answer a phase's tasks, in the order of the clients or, not ``in_order``, as they come.
 

@@ -18,6 +18,9 @@ AWAY = "its node is away"
 REFUSED = "the SuperLink, or a proxy before it, refuses its message as too large (client_max_body_size in nginx)"
 
 
+Expected = Callable[[int], Mapping[str, Spec]]  # client -> the tensors of its reply
+
+
 @dataclass(frozen=True)
 class Dropped:
     """A client whose reply does not count in this round, and the reason: one printable line."""
@@ -41,7 +44,7 @@ class Outbox:
     queues: dict[int, deque[int]]  # node id -> clients that it may be asked for, in this order; nodes may share one
     settings: FederationSettings  # bounds of a message's clients, bytes and lifetime
     task: Callable[[int], Task] = Task  # client -> its task; called when its message is made
-    expected: Callable[[int], Mapping[str, Spec]] = lambda _: {}  # client -> the reply's tensors: part of message-mb
+    expected: Expected = lambda _: {}  # that count in message-mb
     run_settings: Json = field(default_factory=dict)  # that the header of a repeated message has in addition
     initial: Callable[[int], Tensors] = lambda _: {}  # node id -> the initial global model where the node lacks it
     work: Callable[[int], float] = lambda _: 1.0  # client -> how long it computes, in any unit

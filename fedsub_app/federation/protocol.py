@@ -136,10 +136,8 @@ class Range(NamedTuple):
 
 def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     """Return the specs of tensors that start from ``tensors``; BatchNorm's running variance must not be negative."""
-    return {
-        name: Spec(tuple(t.shape), t.dtype, low=0.0 if name.endswith("running_var") else -math.inf, start=t)
-        for name, t in tensors.items()
-    }
+    lowest = {name: 0.0 if name.endswith("running_var") else -math.inf for name in tensors}
+    return {name: Spec(tuple(t.shape), t.dtype, low=lowest[name], start=t) for name, t in tensors.items()}
 
 
 def formula_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

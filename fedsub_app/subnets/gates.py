@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Network, Output
 from fedsub_app.models.groups import split
 from fedsub_app.subnets.slices import take
@@ -24,7 +25,7 @@ def gated(
     network: Network,
     mask: Tensor,
     x: Tensor,
-    tensors: Mapping[str, Tensor] | None = None,
+    tensors: Tensors | None = None,
     *,
     narrow: bool = False,
     outputs: bool = False,
@@ -56,9 +57,7 @@ def gated(
         return network(x, tensors)
 
 
-def _multiplied(
-    network: Network, gates: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None, outputs: bool
-) -> dict[str, Tensor]:
+def _multiplied(network: Network, gates: Tensors, tensors: Tensors | None, outputs: bool) -> Tensors:
     """Return x ∘ m itself, for units that several layers produce; ``outputs``: as they enter the layers that read them.
 
     Running statistics are those of the whole layer, as where the gate is behind a BatchNorm.

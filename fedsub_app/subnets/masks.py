@@ -90,8 +90,7 @@ def gather(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensor
     """Return, for every mask, its tensor's values at the positions that are on: ``[positions]``, in row-major order."""
     # NumPy's compress: seven times faster than torch's indexing with a mask, on the CPU.
     return {
-        name: torch.from_numpy(np.compress(mask.numpy().ravel(), tensors[name].cpu().numpy().ravel()))
-        for name, mask in masks.items()
+        n: torch.from_numpy(np.compress(m.numpy().ravel(), tensors[n].cpu().numpy().ravel())) for n, m in masks.items()
     }
 
 

@@ -1,25 +1,25 @@
 """Growth of a mask of personal parameters by their movement in training: FedSelect's GradSelect."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Literal
 
 import torch
-from torch import Tensor
 
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.subnets.sparsity import largest
 
 Choose = Literal["most", "least", "random"]
 
 
 def grow(
-    masks: Mapping[str, Tensor],
-    moved: Mapping[str, Tensor],
+    masks: Tensors,
+    moved: Tensors,
     share: float,
     limit: float,
     limit_included: bool = False,
     choose: Choose = "most",
     generator: torch.Generator | None = None,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Return masks in which a ``share`` of the positions that are off is turned on: the ones that training moved most.
 
     ``n - round((1 - share) * n)`` of the n positions that are off are turned on (halves to even, as published); ties go

@@ -67,10 +67,7 @@ def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapp
 
 
 def put(
-    tensors: Mapping[str, Tensor],
-    groups: Sequence[UnitGroup],
-    units: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
+    tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Tensors, shapes: Mapping[str, torch.Size]
 ) -> Tensors:
     """Return a smaller network's tensors, of any dtype, at their rows and columns of the whole one, 0 elsewhere.
 

@@ -58,9 +58,7 @@ def largest_of_all(values: Mapping[str, Tensor], count: int) -> Tensors:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(values.items(), parts, strict=True)}
 
 
-def exchanged(
-    weights: Mapping[str, Tensor], slopes: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float
-) -> tuple[Tensors, Tensors]:
+def exchanged(weights: Tensors, slopes: Tensors, masks: Tensors, share: float) -> tuple[Tensors, Tensors]:
     """Exchange a share of each layer's weights: prune the smallest, grow where gradients are largest (RigL).
 
     ``slopes`` is the loss's gradient at all positions; ``masks``, bool, 1: kept. The share is of a layer's kept
