@@ -76,8 +76,6 @@ class FedPart(SubnetStrategy):
         trained = sum(self.current[name].numel() for name in self.trained_parameters)
         return trained <= self.held_width(client) * sum(self.current[name].numel() for name in self.parameters)
 
-    # --- tasks ----------------------------------------------------------------------------------------------------
-
     def task(self, client: int) -> Task:
         """Send the groups that ``stale`` asks for, the number of the trained group and, with momentum, its moments."""
         due = self._due(client).nonzero().flatten().tolist()
@@ -96,8 +94,6 @@ class FedPart(SubnetStrategy):
         if self.options.stale == "sync-all":
             return self.has[client] < self.changed
         return everything if self.group is None else self.changed == self.changed.max()
-
-    # --- replies and their merge ----------------------------------------------------------------------------------
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         specs = {name: self.specs[name] for name in self.trained}
