@@ -30,8 +30,7 @@ from fedsub_app.deployment import flower
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies import reproduce
-from fedsub_app.studies.batch import run_job
-from fedsub_app.studies.job import Job
+from fedsub_app.studies.batch import Job, run_job
 from fedsub_app.studies.sweep import metric_of
 from fedsub_app.studies.tables import read_table
 from fedsub_app.studies.trials import Search, read_space

@@ -19,8 +19,7 @@ from fedsub_app.common import progress
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import DataSettings, load_dataset
 from fedsub_app.engines import log, log_to_stdout
-from fedsub_app.studies.job import Job
-from fedsub_app.studies.progress import BatchProgress
+from fedsub_app.studies.batch import BatchProgress, Job
 
 RunLocal = Callable[..., tuple[Json, Path]]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -118,7 +117,9 @@ def test_a_batch_shows_its_runs(run_local: RunLocal, monkeypatch: pytest.MonkeyP
     (folder / "rounds.jsonl").write_text("".join(lines[:3]))
     begun = Job("half way", SMALL | {"num-rounds": 4}, folder)
     ended = Job("over", SMALL | {"num-rounds": 4}, folder.parent / "nothing")
-    assert Job("another", SMALL | {"num-rounds": 2}, folder).lines() == []  # what is there will be taken away
+    assert Job("another", SMALL | {"num-rounds": 2}, folder).last_line() == {
+        "round": 0
+    }  # what is there will be taken away
     with terminal(monkeypatch) as written, BatchProgress(3) as progress:
         progress.start(begun)
         progress.start(ended)

@@ -5,45 +5,36 @@ would be copied into the workers that are forked.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 BAR = 20  # columns
 
 
 class LiveLine:
-    """A line at the bottom of a terminal. ``file``: the terminal."""
+    """A bar and its text at the bottom of a terminal. ``file``: the terminal."""
 
     def __init__(self, file: TextIO) -> None:
-        self.console = Console(file=file, highlight=False, markup=False, emoji=False)
-        self._live: Live | None = None
+        console = Console(file=file, highlight=False, markup=False, emoji=False)
+        cut = Column(no_wrap=True, overflow="ellipsis")
+        columns = (BarColumn(BAR), TextColumn("{task.description}", markup=False, table_column=cut))
+        self._bars = Progress(*columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+        self._bar = self._bars.add_task("")
 
-    def show(self, done: float, total: float, text: str, below: Sequence[str] = ()) -> None:
-        """Write a bar and what is said of it over what stood there; ``below``: further lines."""
-        first = Table.grid(padding=(0, 1))
-        first.add_column(width=BAR)
-        first.add_column(no_wrap=True, overflow="ellipsis")
-        first.add_row(ProgressBar(max(total, 1), done, BAR), Text(text))
-        if self._live is None:
-            self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False)
-            self._live.start()
-            self.console.show_cursor(True)  # Live hides it, and a process that is killed would leave it so
-        lines = Group(first, *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
-        self._live.update(lines, refresh=True)
+    def show(self, done: float, total: float, text: str) -> None:
+        """Write the bar and what is said of it, one line or several, over what stood there."""
+        self._bars.start()
+        self._bars.console.show_cursor(True)  # it was hidden, and a process that is killed would leave it so
+        self._bars.update(self._bar, completed=done, total=max(total, 1), description=text, refresh=True)
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        self._bars.console.print(text, soft_wrap=True)
 
     def end(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+        self._bars.stop()
 
 
 class LiveHandler(logging.Handler):

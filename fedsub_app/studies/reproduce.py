@@ -24,9 +24,8 @@ from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
 from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.studies.batch import facts, gpus_of, run_all
+from fedsub_app.studies.batch import Job, facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
-from fedsub_app.studies.job import Job
 from fedsub_app.studies.tables import Row, Table, read_table
 
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
