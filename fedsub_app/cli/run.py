@@ -11,7 +11,7 @@ from typer import Option
 
 from fedsub_app.cli.arguments import Pairs, Words, checked, split
 from fedsub_app.common.conf_files import is_file
-from fedsub_app.common.errors import UserError, between
+from fedsub_app.common.errors import UserError
 
 if TYPE_CHECKING:
     from fedsub_app.common.section import Value
@@ -28,7 +28,8 @@ def run(
         Option(metavar="NAME", help="local: this process; local-simulation: Flower on Ray; or a Flower connection"),
     ] = "local",
     workers: Annotated[
-        int | None, Option(metavar="N", help="processes of the local engine (default: the cores, or GPUs)")
+        int | None,
+        Option(metavar="N", min=1, max=1000, help="processes of the local engine (default: the cores, or GPUs)"),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -90,7 +91,7 @@ def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
     gc.enable()
     log_to_stdout()
     try:
-        run_local(overrides, between("--workers", workers, 1000))
+        run_local(overrides, workers)
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
