@@ -99,9 +99,11 @@ def setup(cluster: int | None = None) -> list[str]:
     known, gpus = connections(), torch.cuda.device_count()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
         table = flatten(known.get(name, {}), deep=True)
-        nodes = cluster if cluster and name == CLUSTER else table.get(NODES)
-        connection = _simulation(nodes if isinstance(nodes, int) else cores(), gpus, name == CLUSTER)
-        if connection != table and _ours(table, gpus):
+        given = table | ({NODES: cluster} if cluster and name == CLUSTER else {})
+        nodes = given.get(NODES)
+        # What stands there already may be its user's choice, and stays.
+        connection = _simulation(nodes if isinstance(nodes, int) else cores(), gpus, name == CLUSTER) | given
+        if connection != table and connection["address"] == LOCAL:
             config = connect(name, connection)
             lines.append(f"{config}: connection {name} {'brought up to date' if table else 'added'}")
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
@@ -139,18 +141,6 @@ def _config() -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{config}: not valid TOML: {error}") from None
     return content if "superlink" in content else content | {"superlink": {"default": CONNECTION}}
-
-
-def _ours(connection: Mapping[str, Any], gpus: int) -> bool:
-    """Say whether a simulation's connection, as single keys, may be written again: its user has put nothing into it."""
-    if not connection:
-        return True
-    if connection.get("address") != LOCAL or not connection.keys() <= {"address", NODES, CPUS, GPUS, ALL_CPUS}:
-        return False
-    nodes = connection.get(NODES)
-    share = gpu_share(nodes, gpus) if isinstance(nodes, int) else None
-    cpus, gpu, every = (connection.get(key) for key in (CPUS, GPUS, ALL_CPUS))
-    return cpus in (None, 1) and gpu in (None, share) and every in (None, nodes)
 
 
 def _simulation(nodes: int, gpus: int, cluster: bool) -> "dict[str, Value]":
