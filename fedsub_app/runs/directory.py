@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +39,6 @@ from fedsub_app.settings import Settings, digest
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 BASE = "base"  # key of settings.json: digest of the network's frozen base
-EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
 
 
 class Run:
@@ -50,14 +49,10 @@ class Run:
     continuation : the command or call that resumes the run, for the messages of a failure.
     """
 
-    def __init__(
-        self, folder: Path, settings: Settings, run_id: str, settings_digest: str, earlier: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
         self.folder = folder
         self.settings = settings
         self.run_id = run_id
-        self.digest = settings_digest
-        self.earlier = tuple(earlier)
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
@@ -117,21 +112,11 @@ class Run:
         changed = recorded["settings"] | {key: v for key, v in self.limits.items() if key in recorded["settings"]}
         with self._writing("summary.json") as path:
             path.unlink(missing_ok=True)
-        self.earlier = (*self.earlier, self.digest)
-        self.digest = digest(changed)
-        self.write_json(
-            "settings.json", recorded | {"settings": changed, "digest": self.digest, EARLIER: list(self.earlier)}
-        )
+        self.write_json("settings.json", recorded | {"settings": changed, "digest": digest(changed)})
 
-    def checkpoint(
-        self,
-        server_round: int,
-        model: Mapping[str, torch.Tensor],
-        state: Tensors,
-        abandoned: int,
-    ) -> None:
+    def checkpoint(self, server_round: int, model: Mapping[str, torch.Tensor], state: Tensors, abandoned: int) -> None:
         """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
-        finished = Checkpoint(server_round, dict(model), state, abandoned, self.digest)
+        finished = Checkpoint(server_round, dict(model), state, abandoned, self.run_id)
         with self._writing("checkpoints") as folder:
             finished.write(round_file(folder, server_round))
             keep, files = self.settings.keep_checkpoints, checkpoints(self.folder)
@@ -148,9 +133,8 @@ class Run:
         last = Checkpoint()
         if files := checkpoints(self.folder):
             last = read_checkpoint(files[-1])
-            if last.digest not in (self.digest, *self.earlier):
-                reason = f"(digest {last.digest}, this run's is {self.digest})"
-                raise UserError(f"{files[-1]}: checkpoint of other settings {reason}")
+            if last.run not in ("", self.run_id):
+                raise UserError(f"{files[-1]}: checkpoint of another run ({last.run}, this one is {self.run_id})")
         lines = read_rounds(self.folder) if last.round else []  # without a checkpoint round 0 is measured again, too
         self.lines, self.last_round = [line for line in lines if line["round"] <= last.round], last.round
         sweep(self.folder)
@@ -206,35 +190,30 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
                 raise UserError(f"{was}: the file has changed since the run in {folder} began")
         if recorded.get(BASE, "") != base:
             raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
-        run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
+        run = Run(folder, settings, recorded["run-id"])
         if any(recorded["settings"].get(key, value) != value for key, value in run.limits.items()):
             run.extend(recorded)
         return run
-    run_id, settings_digest, score = uuid.uuid4().hex[:12], settings.digest(), settings.score
     content = {
-        "run-id": run_id,
-        "digest": settings_digest,
+        "run-id": uuid.uuid4().hex[:12],
+        "digest": settings.digest(),
         "settings": settings.flat(),
-        **(
-            {} if score == Score() else {"score": dict(zip(Score._fields, score[:3], strict=False))}
-        ),  # pages read it without the task's code
+        "score": dict(zip(Score._fields, settings.score[:3], strict=False)),  # pages read it without the task's code
         "code": code_digest(),
         "commit": _commit(),
         "versions": versions("numpy", "torchvision"),
         "device": device_facts(device),
         "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
+        OWN_CODE: _own_digests(settings),
+        BASE: base,
     }
-    if code := _own_digests(settings):
-        content[OWN_CODE] = code
-    if base:
-        content[BASE] = base
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk
         raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
     if any(not path.name.startswith(".") for path in folder.iterdir()):
         raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
-    run = Run(folder, settings, run_id, settings_digest)
+    run = Run(folder, settings, content["run-id"])
     try:
         write_json(folder / "settings.json", content)
     except OSError as error:

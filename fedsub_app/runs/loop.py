@@ -175,9 +175,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     audited = _auditor(strategy, run)
-    audited(
-        "run begins", code=code_digest(), settings=run.digest, nodes=sorted(strategy.federation.nodes), round=last + 1
-    )
+    nodes = sorted(strategy.federation.nodes)
+    audited("run begins", code=code_digest(), settings=settings.digest(), nodes=nodes, round=last + 1)
     tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
     tracking.follow(run.lines)
     began = time.perf_counter()
