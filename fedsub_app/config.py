@@ -201,10 +201,7 @@ def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
 def resolve(overrides: Mapping[str, Value]) -> Settings:
     """Build the settings of a run from single keys on top of their method's, their experiment's and the defaults.
 
-    Raises
-    ------
-    UserError
-        One line that names the key, the value and what is allowed.
+    :class:`UserError`: one line that names the key, the value and what is allowed.
     """
     check_keys(overrides, fields(), "")
     name = overrides.get("experiment", "")

@@ -35,10 +35,8 @@ def run_local(
 ) -> Json:
     """Run on the local engine as :func:`fedsub_app.run` does, with its arguments and errors; returns the summary.
 
-    Parameters
-    ----------
-    workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
-    wait : draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
+    ``workers``: number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
+    ``wait``: draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
     """
     if model is None:
         settings_of(overrides)  # a wrong key is named before torch is there, which takes seconds

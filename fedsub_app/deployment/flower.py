@@ -284,10 +284,7 @@ def _status(connection: str, run_id: str) -> tuple[str, str]:
 def ask(*arguments: str) -> dict[str, Any]:
     """Run one of Flower's commands; returns its answer, which warnings may precede.
 
-    Raises
-    ------
-    UserError
-        Flower says that it has failed, or nothing.
+    :class:`UserError`: Flower says that it has failed, or nothing.
     """
     done = subprocess.run(
         flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True, check=False

@@ -16,13 +16,9 @@ from fedsub_app.problem import Problem
 class Checkpoint:
     """The global model and the method's state after a round; before the first round round 0 and no tensors.
 
-    Attributes
-    ----------
-    round : number of the finished round.
-    model : the global model after it, named tensors.
-    state : the tensors that :meth:`strategies.hooks.Hooks.state` returned after it.
-    abandoned : number of rounds in a row, up to this one, that were abandoned.
-    run : id of the run; "" in a file of an earlier version.
+    ``round``: number of the finished round. ``model``: the global model after it, named tensors. ``state``: the tensors
+    that :meth:`strategies.hooks.Hooks.state` returned after it. ``abandoned``: number of rounds in a row, up to this
+    one, that were abandoned. ``run``: id of the run; "" in a file of an earlier version.
     """
 
     round: int = 0

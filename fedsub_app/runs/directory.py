@@ -44,9 +44,7 @@ BASE = "base"  # key of settings.json: digest of the network's frozen base
 class Run:
     """The directory of one run, locked against other processes. Use :func:`open_run`, and close it.
 
-    Attributes
-    ----------
-    continuation : the command or call that resumes the run, for the messages of a failure.
+    ``continuation``: the command or call that resumes the run, for the messages of a failure.
     """
 
     def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
@@ -168,11 +166,8 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
 
     ``device``: the device that computes it; ``base``: digest of the network's frozen base.
 
-    Raises
-    ------
-    UserError
-        The directory exists and is not empty, or cannot be made. With ``resume``: the directory has no run, or its run
-        was computed on another kind of device and the settings do not name this one.
+    :class:`UserError`: the directory exists and is not empty, or cannot be made. With ``resume``: the directory has no
+    run, or its run was computed on another kind of device and the settings do not name this one.
     """
     folder = Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings)
     if settings.resume:

@@ -101,13 +101,9 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
 def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
     """Run all rounds on ``grid``; returns the summary. ``problem``: in the place of the one that the settings name.
 
-    Raises
-    ------
-    UserError
-        Bad input, before round 1.
-    RunFailed
-        All rounds, or ``max-abandoned`` in a row, were abandoned; files cannot be written; or, here or on a simulated
-        node, the memory is used up or the GPU lost.
+    :class:`UserError`: bad input, before round 1.
+    :class:`RunFailed`: all rounds, or ``max-abandoned`` in a row, were abandoned; files cannot be written; or, here or
+    on a simulated node, the memory is used up or the GPU lost.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)

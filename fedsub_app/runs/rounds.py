@@ -41,10 +41,7 @@ def to_line(line: Json) -> str:
 def from_line(text: str) -> Json:
     """Return the inverse of :func:`to_line`.
 
-    Raises
-    ------
-    ValueError
-        The text is not a round's line, or was changed after it was written.
+    :class:`ValueError`: the text is not a round's line, or was changed after it was written.
     """
     place = max(0, len(text) - _CHECKSUM_LENGTH)
     text, ending = f"{text[:place]}}}", text[place:]
@@ -59,10 +56,7 @@ def from_line(text: str) -> Json:
 def read_rounds(folder: Path) -> list[Json]:
     """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out.
 
-    Raises
-    ------
-    UserError
-        Another line is damaged, or not later than the one before it.
+    :class:`UserError`: another line is damaged, or not later than the one before it.
     """
     path = folder / ROUNDS
     try:

@@ -97,13 +97,10 @@ def run_all(
 
     A process that is killed takes the others with it: what they ran has failed, and no further job is asked for.
 
-    Parameters
-    ----------
-    jobs : asked for the next one whenever there is room for it, so that it may depend on those that have ended.
-    total : number of jobs, or how many there are at most.
-    workers : runs at a time; ``None``: as many as there are GPUs, without any as there are cores.
-    gpus : each process takes one of these, in turn (:func:`gpus_of`).
-    slurm : options of a cluster, whose jobs the runs are (:class:`SlurmPool`).
+    ``jobs``: asked for the next one whenever there is room for it, so that it may depend on those that have ended.
+    ``total``: number of jobs, or how many there are at most. ``workers``: runs at a time; ``None``: as many as there
+    are GPUs, without any as there are cores. ``gpus``: each process takes one of these, in turn (:func:`gpus_of`).
+    ``slurm``: options of a cluster, whose jobs the runs are (:class:`SlurmPool`).
     """
     if not total:
         return []
@@ -212,12 +209,9 @@ def _commit(job: Job) -> str:
 class SlurmPool(ThreadPoolExecutor):
     """A thread a run, which waits for its job; jobs that have not ended are cancelled when this process is stopped.
 
-    Parameters
-    ----------
-    workers : jobs at a time.
-    options : ``key=value``, keys of ``submitit.AutoExecutor``, such as ``timeout_min`` and ``slurm_partition``;
-        ``cluster=local`` starts the jobs on this machine.
-    folder : where submitit writes its scripts, pickles and logs: a folder that all machines of the cluster see.
+    ``workers``: jobs at a time. ``options``: ``key=value``, keys of ``submitit.AutoExecutor``, such as ``timeout_min``
+    and ``slurm_partition``; ``cluster=local`` starts the jobs on this machine. ``folder``: where submitit writes its
+    scripts, pickles and logs: a folder that all machines of the cluster see.
     """
 
     def __init__(self, workers: int, options: Sequence[str], folder: Path) -> None:
