@@ -201,7 +201,10 @@ def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
 def resolve(overrides: Mapping[str, Value]) -> Settings:
     """Build the settings of a run from single keys on top of their method's, their experiment's and the defaults.
 
-    :class:`UserError`: one line that names the key, the value and what is allowed.
+    Raises
+    ------
+    UserError
+        One line that names the key, the value and what is allowed.
     """
     check_keys(overrides, fields(), "")
     name = overrides.get("experiment", "")

@@ -27,9 +27,7 @@ class Kind(StrEnum):
     SETTINGS = "settings"
 
 
-def list_names(
-    what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None,
-) -> None:
+def list_names(what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None) -> None:
     """List methods, datasets, models, experiments, tables or settings."""
     texts = []
     for kind in [what] if what else list(Kind)[:-1]:

@@ -24,16 +24,14 @@ def run(
     words: Words = None,
     pairs: Pairs = None,
     engine: Annotated[
-        str,
-        Option(metavar="NAME", help="local: this process; local-simulation: Flower on Ray; or a Flower connection"),
+        str, Option(metavar="NAME", help="local: this process; local-simulation: Flower on Ray; or a Flower connection")
     ] = "local",
     workers: Annotated[
         int | None,
         Option(metavar="N", min=1, max=1000, help="processes of the local engine (default: the cores, or GPUs)"),
     ] = None,
     resume: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="continue the run of this directory; with num-rounds=N for more rounds"),
+        Path | None, Option(metavar="DIR", help="continue the run of this directory; with num-rounds=N for more rounds")
     ] = None,
     dry_run: Annotated[
         bool, Option("--dry-run", help="print settings, clients, bytes, FLOPs, memory; train nothing")

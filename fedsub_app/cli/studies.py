@@ -6,16 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.arguments import (
-    Pairs,
-    Slurm,
-    Words,
-    Workers,
-    checked,
-    complete_keys,
-    complete_tables,
-    split,
-)
+from fedsub_app.cli.arguments import Pairs, Slurm, Words, Workers, checked, complete_keys, complete_tables, split
 
 
 def reproduce(

@@ -95,9 +95,7 @@ class Listed:
                 raise ValueError(self.allowed) from None
 
         return core_schema.no_info_wrap_validator_function(
-            parse,
-            handler(source),
-            serialization=core_schema.plain_serializer_function_ser_schema(self.text),
+            parse, handler(source), serialization=core_schema.plain_serializer_function_ser_schema(self.text)
         )
 
     def text(self, elements: tuple[Any, ...]) -> str:

@@ -58,8 +58,11 @@ def write_html(
 
     :class:`UserError`: a file of a run is damaged.
 
-    ``title``, ``note``: heading and first paragraph. ``command``: the command that writes the same report.
-    ``drawings``: further pictures, heading -> SVG, at the top of the page.
+    Parameters
+    ----------
+    title, note : heading and first paragraph.
+    command : the command that writes the same report.
+    drawings : further pictures, heading -> SVG, at the top of the page.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

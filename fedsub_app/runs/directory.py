@@ -189,7 +189,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         if any(recorded["settings"].get(key, value) != value for key, value in run.limits.items()):
             run.extend(recorded)
         return run
-    content = {
+    content: Json = {
         "run-id": uuid.uuid4().hex[:12],
         "digest": settings.digest(),
         "settings": settings.flat(),

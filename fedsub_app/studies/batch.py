@@ -87,11 +87,7 @@ def gpus_of(settings: Iterable[Settings]) -> list[str]:
 
 
 def run_all(
-    jobs: Iterable[Job],
-    total: int,
-    workers: int | None = None,
-    gpus: Sequence[str] = (),
-    slurm: Sequence[str] = (),
+    jobs: Iterable[Job], total: int, workers: int | None = None, gpus: Sequence[str] = (), slurm: Sequence[str] = ()
 ) -> list[tuple[Job, str]]:
     """Run the jobs, say what is done and how long is left; returns those that failed and why.
 
