@@ -108,12 +108,8 @@ def _draw(folder: Path, wait: bool) -> None:
 
 
 def log_to_stdout() -> None:
-    """Log to the current stdout, which Flower replaces to stream it: plain lines, or a live one on a terminal."""
-    handler: logging.Handler = logging.StreamHandler(sys.stdout)
-    if sys.stdout.isatty():
-        from fedsub_app.runs.progress import LiveHandler  # on demand: it loads rich
-
-        handler = LiveHandler(sys.stdout)
+    """Log plain lines to the current stdout, which Flower replaces to stream it."""
+    handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)

@@ -1,7 +1,6 @@
 """``fedsub run``: one run on the local engine, on Flower's simulation or on a federation."""
 
 import gc
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +93,5 @@ def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        for handler in logging.getLogger("fedsub").handlers:
-            handler.close()  # which takes a live line away, before anything is said on stderr
         gc.unfreeze()
     return 0

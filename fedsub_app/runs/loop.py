@@ -204,8 +204,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
-        shown = {"done": number, "total": settings.num_rounds, "stays": console.is_lossy(line)}
-        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=shown)
+        log.info("%s", console.round_line(line, settings, strategy.score, left))
         if over or abandoned >= settings.max_abandoned:
             break
     if over:

@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -30,13 +29,11 @@ from fedsub_app.common.device import VISIBLE, visible_gpus
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
-from fedsub_app.common.progress import PLAIN_SECONDS, human_seconds
+from fedsub_app.common.progress import LINE_SECONDS, human_seconds
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.config import resolve
-from fedsub_app.runs.console import measured
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.progress import LiveLine
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
@@ -66,12 +63,13 @@ class Job:
                 return summary
         return None
 
-    def last_line(self) -> Json:
-        """Return the last round's line; round 0 without any of these settings, or with a damaged one."""
+    @property
+    def last_round(self) -> int:
+        """The last round on disk; 0 where there is none of these settings, or a line is damaged."""
         with contextlib.suppress(UserError):
             if self._begun() and (lines := read_rounds(self.folder)):
-                return lines[-1]
-        return {"round": 0}
+                return int(lines[-1]["round"])
+        return 0
 
     def _begun(self) -> bool:
         """Say whether a run of these settings is on disk; a key that it did not know has its default."""
@@ -102,11 +100,8 @@ def run_all(
         return []
     workers = min(workers or (MANY_JOBS if slurm else len(gpus) or cores()), total)
     failures: list[tuple[Job, str]] = []
-    waiting = iter(jobs)
-    with (
-        SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus) as pool,
-        BatchProgress(total) as progress,
-    ):
+    waiting, progress = iter(jobs), BatchProgress(total)
+    with SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus) as pool:
         running: dict[Future[str], Job] = {}
         while True:
             for job in islice(waiting, workers - len(running)):
@@ -242,54 +237,37 @@ class SlurmPool(ThreadPoolExecutor):
 
 
 class BatchProgress:
-    """How far several runs are, live on a terminal, else a line now and then; ``total``: how many there are at most."""
+    """Says how far several runs are: a line for each that ends and, now and then, one about all of them.
+
+    ``total``: how many there are at most.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._begun: dict[str, tuple[Job, float]] = {}  # and the round in which it did
+        self._begun: dict[str, tuple[Job, int]] = {}  # and the round in which it did
         self._ended: set[str] = set()
         self._start = self._last = time.monotonic()
-        self._line = LiveLine(sys.stdout) if sys.stdout.isatty() else None
-
-    def __enter__(self) -> "BatchProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._line:
-            self._line.end()
 
     def start(self, job: Job) -> None:
-        self._begun[job.name] = (job, job.last_line()["round"])
+        self._begun[job.name] = (job, job.last_round)
 
     def end(self, job: Job, failed: bool) -> None:
         self._ended.add(job.name)
-        text = f"{'FAILED' if failed else 'done'}  {job.name}"
-        if self._line:
-            self._line.say(text)
-        else:
-            print(text, flush=True)
+        print(f"{'FAILED' if failed else 'done'}  {job.name}", flush=True)
 
     def look(self) -> None:
-        """Say how far the running ones are."""
+        """Print how far all runs are, unless the last such line is too recent."""
         now = time.monotonic()
-        if len(self._begun) == len(self._ended) or (not self._line and now - self._last <= PLAIN_SECONDS):
+        if len(self._begun) == len(self._ended) or now - self._last <= LINE_SECONDS:
             return
         self._last = now
-        below = []
-        before = done = known = 0.0
-        for name, (job, first) in self._begun.items():
-            rounds = job.settings.num_rounds
-            line = {"round": rounds} if name in self._ended else job.last_line()
-            before, done, known = before + first, done + line["round"], known + rounds
-            if name not in self._ended:
-                words = [f"  {name}  round {line['round']}/{rounds}", *measured(line, job.settings.score)]
-                below.append("  ".join(words))
-        total = known + (self._total - len(self._begun)) * known / len(self._begun)
+        known = [job.settings.num_rounds for job, _ in self._begun.values()]
+        done = sum(
+            job.settings.num_rounds if name in self._ended else job.last_round for name, (job, _) in self._begun.items()
+        )
+        total = self._total * sum(known) / len(known)
         # A resumed run first goes back to its last checkpoint.
-        rate = (done - before) / (now - self._start)
+        rate = (done - sum(first for _, first in self._begun.values())) / (now - self._start)
         left = human_seconds((total - done) / rate) if rate > 0 else "unknown"
-        to_go = f"{done:.0f} of {total:.0f} rounds, {self._total - len(self._ended)} runs to go, left {left}"
-        if self._line:
-            self._line.show(done, total, "\n".join([f"{to_go}, {rate:.1f} rounds/s", *below]))
-        else:
-            print(to_go, flush=True)
+        to_go = self._total - len(self._ended)
+        print(f"{done} of {total:.0f} rounds, {to_go} runs to go, left {left}", flush=True)
