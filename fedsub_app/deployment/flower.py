@@ -206,7 +206,7 @@ def stop() -> str:
 
 def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    from fedsub_app.config import without_file
+    from fedsub_app.common.conf_files import is_file
     from fedsub_app.deployment.bundle import bundle, local_paths
     from fedsub_app.runs.directory import new_folder
     from fedsub_app.runs.recorded import settings_of
@@ -214,7 +214,8 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     settings = settings_of(overrides)  # fail early
     if connections().get(connection, {}).get("address") == LOCAL:
         superlink()  # raises where it is of others
-    overrides = without_file(overrides)
+    # An experiment's file of this machine is not in the bundle: its keys are sent.
+    overrides = settings.flat() | {"experiment": ""} if is_file(str(settings.experiment)) else dict(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
