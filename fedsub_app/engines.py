@@ -43,7 +43,7 @@ def run_local(
     from fedsub_app.client_app import NodeApp
     from fedsub_app.common.device import pick_device, visible_gpus
     from fedsub_app.common.own_code import OWN
-    from fedsub_app.federation import workers as processes
+    from fedsub_app.federation.workers import local_grid
     from fedsub_app.node import given
     from fedsub_app.problem import Problem
     from fedsub_app.tasks import registered
@@ -65,8 +65,8 @@ def run_local(
         app = NodeApp(given(problem), __name__)
     on_gpu = pick_device(settings.device).type == "cuda"
     if workers is None:
-        workers = (len(visible_gpus()) if on_gpu else cores()) if processes.SEVERAL else 1
-    grid = processes.local_grid(app, overrides, min(workers, settings.num_clients), fork=not on_gpu)
+        workers = len(visible_gpus()) if on_gpu else cores()
+    grid = local_grid(app, overrides, min(workers, settings.num_clients), fork=not on_gpu)
     try:
         return run_and_report(grid, settings, problem, wait)
     finally:

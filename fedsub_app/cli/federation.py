@@ -1,7 +1,6 @@
 """``fedsub federation``, ``setup`` and ``stop``: Flower on this machine."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +15,6 @@ Dir = Annotated[Path | None, Option(metavar="DIR", help="its folder (default: $F
 
 
 def _folder(folder: Path | None) -> Path:
-    if sys.platform == "win32":
-        raise UserError("fedsub federation: not on Windows: it finds its processes by ps and process groups")
     return folder or Path(os.environ.get("FEDSUB_RUNS") or "runs") / "federation"
 
 

@@ -57,12 +57,11 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(path.parent, os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def sweep(folder: Path) -> None:

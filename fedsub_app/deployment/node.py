@@ -4,6 +4,7 @@ Flower's SuperNode starts a flwr-clientapp for every message; both belong to the
 """
 
 import os
+import pwd
 import re
 import signal
 import socket
@@ -132,8 +133,6 @@ def check_superlink(address: str, ca: Path | None) -> None:
 
 def install(node: Node, user: str, path: Path) -> str:
     """Write the unit, make the state's folder, and return the commands that start it."""
-    import pwd  # on demand: not on Windows
-
     try:
         account = pwd.getpwnam(user)
     except KeyError:

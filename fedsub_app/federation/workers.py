@@ -36,7 +36,6 @@ from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
 from fedsub_app.federation.wire import HEADER, TENSORS, unpack
 
-SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
 MAPPED = 1 << 20  # bytes from which on a message is mapped, which uses a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
@@ -68,10 +67,8 @@ def local_grid(app: App, overrides: Mapping[str, Value], workers: int = 1, fork:
     Raises
     ------
     UserError
-        Several workers where the system, or an app that cannot be imported, allows one.
+        Several workers where an app that cannot be imported allows one.
     """
-    if workers > 1 and not SEVERAL:
-        raise UserError(f"--workers {workers}: must be 1 on Windows, where processes cannot pass open files on")
     if workers == 1:
         return LocalGrid(_loaded(app), overrides)
     start = "fork" if fork and sys.platform == "linux" else "spawn"
