@@ -10,22 +10,26 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.machine import cores
+from fedsub_app.common.own_code import bundled
 from fedsub_app.deployment import processes
 
 if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
+    from fedsub_app.settings import Settings
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
 LOCAL = ":local:"  # address of the SuperLink that Flower starts and keeps on this machine
@@ -207,7 +211,6 @@ def stop() -> str:
 def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
     from fedsub_app.common.conf_files import is_file
-    from fedsub_app.deployment.bundle import bundle, local_paths
     from fedsub_app.runs.directory import new_folder
     from fedsub_app.runs.recorded import settings_of
 
@@ -245,6 +248,43 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         print(f"failed: {_ended(connection, run_id, status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
+
+
+def local_paths(settings: "Settings") -> "dict[str, Value]":
+    """Return the settings that name files of the working directory, with absolute paths."""
+    from fedsub_app.data.settings import SOURCES
+
+    paths: dict[str, Value] = {}
+    for key in ("dataset", "model", "tokenizer"):
+        kind, _, name = str(getattr(settings, key)).partition(":")
+        if kind in (*SOURCES, "transformers") and name and not Path(name).is_absolute() and any(Path().glob(name)):
+            paths[key] = f"{kind}:{Path(name).absolute()}"
+    return paths
+
+
+@contextmanager
+def bundle(settings: "Settings") -> Iterator[Path]:
+    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's files."""
+    from fedsub_app.problem import own_code
+
+    own = {key: text for key, text in own_code(settings).items() if text.rpartition(":")[0].endswith(".py")}
+    if not own:
+        yield PROJECT
+        return
+    included = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
+    with TemporaryDirectory(prefix="fedsub-") as folder:
+        files = {path: path.relative_to(PROJECT) for pattern in included for path in PROJECT.glob(pattern)}
+        for path, name in files.items():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, Path(folder) / name)
+        for key, text in own.items():
+            copy = Path(folder) / bundled(text).relative_to(PROJECT)
+            copy.parent.mkdir(exist_ok=True)
+            try:
+                shutil.copyfile(text.rpartition(":")[0], copy)
+            except OSError as error:
+                raise UserError(f"{key} = {text!r}: {error.strerror or error}") from error
+        yield Path(folder)
 
 
 def _stream(command: Sequence[str], variables: Mapping[str, str]) -> None:
