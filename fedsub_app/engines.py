@@ -38,8 +38,6 @@ def run_local(
     ``workers``: number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
     ``wait``: draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
     """
-    if model is None:
-        settings_of(overrides)  # a wrong key is named before torch is there, which takes seconds
     from fedsub_app.client_app import NodeApp
     from fedsub_app.common.device import pick_device, visible_gpus
     from fedsub_app.common.own_code import OWN

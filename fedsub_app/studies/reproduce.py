@@ -64,10 +64,9 @@ def reproduce(
         out = out or runs_folder() / "check" / f"{against.stem}-{code_digest()}"
     name = Path(name).stem if is_file(name) else name
     rows = table.rows
-    for word in only:
-        if not any(word in (row.setting, row.label) for row in rows):
-            known = dict.fromkeys([row.setting for row in rows] + [row.label for row in rows])
-            raise UserError(f"--only {word!r}: allowed are {', '.join(map(repr, known))}")
+    known = dict.fromkeys([*(row.setting for row in rows), *(row.label for row in rows)])
+    if unknown := [word for word in only if word not in known]:
+        raise UserError(f"--only {unknown[0]!r}: allowed are {', '.join(map(repr, known))}")
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or runs_folder() / "reproduce" / name
