@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from fedsub_app.common.conf_files import is_file, read_toml
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.machine import cores
 from fedsub_app.common.own_code import bundled
@@ -40,7 +40,6 @@ CPUS, GPUS, ALL_CPUS = (
     f"options.backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
 )
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
-CONFIG = "config.toml"
 NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the connection sets, and a later version of Ray
     "Since flwr 1.32, default simulated SuperNodes",
     "To change federation size, use the following command",
@@ -139,11 +138,8 @@ def connect(name: str, connection: "Mapping[str, Value]") -> Path:
 
 
 def _config() -> dict[str, Any]:
-    config = _home() / CONFIG
-    try:
-        content = tomllib.loads(config.read_text()) if config.exists() else {}
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{config}: not valid TOML: {error}") from None
+    config = _home() / "config.toml"
+    content = read_toml(config) if config.exists() else {}
     return content if "superlink" in content else content | {"superlink": {"default": CONNECTION}}
 
 
@@ -210,7 +206,6 @@ def stop() -> str:
 
 def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    from fedsub_app.common.conf_files import is_file
     from fedsub_app.runs.directory import new_folder
     from fedsub_app.runs.recorded import settings_of
 
@@ -271,7 +266,7 @@ def bundle(settings: "Settings") -> Iterator[Path]:
     if not own:
         yield PROJECT
         return
-    included = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
+    included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]
     with TemporaryDirectory(prefix="fedsub-") as folder:
         files = {path: path.relative_to(PROJECT) for pattern in included for path in PROJECT.glob(pattern)}
         for path, name in files.items():
