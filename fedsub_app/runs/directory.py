@@ -26,7 +26,6 @@ from fedsub_app.common.files import sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts
 from fedsub_app.common.own_code import code_file
 from fedsub_app.common.score import Score
-from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import other_base
@@ -96,18 +95,15 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
-    @property
-    def limits(self) -> dict[str, Value]:
-        """The keys that say how far the run goes."""
-        flat = self.settings.flat()
-        return {key: flat[key] for key in EXTENDED}
-
     def extend(self, recorded: Json) -> None:
-        """Extend the run: its settings.json, ``recorded``, gets the limits that allow more.
+        """Write the limits that allow more than those of settings.json, ``recorded``, into it, where there are any.
 
         The summary is deleted first: if the process is killed in between, the run counts as not ended.
         """
-        changed = recorded["settings"] | {key: v for key, v in self.limits.items() if key in recorded["settings"]}
+        flat, before = self.settings.flat(), recorded["settings"]
+        changed = before | {key: flat[key] for key in EXTENDED if key in before}
+        if changed == before:
+            return
         with self._writing("summary.json") as path:
             path.unlink(missing_ok=True)
         self.write_json("settings.json", recorded | {"settings": changed, "digest": digest(changed)})
@@ -186,8 +182,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         if recorded.get(BASE, "") != base:
             raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
         run = Run(folder, settings, recorded["run-id"])
-        if any(recorded["settings"].get(key, value) != value for key, value in run.limits.items()):
-            run.extend(recorded)
+        run.extend(recorded)
         return run
     content: Json = {
         "run-id": uuid.uuid4().hex[:12],
