@@ -1,6 +1,6 @@
 # Each target works on a fresh machine with git, make and a Python that pyproject.toml names.
 PYTHON ?= python3
-BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := .venv/bin
 
 define CHECK
 import re, sys

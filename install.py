@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-PYTHON = Path(".venv", "Scripts" if os.name == "nt" else "bin", "python")
+PYTHON = Path(".venv/bin/python")
 SIZES = {"cpu": "2 GB", "cuda": "6.5 GB"}  # on disk, the extra run
 
 

@@ -150,17 +150,6 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     return _read_experiment(base, (*extending, name)) | keys
 
 
-def without_file(overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """Return single keys with an experiment's file resolved into them, for machines that do not have that file."""
-    name = str(overrides.get("experiment", ""))
-    if not is_file(name):
-        return dict(overrides)
-    given = {key: value for key, value in overrides.items() if key != "experiment"}
-    keys = applicable_keys(_read_experiment(name) | given)
-    preset = METHODS[str(keys.get("method", defaults()["method"]))].preset
-    return {key: value for key, value in keys.items() if key in given or key not in preset}
-
-
 def _check_values(values: Mapping[str, Value]) -> None:
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):

@@ -35,17 +35,13 @@ def run_local(
 ) -> Json:
     """Run on the local engine as :func:`fedsub_app.run` does, with its arguments and errors; returns the summary.
 
-    Parameters
-    ----------
-    workers : number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
-    wait : draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
+    ``workers``: number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
+    ``wait``: draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
     """
-    if model is None:
-        settings_of(overrides)  # a wrong key is named before torch is there, which takes seconds
     from fedsub_app.client_app import NodeApp
     from fedsub_app.common.device import pick_device, visible_gpus
     from fedsub_app.common.own_code import OWN
-    from fedsub_app.federation import workers as processes
+    from fedsub_app.federation.workers import local_grid
     from fedsub_app.node import given
     from fedsub_app.problem import Problem
     from fedsub_app.tasks import registered
@@ -67,8 +63,8 @@ def run_local(
         app = NodeApp(given(problem), __name__)
     on_gpu = pick_device(settings.device).type == "cuda"
     if workers is None:
-        workers = (len(visible_gpus()) if on_gpu else cores()) if processes.SEVERAL else 1
-    grid = processes.local_grid(app, overrides, min(workers, settings.num_clients), fork=not on_gpu)
+        workers = len(visible_gpus()) if on_gpu else cores()
+    grid = local_grid(app, overrides, min(workers, settings.num_clients), fork=not on_gpu)
     try:
         return run_and_report(grid, settings, problem, wait)
     finally:
@@ -110,12 +106,8 @@ def _draw(folder: Path, wait: bool) -> None:
 
 
 def log_to_stdout() -> None:
-    """Log to the current stdout, which Flower replaces to stream it: plain lines, or a live one on a terminal."""
-    handler: logging.Handler = logging.StreamHandler(sys.stdout)
-    if sys.stdout.isatty():
-        from fedsub_app.runs.progress import LiveHandler  # on demand: it loads rich
-
-        handler = LiveHandler(sys.stdout)
+    """Log plain lines to the current stdout, which Flower replaces to stream it."""
+    handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)

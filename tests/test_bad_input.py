@@ -397,9 +397,12 @@ WRONG_ARGUMENTS: list[tuple[str, str]] = [
     ("run --resume x -s run-dir=y", "-s run-dir=y: not beside --resume x, which sets run-dir"),
     ("run --resume x -s resume=false", "-s resume=False: not beside --resume x, which sets resume"),
     ("run -s method=fedselect -s fedpews.lambda=1", "fedpews.lambda = 1: does nothing with method = 'fedselect'"),
-    ("reproduce fedpews-table2 --seeds -1", "--seeds -1: must be 1 to 1000"),
-    ("reproduce fedpews-table2 --seeds 99999999999999999999", "--seeds 99999999999999999999: must be 1 to 1000"),
-    ("reproduce fedpews-table2 --workers -1", "--workers -1: must be 1 to 1000"),
+    ("reproduce fedpews-table2 --seeds -1", "Invalid value for '--seeds': -1 is not in the range 1<=x<=1000."),
+    (
+        "reproduce fedpews-table2 --seeds 9999999",
+        "Invalid value for '--seeds': 9999999 is not in the range 1<=x<=1000.",
+    ),
+    ("reproduce fedpews-table2 --workers -1", "Invalid value for '--workers': -1 is not in the range 1<=x<=1000."),
     (
         "reproduce fedpews-table2 --only FedAvg -s fedpews.lambda=1",
         "fedpews.lambda = 1: does nothing: no row of the table runs that method",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedsub_app.cli import main as cli
-from fedsub_app.cli.helping import about_method
+from fedsub_app.cli.listing import about_method
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError

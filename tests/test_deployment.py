@@ -162,7 +162,7 @@ def test_what_ended_is_started_again_and_nothing_is_left(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["up", "--nodes", "-1"], "--nodes -1: must be 0 to 1000"),
+        (["up", "--nodes", "-1"], "Invalid value for '--nodes': -1 is not in the range 0<=x<=1000."),
         (["up", "--nodes", "3", "--partitions", "2"], "--partitions 2: at least the 3 of --nodes"),
         (
             ["up", "--nodes", "0"],
@@ -170,7 +170,7 @@ def test_what_ended_is_started_again_and_nothing_is_left(tmp_path: Path) -> None
         ),
         (["up", "--name", "a b"], "--name 'a b': must be letters, digits, _ and -"),
         (["up", "--name", "theirs"], "--name theirs: Flower's config.toml has such a connection, to another SuperLink"),
-        (["up", "--port", "70000"], "--port 70000: must be 1 to 65535"),
+        (["up", "--port", "70000"], "Invalid value for '--port': 70000 is not in the range 1<=x<=65535."),
         (["up", "--host", "a/b"], "--host 'a/b': must be a name or an IP address"),
         (["down"], "DIR/federation.json: not there; `fedsub federation up --dir DIR` starts a federation"),
         (["status"], "DIR/federation.json: not there; `fedsub federation up --dir DIR` starts a federation"),

@@ -53,24 +53,24 @@ def same(one: Checkpoint, other: Checkpoint) -> bool:
     for mine, theirs in ((one.model, other.model), (one.state, other.state)):
         if mine.keys() != theirs.keys() or any(not torch.equal(mine[name], theirs[name]) for name in mine):
             return False
-    return (one.round, one.abandoned, one.digest) == (other.round, other.abandoned, other.digest)
+    return (one.round, one.abandoned, one.run) == (other.round, other.abandoned, other.run)
 
 
 def test_a_checkpoint_comes_back_from_its_file(tmp_path: Path) -> None:
     values = torch.arange(6.0).view(2, 3)
     state = {"theta": values.T, "state/seen": torch.tensor([True, False]), "model/rounds": torch.tensor(3)}
-    written = Checkpoint(7, {"fc1.weight": values, "shared": values}, state, abandoned=2, digest="0123")
+    written = Checkpoint(7, {"fc1.weight": values, "shared": values}, state, abandoned=2, run="0123")
     written.write(tmp_path / "round-000007.safetensors")
     assert same(read_checkpoint(tmp_path / "round-000007.safetensors"), written)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "round-000001.safetensors"
-    header = {"round": "1", "abandoned": "0", "digest": "0123", "state-rounds": "{}"}
+    header = {"round": "1", "abandoned": "0", "run": "0123", "state-rounds": "{}"}
     save_file({"model/w": torch.zeros(1)}, path, metadata=header)
     with pytest.raises(UserError, match=r"round-000001.safetensors: .* truncated or damaged \(no checksum"):
         read_checkpoint(path)
-    write_tensors(path, {"model/w": torch.zeros(1)}, {key: header[key] for key in ("round", "digest", "state-rounds")})
+    write_tensors(path, {"model/w": torch.zeros(1)}, {key: header[key] for key in ("round", "run", "state-rounds")})
     with pytest.raises(UserError, match=r"round-000001.safetensors: .* truncated or damaged \('abandoned'\)"):
         read_checkpoint(path)
     write_tensors(path, {"model/w": torch.zeros(1)}, header)
@@ -92,7 +92,7 @@ def test_restore_returns_the_last_checkpoint_and_cuts_off_later_lines(tmp_path: 
             "round-000003.safetensors",
         ]
         assert run.checkpoint_rounds == [2, 3]
-        expected = Checkpoint(3, {"w": torch.full((2,), 3.0)}, {"s": torch.tensor(3)}, 0, run.settings.digest())
+        expected = Checkpoint(3, {"w": torch.full((2,), 3.0)}, {"s": torch.tensor(3)}, 0, run.run_id)
         assert same(run.restore(), expected)
         lines = [json.loads(line)["round"] for line in (run.folder / "rounds.jsonl").read_text().splitlines()]
         assert lines == [line["round"] for line in run.lines] == [0, 1, 2, 3]

@@ -137,9 +137,18 @@ def test_an_old_connection_of_ours_is_brought_up_to_date(nodes: int, more: str, 
         'federation = "@none/default"',
     ],
 )
-def test_a_connection_that_its_user_has_changed_is_left_alone(more: str, machine: Any) -> None:
+def test_what_a_user_has_set_in_a_connection_stays(more: str, machine: Any) -> None:
     config = machine(3, 2)
     config.write_text(OLD.format(nodes=3, more=more))
+    before = options(config)
+    flower.setup()
+    assert before.items() <= options(config).items()
+    assert "options.backend.client-resources.num-gpus" in options(config)
+
+
+def test_a_connection_to_another_superlink_is_left_alone(machine: Any) -> None:
+    config = machine(3, 2)
+    config.write_text('[superlink.local-simulation]\naddress = "127.0.0.1:9093"\n')
     before = config.read_bytes()
     flower.setup()
     assert config.read_bytes() == before

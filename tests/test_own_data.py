@@ -23,7 +23,7 @@ from fedsub_app.config import resolve
 from fedsub_app.data import LazySamples, load_dataset, make_partition, own
 from fedsub_app.data.own import own_dataset
 from fedsub_app.data.text import next_tokens, padded, python_packages, tokenizer_of
-from fedsub_app.deployment.bundle import local_paths
+from fedsub_app.deployment.flower import local_paths
 from fedsub_app.models import adopted, layer_groups, unit_groups
 from fedsub_app.tasks import TASKS
 

@@ -26,8 +26,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Part, Shape, blank
 from fedsub_app.common.own_code import bundled
 from fedsub_app.config import resolve
-from fedsub_app.deployment.bundle import bundle
-from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.methods import METHODS
 from fedsub_app.models import (
     Network,

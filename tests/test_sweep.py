@@ -85,7 +85,7 @@ def test_values_ranges_and_what_stays() -> None:
             ["-s", "lr=0.1..0.2", "--search", "grid"],
             "lr = 0.1..0.2: a range has no grid; --search random or optuna, or values",
         ),
-        (["-s", "lr=0.1,0.2", "--trials", "0"], "--trials 0: must be 1 to 100000"),
+        (["-s", "lr=0.1,0.2", "--trials", "0"], "Invalid value for '--trials': 0 is not in the range 1<=x<=100000."),
         (
             ["-s", "lr=0.1,0.2"],
             "validation-fraction = 0.0: must be above 0, a sweep compares on validation data; "

@@ -211,7 +211,7 @@ def test_no_process_outlives_the_run_that_goes_on_where_it_was(how, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--workers", "0"), "--workers 0: must be 1 to 1000"),
+        (("--workers", "0"), "Invalid value for '--workers': 0 is not in the range 1<=x<=1000."),
         (("--engine", "local-simulation", "--workers", "2"), "--workers 2: of the local engine"),
     ],
 )

@@ -48,7 +48,9 @@ Pairs = Annotated[
     list[str] | None,
     Option("-s", "--set", metavar="KEY=VALUE", help="a setting, as KEY=VALUE alone", autocompletion=complete_keys),
 ]
-Workers = Annotated[int | None, Option(metavar="N", help="runs at a time (default: the GPUs, else the cores)")]
+Workers = Annotated[
+    int | None, Option(metavar="N", min=1, max=1000, help="runs at a time (default: the GPUs, else the cores)")
+]
 
 Slurm = Annotated[
     list[str] | None,

@@ -1,35 +1,39 @@
-"""``fedsub federation``: its arguments, and what it prints."""
+"""``fedsub federation``, ``setup`` and ``stop``: Flower on this machine."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from fedsub_app.common.errors import UserError, between
+from fedsub_app.common.errors import UserError
 
 MAX_NODES, MAX_DAYS = 1000, 3650
 app = typer.Typer(help="A SuperLink and SuperNodes on this machine; keys for those on several.", no_args_is_help=True)
 Dir = Annotated[Path | None, Option(metavar="DIR", help="its folder (default: $FEDSUB_RUNS/federation)")]
-Nodes = Annotated[int | None, Option(metavar="N", help="SuperNodes of this machine (default: 2)")]
 
 
 def _folder(folder: Path | None) -> Path:
-    if sys.platform == "win32":
-        raise UserError("fedsub federation: not on Windows: it finds its processes by ps and process groups")
     return folder or Path(os.environ.get("FEDSUB_RUNS") or "runs") / "federation"
 
 
 @app.command()
 def up(
-    nodes: Nodes = None,
-    partitions: Annotated[int | None, Option(metavar="N", help="SuperNodes in all (default: this machine's)")] = None,
+    nodes: Annotated[
+        int | None, Option(metavar="N", min=0, max=MAX_NODES, help="SuperNodes of this machine (default: 2)")
+    ] = None,
+    partitions: Annotated[
+        int | None, Option(metavar="N", min=1, max=MAX_NODES, help="SuperNodes in all (default: this machine's)")
+    ] = None,
     name: Annotated[str | None, Option(help="name of its connection, for --engine (default: federation)")] = None,
     host: Annotated[str | None, Option(help="name or address of its door for other machines (default: none)")] = None,
-    door: Annotated[int | None, Option(metavar="PORT", help="door for other machines' nodes (default: 8443)")] = None,
-    port: Annotated[int | None, Option(help="of the SuperLink, on this machine alone (default: a free one)")] = None,
+    door: Annotated[
+        int | None, Option(metavar="PORT", min=1, max=65535, help="door for other machines' nodes (default: 8443)")
+    ] = None,
+    port: Annotated[
+        int | None, Option(min=1, max=65535, help="of the SuperLink, on this machine alone (default: a free one)")
+    ] = None,
     listen: Annotated[
         str | None, Option(metavar="ADDRESS", help="0.0.0.0: no door; whoever reaches --port may start code on nodes")
     ] = None,
@@ -46,10 +50,10 @@ def up(
     federation = start(
         folder,
         print,
-        nodes=between("--nodes", nodes, MAX_NODES, minimum=0),
-        partitions=between("--partitions", partitions, MAX_NODES),
-        port=between("--port", port, 65535),
-        door=between("--door", door, 65535),
+        nodes=nodes,
+        partitions=partitions,
+        port=port,
+        door=door,
         listen=listen,
         name=name,
         host=host,
@@ -82,7 +86,7 @@ def status(dir: Dir = None) -> int:
 def node(
     superlink: Annotated[str, Option(metavar="HOST:PORT", help="the SuperLink's door")],
     partition: Annotated[int, Option(metavar="N", help="its place among the nodes, from 0")],
-    partitions: Annotated[int, Option(metavar="N", help="number of nodes in all")],
+    partitions: Annotated[int, Option(metavar="N", min=1, max=MAX_NODES, help="number of nodes in all")],
     key: Annotated[Path | None, Option(metavar="FILE", help="the node's private key")] = None,
     ca: Annotated[Path | None, Option(metavar="FILE", help="the federation's ca.crt")] = None,
     data: Annotated[Path | None, Option(metavar="DIR", help="folder of data sets (default: $FEDSUB_DATA)")] = None,
@@ -105,7 +109,6 @@ def node(
     if not insecure and not (key and ca):
         raise UserError("--key and --ca: needed, unless --insecure; `fedsub federation keys` makes both")
     key, ca, data, private_data = (path and path.expanduser().resolve() for path in (key, ca, data, private_data))
-    between("--partitions", partitions, MAX_NODES)
     home = state or Path("/var/lib/fedsub" if install else "~/.local/state/fedsub")
     home = home.expanduser().resolve()
     this = module.Node(superlink, partition, partitions, key, ca, data, private_data, home, port)
@@ -121,13 +124,35 @@ def node(
 def keys(
     folder: Annotated[Path, Argument(metavar="DIR")],
     host: Annotated[list[str] | None, Option(help="name or address of the SuperLink; may be given often")] = None,
-    nodes: Annotated[int, Option(metavar="N", help="key pairs of nodes")] = 0,
-    days: Annotated[int, Option(metavar="N", help="days for which the server's certificate is valid")] = 365,
+    nodes: Annotated[int, Option(metavar="N", min=0, max=MAX_NODES, help="key pairs of nodes")] = 0,
+    days: Annotated[
+        int, Option(metavar="N", min=1, max=MAX_DAYS, help="days for which the server's certificate is valid")
+    ] = 365,
 ) -> None:
     """Make the certificates and keys that a federation lacks."""
     from fedsub_app.deployment.keys import make_keys
 
-    nodes = between("--nodes", nodes, MAX_NODES, minimum=0) or 0
-    days = between("--days", days, MAX_DAYS) or 1
     for path in make_keys(folder, host or [], nodes, days):
         print(path)
+
+
+def setup(
+    cluster: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="also ray-cluster: N simulated nodes on a Ray cluster that runs already"),
+    ] = None,
+    quiet: Annotated[bool, Option("--quiet", help="print nothing where it succeeds")] = False,
+) -> None:
+    """Register the Flower connection local-simulation in this environment; once."""
+    from fedsub_app.deployment import flower
+
+    lines = flower.setup(cluster)
+    if not quiet:
+        print(*lines, sep="\n")
+
+
+def stop() -> None:
+    """Stop the SuperLink that Flower keeps running for this environment's simulations."""
+    from fedsub_app.deployment import flower
+
+    print(flower.stop())

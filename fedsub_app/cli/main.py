@@ -12,32 +12,17 @@ import click
 import typer
 from typer.main import get_command
 
-from fedsub_app.cli import (
-    analyse,
-    export,
-    federation,
-    helping,
-    listing,
-    new_method,
-    report,
-    run,
-    setup,
-    studies,
-)
+from fedsub_app.cli import federation, listing, new_method, reports, run, studies
 from fedsub_app.common.errors import UserError
 
 EXIT_BAD_INPUT = 2
 COMPLETE = "_FEDSUB_COMPLETE"  # by it a shell asks for the words that complete a line
 GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     "Run": {"run": run.run, "reproduce": studies.reproduce, "sweep": studies.sweep},
-    "Look at runs": {
-        "report": report.report,
-        "analyse": analyse.analyse,
-        "export": export.export,
-    },
-    "Use a model": {"predict": export.predict},
-    "Learn": {"list": listing.list_names, "help": helping.explain, "cp": listing.copy},
-    "This machine": {"setup": setup.setup, "stop": setup.stop},
+    "Look at runs": {"report": reports.report, "analyse": reports.analyse, "export": reports.export},
+    "Use a model": {"predict": reports.predict},
+    "Learn": {"list": listing.list_names, "help": listing.explain, "cp": listing.copy},
+    "This machine": {"setup": federation.setup, "stop": federation.stop},
     "Extend": {"new-method": new_method.write_method},
 }
 app = typer.Typer(

@@ -1,7 +1,6 @@
 """``fedsub run``: one run on the local engine, on Flower's simulation or on a federation."""
 
 import gc
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typer import Option
 
 from fedsub_app.cli.arguments import Pairs, Words, checked, split
 from fedsub_app.common.conf_files import is_file
-from fedsub_app.common.errors import UserError, between
+from fedsub_app.common.errors import UserError
 
 if TYPE_CHECKING:
     from fedsub_app.common.section import Value
@@ -24,15 +23,14 @@ def run(
     words: Words = None,
     pairs: Pairs = None,
     engine: Annotated[
-        str,
-        Option(metavar="NAME", help="local: this process; local-simulation: Flower on Ray; or a Flower connection"),
+        str, Option(metavar="NAME", help="local: this process; local-simulation: Flower on Ray; or a Flower connection")
     ] = "local",
     workers: Annotated[
-        int | None, Option(metavar="N", help="processes of the local engine (default: the cores, or GPUs)")
+        int | None,
+        Option(metavar="N", min=1, max=1000, help="processes of the local engine (default: the cores, or GPUs)"),
     ] = None,
     resume: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="continue the run of this directory; with num-rounds=N for more rounds"),
+        Path | None, Option(metavar="DIR", help="continue the run of this directory; with num-rounds=N for more rounds")
     ] = None,
     dry_run: Annotated[
         bool, Option("--dry-run", help="print settings, clients, bytes, FLOPs, memory; train nothing")
@@ -90,12 +88,10 @@ def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
     gc.enable()
     log_to_stdout()
     try:
-        run_local(overrides, between("--workers", workers, 1000))
+        run_local(overrides, workers)
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        for handler in logging.getLogger("fedsub").handlers:
-            handler.close()  # which takes a live line away, before anything is said on stderr
         gc.unfreeze()
     return 0

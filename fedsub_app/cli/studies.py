@@ -6,17 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.arguments import (
-    Pairs,
-    Slurm,
-    Words,
-    Workers,
-    checked,
-    complete_keys,
-    complete_tables,
-    split,
-)
-from fedsub_app.common.errors import between
+from fedsub_app.cli.arguments import Pairs, Slurm, Words, Workers, checked, complete_keys, complete_tables, split
 
 
 def reproduce(
@@ -25,7 +15,9 @@ def reproduce(
     ],
     words: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="settings of every run")] = None,
     pairs: Pairs = None,
-    seeds: Annotated[int | None, Option(metavar="N", help="number of seeds (default: the table's)")] = None,
+    seeds: Annotated[
+        int | None, Option(metavar="N", min=1, max=1000, help="number of seeds (default: the table's)")
+    ] = None,
     workers: Workers = None,
     slurm: Slurm = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="default: $FEDSUB_RUNS/reproduce/<name>")] = None,
@@ -39,7 +31,6 @@ def reproduce(
 ) -> int:
     """Run a table's experiments over seeds, beside the paper's numbers."""
     overrides = checked([*(words or ()), *(pairs or ())])
-    seeds, workers = between("--seeds", seeds, 1000), between("--workers", workers, 1000)
     from fedsub_app.studies.reproduce import reproduce as run_table
 
     return run_table(name, seeds, overrides, workers, out, only or (), check, dry_run, slurm or ())
@@ -62,7 +53,9 @@ def sweep(
             autocompletion=complete_keys,
         ),
     ] = None,
-    trials: Annotated[int | None, Option(metavar="N", help="settings to try (default: lists alone: all)")] = None,
+    trials: Annotated[
+        int | None, Option(metavar="N", min=1, max=100_000, help="settings to try (default: lists alone: all)")
+    ] = None,
     search: Annotated[
         SearchMethod | None, Option(help="default: grid; with --trials random; optuna learns from earlier trials")
     ] = None,
@@ -70,7 +63,7 @@ def sweep(
         str | None,
         Option(metavar="NAME", help="final score that ranks the trials (default: on validation data, as evaluated)"),
     ] = None,
-    seeds: Annotated[int, Option(metavar="N", help="runs of each setting")] = 1,
+    seeds: Annotated[int, Option(metavar="N", min=1, max=1000, help="runs of each setting")] = 1,
     workers: Workers = None,
     slurm: Slurm = None,
     out: Annotated[
@@ -79,8 +72,6 @@ def sweep(
 ) -> int:
     """Run an experiment with many settings and rank them."""
     experiment, space = split(words, pairs)
-    trials = between("--trials", trials, 100_000)
-    seeds, workers = between("--seeds", seeds, 1000) or 1, between("--workers", workers, 1000)
     from fedsub_app.studies.sweep import sweep as run_sweep
 
     return run_sweep(

@@ -35,10 +35,3 @@ def printable(text: str, limit: int = 200) -> str:
     cut = text[: limit + 1]
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in cut).split())
     return line[: limit - 1] + "…" if len(line) > limit or len(text) > len(cut) else line
-
-
-def between(option: str, value: int | None, maximum: int, minimum: int = 1) -> int | None:
-    """Return the value of a command's option, ``None`` for its default, if it is ``minimum`` to ``maximum``."""
-    if value is not None and not minimum <= value <= maximum:
-        raise UserError(f"{option} {value}: must be {minimum} to {maximum}")
-    return value

@@ -57,12 +57,11 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(path.parent, os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def sweep(folder: Path) -> None:
@@ -86,7 +85,7 @@ def _finite(content: Any) -> Any:
 
 
 def write_json(path: Path, content: "Json") -> None:
-    text = to_json(content | {CHECKSUM: _checksum(content)}, indent=2)
+    text = to_json(content | {CHECKSUM: checksum(content)}, indent=2)
     write_atomic(path, f"{text}\n".encode())
 
 
@@ -102,11 +101,11 @@ def read_json(path: Path) -> "Json":
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
-    checksum = content.pop(CHECKSUM, None)
-    if checksum not in (None, _checksum(content)):
+    if content.pop(CHECKSUM, None) not in (None, checksum(content)):
         raise UserError(f"{path}: damaged, or changed by hand: its checksum is of other content")
     return content
 
 
-def _checksum(content: "Json") -> str:
+def checksum(content: "Json") -> str:
+    """Return the CRC-32 of an object's JSON text, 8 hexadecimal digits; the same after the text was read."""
     return f"{zlib.crc32(to_json(content).encode()):08x}"

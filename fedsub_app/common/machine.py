@@ -28,17 +28,15 @@ def keep_freed_memory() -> None:
     By default it hands blocks of more than 32 MB back to the system, and every page of the next message costs a page
     fault: six times the time of copying it.
     """
-    with suppress(AttributeError, OSError, TypeError):  # the last one is Windows's
+    with suppress(AttributeError, OSError):
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             ctypes.CDLL(None).mallopt(option, KEPT_BYTES)
 
 
 @cache
-def memory_bytes() -> float:
-    """Return the bytes of memory that this process may use; infinity where the system does not tell."""
-    limits = [float("inf")]
-    if hasattr(os, "sysconf"):
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+def memory_bytes() -> int:
+    """Return the bytes of memory that this process may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in LIMITS:
         with suppress(OSError, ValueError):
             limits.append(int(Path(limit).read_text()))

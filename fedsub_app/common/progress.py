@@ -1,14 +1,10 @@
-"""Progress of long work in the log: a live line on a terminal, else a plain line now and then.
-
-A handler that shows such a line has the attribute ``live``, and a record for it ``done`` and ``total``; the line stands
-until the next record.
-"""
+"""Progress of long work in the log, a line now and then."""
 
 import logging
 import time
 
 log = logging.getLogger("fedsub")
-PLAIN_SECONDS, LIVE_SECONDS = 30.0, 0.2  # between two plain lines, and two changes of a live one
+LINE_SECONDS = 30.0  # between two lines
 
 
 def human_seconds(seconds: float) -> str:
@@ -17,16 +13,6 @@ def human_seconds(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
-
-
-def _live() -> bool:
-    return any(getattr(handler, "live", False) for handler in log.handlers)
-
-
-def show_step(step: str) -> None:
-    """Show the name of a step that may take seconds in the live line, if there is one."""
-    if _live():
-        log.info("%s", step, extra={"done": 0, "total": 0})
 
 
 class Progress:
@@ -39,11 +25,10 @@ class Progress:
     def update(self, done: int) -> None:
         """Log that ``done`` images are done, 1 or more, unless the last line is too recent."""
         now = time.monotonic()
-        if now - self._last < (LIVE_SECONDS if _live() else PLAIN_SECONDS):
+        if now - self._last < LINE_SECONDS:
             return
         self._last = now
         rate = done / (now - self._start)
         left = f", left {human_seconds((self._total - done) / rate)}" if self._total else ""
         of = f" of {self._total}" if self._total else ""
-        extra = {"done": done, "total": self._total}
-        log.info("%s: %d%s images, %.1f a second%s", self._task, done, of, rate, left, extra=extra)
+        log.info("%s: %d%s images, %.1f a second%s", self._task, done, of, rate, left)

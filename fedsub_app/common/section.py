@@ -8,6 +8,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
@@ -71,6 +72,7 @@ class ClientsSettings(Section):
     """
 
 
+@dataclass(frozen=True)
 class Listed:
     """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
 
@@ -78,10 +80,9 @@ class Listed:
     ``"must be …"``; ``read``, ``write``: functions from the text of one element to it, and back.
     """
 
-    def __init__(self, allowed: str, read: Callable[[str], object] = str, write: Callable[[Any], str] = str) -> None:
-        self.allowed = allowed
-        self.read = read
-        self.write = write
+    allowed: str
+    read: Callable[[str], object] = str
+    write: Callable[[Any], str] = str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def parse(value: object, check: Callable[[object], object]) -> object:
@@ -95,9 +96,7 @@ class Listed:
                 raise ValueError(self.allowed) from None
 
         return core_schema.no_info_wrap_validator_function(
-            parse,
-            handler(source),
-            serialization=core_schema.plain_serializer_function_ser_schema(self.text),
+            parse, handler(source), serialization=core_schema.plain_serializer_function_ser_schema(self.text)
         )
 
     def text(self, elements: tuple[Any, ...]) -> str:
@@ -117,9 +116,7 @@ Epochs = Annotated[int, Field(ge=0, le=10_000), EPOCHS]
 ZERO_IS_NONE, NONE_IS_ZERO = AfterValidator(lambda number: number or None), PlainSerializer(lambda number: number or 0)
 CountOrNone = Annotated[int | None, Field(ge=0, le=MILLION), ZERO_IS_NONE, NONE_IS_ZERO]
 Finite = Annotated[float, Field(ge=-MILLION, le=MILLION)]
-AmountOrNone = Annotated[
-    float | None, Field(ge=0), AfterValidator(lambda x: x or None), PlainSerializer(lambda x: x or 0.0)
-]
+AmountOrNone = Annotated[float | None, Field(ge=0), ZERO_IS_NONE, PlainSerializer(lambda x: x or 0.0)]
 TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), PlainSerializer(lambda text: text or "")]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]
 

@@ -12,7 +12,6 @@ from torch.nn.functional import interpolate
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
-from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.features import Pictures
@@ -35,7 +34,6 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
-    show_step(f"reading {settings.dataset}")
     if is_source(settings.dataset):
         return load_source(settings, task_of(settings.task))
     named = settings.dataset.split("+")

@@ -30,12 +30,9 @@ SUPERLINK, SUPEREXEC, DOOR = "superlink", "-superexec", "door"  # names of proce
 class Federation:
     """The options of ``fedsub federation up``, and the processes of a federation.
 
-    Attributes
-    ----------
-    listen : interface of the SuperLink's own port, which also takes runs and new nodes; not the loopback one: no door.
-    node_ports : port of each node for its SuperExec.
-    registered : the nodes whose public key the SuperLink knows.
-    processes : name -> process that was started last.
+    ``listen``: interface of the SuperLink's own port, which also takes runs and new nodes; not the loopback one: no
+    door. ``node_ports``: port of each node for its SuperExec. ``registered``: the nodes whose public key the SuperLink
+    knows. ``processes``: name -> process that was started last.
     """
 
     name: str = "federation"
@@ -68,15 +65,10 @@ def read(folder: Path) -> Federation | None:
 def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federation:
     """Start a federation, or what has ended of the one that runs in ``folder``.
 
-    Parameters
-    ----------
-    report : called with one line for each step.
-    changes : attributes of :class:`Federation`; ``None``: as it was, else the default.
+    ``report``: called with one line for each step. ``changes``: attributes of :class:`Federation`; ``None``: as it was,
+    else the default.
 
-    Raises
-    ------
-    UserError
-        Another one runs there, or something does not start; then all that was started is ended.
+    :class:`UserError`: another one runs there, or something does not start; then all that was started is ended.
     """
     folder = folder.resolve()
     known = read(folder)

@@ -10,22 +10,26 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from fedsub_app.common.conf_files import is_file, read_toml
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.machine import cores
+from fedsub_app.common.own_code import bundled
 from fedsub_app.deployment import processes
 
 if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
+    from fedsub_app.settings import Settings
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
 LOCAL = ":local:"  # address of the SuperLink that Flower starts and keeps on this machine
@@ -36,7 +40,6 @@ CPUS, GPUS, ALL_CPUS = (
     f"options.backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
 )
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
-CONFIG = "config.toml"
 NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the connection sets, and a later version of Ray
     "Since flwr 1.32, default simulated SuperNodes",
     "To change federation size, use the following command",
@@ -99,9 +102,11 @@ def setup(cluster: int | None = None) -> list[str]:
     known, gpus = connections(), torch.cuda.device_count()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
         table = flatten(known.get(name, {}), deep=True)
-        nodes = cluster if cluster and name == CLUSTER else table.get(NODES)
-        connection = _simulation(nodes if isinstance(nodes, int) else cores(), gpus, name == CLUSTER)
-        if connection != table and _ours(table, gpus):
+        given = table | ({NODES: cluster} if cluster and name == CLUSTER else {})
+        nodes = given.get(NODES)
+        # What stands there already may be its user's choice, and stays.
+        connection = _simulation(nodes if isinstance(nodes, int) else cores(), gpus, name == CLUSTER) | given
+        if connection != table and connection["address"] == LOCAL:
             config = connect(name, connection)
             lines.append(f"{config}: connection {name} {'brought up to date' if table else 'added'}")
     defaults = "; ".join(f"os.environ.setdefault({name!r}, {value!r})" for name, value in environment().items())
@@ -133,24 +138,9 @@ def connect(name: str, connection: "Mapping[str, Value]") -> Path:
 
 
 def _config() -> dict[str, Any]:
-    config = _home() / CONFIG
-    try:
-        content = tomllib.loads(config.read_text()) if config.exists() else {}
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{config}: not valid TOML: {error}") from None
+    config = _home() / "config.toml"
+    content = read_toml(config) if config.exists() else {}
     return content if "superlink" in content else content | {"superlink": {"default": CONNECTION}}
-
-
-def _ours(connection: Mapping[str, Any], gpus: int) -> bool:
-    """Say whether a simulation's connection, as single keys, may be written again: its user has put nothing into it."""
-    if not connection:
-        return True
-    if connection.get("address") != LOCAL or not connection.keys() <= {"address", NODES, CPUS, GPUS, ALL_CPUS}:
-        return False
-    nodes = connection.get(NODES)
-    share = gpu_share(nodes, gpus) if isinstance(nodes, int) else None
-    cpus, gpu, every = (connection.get(key) for key in (CPUS, GPUS, ALL_CPUS))
-    return cpus in (None, 1) and gpu in (None, share) and every in (None, nodes)
 
 
 def _simulation(nodes: int, gpus: int, cluster: bool) -> "dict[str, Value]":
@@ -216,15 +206,14 @@ def stop() -> str:
 
 def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    from fedsub_app.config import without_file
-    from fedsub_app.deployment.bundle import bundle, local_paths
     from fedsub_app.runs.directory import new_folder
     from fedsub_app.runs.recorded import settings_of
 
     settings = settings_of(overrides)  # fail early
     if connections().get(connection, {}).get("address") == LOCAL:
         superlink()  # raises where it is of others
-    overrides = without_file(overrides)
+    # An experiment's file of this machine is not in the bundle: its keys are sent.
+    overrides = settings.flat() | {"experiment": ""} if is_file(str(settings.experiment)) else dict(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
@@ -254,6 +243,43 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         print(f"failed: {_ended(connection, run_id, status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
+
+
+def local_paths(settings: "Settings") -> "dict[str, Value]":
+    """Return the settings that name files of the working directory, with absolute paths."""
+    from fedsub_app.data.settings import SOURCES
+
+    paths: dict[str, Value] = {}
+    for key in ("dataset", "model", "tokenizer"):
+        kind, _, name = str(getattr(settings, key)).partition(":")
+        if kind in (*SOURCES, "transformers") and name and not Path(name).is_absolute() and any(Path().glob(name)):
+            paths[key] = f"{kind}:{Path(name).absolute()}"
+    return paths
+
+
+@contextmanager
+def bundle(settings: "Settings") -> Iterator[Path]:
+    """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's files."""
+    from fedsub_app.problem import own_code
+
+    own = {key: text for key, text in own_code(settings).items() if text.rpartition(":")[0].endswith(".py")}
+    if not own:
+        yield PROJECT
+        return
+    included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]
+    with TemporaryDirectory(prefix="fedsub-") as folder:
+        files = {path: path.relative_to(PROJECT) for pattern in included for path in PROJECT.glob(pattern)}
+        for path, name in files.items():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, Path(folder) / name)
+        for key, text in own.items():
+            copy = Path(folder) / bundled(text).relative_to(PROJECT)
+            copy.parent.mkdir(exist_ok=True)
+            try:
+                shutil.copyfile(text.rpartition(":")[0], copy)
+            except OSError as error:
+                raise UserError(f"{key} = {text!r}: {error.strerror or error}") from error
+        yield Path(folder)
 
 
 def _stream(command: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -294,10 +320,7 @@ def _status(connection: str, run_id: str) -> tuple[str, str]:
 def ask(*arguments: str) -> dict[str, Any]:
     """Run one of Flower's commands; returns its answer, which warnings may precede.
 
-    Raises
-    ------
-    UserError
-        Flower says that it has failed, or nothing.
+    :class:`UserError`: Flower says that it has failed, or nothing.
     """
     done = subprocess.run(
         flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True, check=False

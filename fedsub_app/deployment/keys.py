@@ -49,16 +49,10 @@ def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int
     The server's certificate is replaced if it has expired or names other hosts; keys of nodes and of the authority are
     never replaced.
 
-    Parameters
-    ----------
-    hosts : names and IP addresses under which nodes reach the SuperLink, besides those of this machine.
-    nodes : how many node keys there have to be.
-    days : for which the server's certificate is valid, at least 1.
+    ``hosts``: names and IP addresses under which nodes reach the SuperLink, besides those of this machine. ``nodes``:
+    how many node keys there have to be. ``days``: for which the server's certificate is valid, at least 1.
 
-    Raises
-    ------
-    UserError
-        A host is neither a name nor an address, or the authority's key is needed and not there.
+    :class:`UserError`: a host is neither a name nor an address, or the authority's key is needed and not there.
     """
     named = list(dict.fromkeys([*THIS_MACHINE, *hosts]))
     names = x509.SubjectAlternativeName([general_name(host) for host in named])

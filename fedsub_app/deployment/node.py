@@ -4,6 +4,7 @@ Flower's SuperNode starts a flwr-clientapp for every message; both belong to the
 """
 
 import os
+import pwd
 import re
 import signal
 import socket
@@ -31,45 +32,6 @@ REASONS = {
     "after a crash it is refused for up to 60 s",
     606: "the server runs another version of Flower",
 }
-# Nothing of the machine but the data, read only, and the state. Devices stay, for GPUs; oneDNN writes code into memory.
-UNIT_TEXT = """\
-[Unit]
-Description=SuperNode {place} of a fedsub federation
-After=network-online.target
-Wants=network-online.target
-StartLimitIntervalSec=0
-
-[Service]
-User={user}
-ExecStart={command}
-Restart=always
-RestartSec=10
-UMask=0077
-ReadWritePaths={state}
-ProtectSystem=strict
-ProtectHome={home}
-PrivateTmp=yes
-NoNewPrivileges=yes
-CapabilityBoundingSet=
-ProtectKernelTunables=yes
-ProtectKernelModules=yes
-ProtectKernelLogs=yes
-ProtectControlGroups=yes
-ProtectClock=yes
-ProtectHostname=yes
-ProtectProc=invisible
-RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-RemoveIPC=yes
-LockPersonality=yes
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-
-[Install]
-WantedBy=multi-user.target
-"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +92,8 @@ class Node:
         words = [program, "federation", "node", *(word for pair in options.items() for word in pair)]
         command = " ".join(map(str, words if self.key else [*words, "--insecure"]))
         home = "read-only" if any(homes) else "yes"
-        return UNIT_TEXT.format(place=self.partition, user=user, command=command, state=self.state, home=home)
+        text = (Path(__file__).parent / UNIT.name).read_text()
+        return text.format(place=self.partition, user=user, command=command, state=self.state, home=home)
 
 
 def check_key(path: Path) -> None:
@@ -170,8 +133,6 @@ def check_superlink(address: str, ca: Path | None) -> None:
 
 def install(node: Node, user: str, path: Path) -> str:
     """Write the unit, make the state's folder, and return the commands that start it."""
-    import pwd  # on demand: not on Windows
-
     try:
         account = pwd.getpwnam(user)
     except KeyError:

@@ -22,10 +22,8 @@ LOOK_S = 0.2
 class Process:
     """A process of a federation.
 
-    Attributes
-    ----------
-    command : argument vector; what it starts stays in its process group.
-    pid : its process id, which its group has too; 0: it was never started.
+    ``command``: argument vector; what it starts stays in its process group. ``pid``: its process id, which its group
+    has too; 0: it was never started.
     """
 
     command: list[str]
@@ -79,10 +77,7 @@ def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
 def stop(processes: Mapping[str, Process]) -> list[str]:
     """End processes and all that they have started; returns the names of those that ran.
 
-    Raises
-    ------
-    TimeoutError
-        One of them is still there.
+    :class:`TimeoutError`: one of them is still there.
     """
     alive = running(processes)
     names = list(alive)

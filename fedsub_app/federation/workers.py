@@ -39,7 +39,6 @@ from fedsub_app.federation.wire import HEADER, TENSORS, unpack
 if TYPE_CHECKING:
     from fedsub_app.client_app import NodeApp
 
-SEVERAL = hasattr(socket, "send_fds")  # whether processes can pass open files on: not on Windows
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
 MAPPED = 1 << 20  # bytes from which on a message is mapped, which uses a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
@@ -52,11 +51,9 @@ def local_grid(app: App, overrides: Mapping[str, Value], workers: int = 1, fork:
     """Return the grid of the local engine: in this process for one worker, else one process a worker.
 
     ``overrides`` is the run config as single keys. ``fork``: whether processes may be forked where the system can (not
-    with CUDA); they then share data and model. :class:`UserError` for several workers where the system, or an app that
-    cannot be imported, allows one.
+    with CUDA); they then share data and model. :class:`UserError` for several workers where an app that cannot be
+    imported allows one.
     """
-    if workers > 1 and not SEVERAL:
-        raise UserError(f"--workers {workers}: must be 1 on Windows, where processes cannot pass open files on")
     if workers == 1:
         return LocalGrid(_loaded(app), overrides)
     start = "fork" if fork and sys.platform == "linux" else "spawn"

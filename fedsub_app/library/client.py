@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def own(
         return place
 
     def source(text: str, header: Json, context: Context) -> Places:
-        settings, node = settings_from(text, ""), _Node(header, context)
+        settings, node = settings_from(text, ""), _Node.of(header, context)
         if head and settings.head not in ("", head):
             raise UserError(f"head = {head!r} of client_app: the strategy's is {settings.head!r}")
         if optimizer:
@@ -179,22 +180,21 @@ def _check_optimizer(settings: Settings) -> None:
         raise UserError(f"optimizer= of client_app: not with {reason}")
 
 
+@dataclass(frozen=True)
 class _Node:
-    """A node in one run; equal ones have the same configuration and folder."""
+    """A node in one run; equal ones have the same folder and configuration, without their place among the nodes."""
 
-    def __init__(self, header: Json, context: Context) -> None:
-        self.context, self.folder = context, state_folder(header, context.node_config)
-        self.in_shape, self.base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
-        others = {
-            key: value for key, value in context.node_config.items() if key not in ("partition-id", "num-partitions")
-        }
-        self._key = (str(self.folder), self.in_shape, tuple(sorted(others.items())))
+    context: Context = field(compare=False)
+    folder: Path
+    in_shape: tuple[int, ...]
+    base: str
+    config: tuple[tuple[str, object], ...]
 
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Node) and other._key == self._key
+    @staticmethod
+    def of(header: Json, context: Context) -> "_Node":
+        config = {**context.node_config, "partition-id": 0, "num-partitions": 0}
+        shape, base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
+        return _Node(context, state_folder(header, context.node_config), shape, base, tuple(sorted(config.items())))
 
     def initial(self) -> Tensors:
         """Return the initial global model, which the node was sent."""

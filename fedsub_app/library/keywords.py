@@ -1,6 +1,5 @@
 """Settings as keywords: which there are for a method, and what they become."""
 
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from inspect import Parameter, Signature
@@ -9,6 +8,7 @@ from typing import Any
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import near
 from fedsub_app.config import defaults, resolve
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.methods import METHODS
@@ -59,8 +59,7 @@ def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
     keys: dict[str, Any] = {"evaluate": EVALUATE}
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(known)}"
+            hint = near(name, known, f"allowed are {', '.join(known)}")
             raise UserError(f"{name} = {shown(value)}: no keyword of {method}; {hint}")
         if isinstance(value, Task):
             value = registered(value)

@@ -29,7 +29,7 @@ def _flat(line: Json) -> Json:
             flat[key] = " ".join(map(str, value)) if numbers else len(value)
         elif key == "served":
             flat |= {f"{score}, {name}": each for score, of in value.items() for name, each in of.items()}
-        elif not isinstance(value, dict) and key not in COSTS and key != "crc32":
+        elif not isinstance(value, dict) and key not in COSTS:
             flat[key] = "" if value is None else value
     return flat
 

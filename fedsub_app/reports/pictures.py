@@ -254,11 +254,7 @@ def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
         return ""
     axes = drawing.axes[0]
     box = axes.get_position()
-    numbers = {
-        "box": (box.x0, 1 - box.y1, box.width, box.height),
-        "x": axes.get_xlim(),
-        "y": axes.get_ylim(),
-    }
+    numbers = {"box": (box.x0, 1 - box.y1, box.width, box.height), "x": axes.get_xlim(), "y": axes.get_ylim()}
     spans = "".join(f' data-{name}="{" ".join(f"{v:.6g}" for v in values)}"' for name, values in numbers.items())
     return f'{spans} data-labels="{escape(json.dumps({line.number: line.label for line in lines}), quote=True)}"'
 

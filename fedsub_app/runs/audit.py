@@ -38,10 +38,7 @@ def append(path: Path, event: str, **about: object) -> None:
 def verify(path: Path) -> list[Json]:
     """Return the lines of an audit log.
 
-    Raises
-    ------
-    UserError
-        A line is not the one that was written; the message names it.
+    :class:`UserError`: a line is not the one that was written; the message names it.
     """
     lines, before = [], START
     for number, text in enumerate(path.read_bytes().splitlines(), 1):

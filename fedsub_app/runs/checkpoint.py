@@ -16,23 +16,19 @@ from fedsub_app.problem import Problem
 class Checkpoint:
     """The global model and the method's state after a round; before the first round round 0 and no tensors.
 
-    Attributes
-    ----------
-    round : number of the finished round.
-    model : the global model after it, named tensors.
-    state : the tensors that :meth:`strategies.hooks.Hooks.state` returned after it.
-    abandoned : number of rounds in a row, up to this one, that were abandoned.
-    digest : digest of the run's settings.
+    ``round``: number of the finished round. ``model``: the global model after it, named tensors. ``state``: the tensors
+    that :meth:`strategies.hooks.Hooks.state` returned after it. ``abandoned``: number of rounds in a row, up to this
+    one, that were abandoned. ``run``: id of the run; "" in a file of an earlier version.
     """
 
     round: int = 0
     model: Tensors = field(default_factory=dict)
     state: Tensors = field(default_factory=dict)
     abandoned: int = 0
-    digest: str = ""
+    run: str = ""
 
     def write(self, path: Path) -> None:
-        header = {"round": str(self.round), "digest": self.digest, "abandoned": str(self.abandoned)}
+        header = {"round": str(self.round), "run": self.run, "abandoned": str(self.abandoned)}
         write_tensors(path, prefixed("model/", self.model) | prefixed("state/", self.state), header)
 
 
@@ -41,7 +37,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         tensors, header = read_tensors(path)
         model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
-        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header["digest"])
+        return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header.get("run", ""))
     except (KeyError, ValueError) as error:
         raise UserError(
             f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"

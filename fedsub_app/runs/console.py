@@ -11,8 +11,7 @@ from fedsub_app.data import Dataset
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
-LOST = ("lost-state", "evaluated-without-state")  # keys of a round's line: clients
-NAMED = ("not-waited-for", *LOST)
+NAMED = ("not-waited-for", "lost-state", "evaluated-without-state")  # keys of a round's line: clients
 
 
 def opening(folder: Path, dataset: Dataset, strategy: SubnetStrategy) -> str:
@@ -42,7 +41,9 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
     words = [f"round {line['round']:>{len(str(settings.num_rounds))}}/{settings.num_rounds}"]
     words.append(f"left {human_seconds(seconds_left)}")
     words += [line["stage"]] if "stage" in line else []
-    words += measured(line, score)
+    words += [f"{kind_of(key)} {score.text(line[key])}" for key in score.keys if key in line]
+    if (loss := line.get("train-loss")) is not None:
+        words.append(f"train loss {loss:.4f}")
     dropped, others = line.get("dropped", ()), line.get("not-waited-for", ())
     words.append(f"clients {len(line['clients']) - len(dropped) - len(others)}/{len(line['clients'])}")
     if line.get("epsilon") is not None:
@@ -59,19 +60,6 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
         words.append(f"and {len(dropped) - 3} more dropped")
     words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in NAMED if line.get(key)]
     return "  ".join(words)
-
-
-def measured(numbers: Json, score: Score) -> list[str]:
-    """Return the scores and the training loss of a round's line as words."""
-    words = [f"{kind_of(key)} {score.text(numbers[key])}" for key in score.keys if key in numbers]
-    if (loss := numbers.get("train-loss")) is not None:
-        words.append(f"train loss {loss:.4f}")
-    return words
-
-
-def is_lossy(line: Json) -> bool:
-    """Say whether a round was abandoned, or lost a reply or a client's state."""
-    return bool(line.get("dropped")) or line["status"] != "ok" or any(key in line for key in LOST)
 
 
 def summary_table(summary: Json, score: Score) -> str:

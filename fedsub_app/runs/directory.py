@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from fedsub_app.common.files import sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts
 from fedsub_app.common.own_code import code_file
 from fedsub_app.common.score import Score
-from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import other_base
@@ -39,25 +38,18 @@ from fedsub_app.settings import Settings, digest
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 BASE = "base"  # key of settings.json: digest of the network's frozen base
-EARLIER = "earlier-digests"  # key of settings.json: digests of the settings before each extension
 
 
 class Run:
     """The directory of one run, locked against other processes. Use :func:`open_run`, and close it.
 
-    Attributes
-    ----------
-    continuation : the command or call that resumes the run, for the messages of a failure.
+    ``continuation``: the command or call that resumes the run, for the messages of a failure.
     """
 
-    def __init__(
-        self, folder: Path, settings: Settings, run_id: str, settings_digest: str, earlier: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
         self.folder = folder
         self.settings = settings
         self.run_id = run_id
-        self.digest = settings_digest
-        self.earlier = tuple(earlier)
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
@@ -103,35 +95,22 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
-    @property
-    def limits(self) -> dict[str, Value]:
-        """The keys that say how far the run goes."""
-        flat = self.settings.flat()
-        return {key: flat[key] for key in EXTENDED}
-
     def extend(self, recorded: Json) -> None:
-        """Extend the run: its settings.json, ``recorded``, gets the limits that allow more.
+        """Write the limits that allow more than those of settings.json, ``recorded``, into it, where there are any.
 
         The summary is deleted first: if the process is killed in between, the run counts as not ended.
         """
-        changed = recorded["settings"] | {key: v for key, v in self.limits.items() if key in recorded["settings"]}
+        flat, before = self.settings.flat(), recorded["settings"]
+        changed = before | {key: flat[key] for key in EXTENDED if key in before}
+        if changed == before:
+            return
         with self._writing("summary.json") as path:
             path.unlink(missing_ok=True)
-        self.earlier = (*self.earlier, self.digest)
-        self.digest = digest(changed)
-        self.write_json(
-            "settings.json", recorded | {"settings": changed, "digest": self.digest, EARLIER: list(self.earlier)}
-        )
+        self.write_json("settings.json", recorded | {"settings": changed, "digest": digest(changed)})
 
-    def checkpoint(
-        self,
-        server_round: int,
-        model: Mapping[str, torch.Tensor],
-        state: Tensors,
-        abandoned: int,
-    ) -> None:
+    def checkpoint(self, server_round: int, model: Mapping[str, torch.Tensor], state: Tensors, abandoned: int) -> None:
         """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
-        finished = Checkpoint(server_round, dict(model), state, abandoned, self.digest)
+        finished = Checkpoint(server_round, dict(model), state, abandoned, self.run_id)
         with self._writing("checkpoints") as folder:
             finished.write(round_file(folder, server_round))
             keep, files = self.settings.keep_checkpoints, checkpoints(self.folder)
@@ -148,9 +127,8 @@ class Run:
         last = Checkpoint()
         if files := checkpoints(self.folder):
             last = read_checkpoint(files[-1])
-            if last.digest not in (self.digest, *self.earlier):
-                reason = f"(digest {last.digest}, this run's is {self.digest})"
-                raise UserError(f"{files[-1]}: checkpoint of other settings {reason}")
+            if last.run not in ("", self.run_id):
+                raise UserError(f"{files[-1]}: checkpoint of another run ({last.run}, this one is {self.run_id})")
         lines = read_rounds(self.folder) if last.round else []  # without a checkpoint round 0 is measured again, too
         self.lines, self.last_round = [line for line in lines if line["round"] <= last.round], last.round
         sweep(self.folder)
@@ -184,11 +162,8 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
 
     ``device``: the device that computes it; ``base``: digest of the network's frozen base.
 
-    Raises
-    ------
-    UserError
-        The directory exists and is not empty, or cannot be made. With ``resume``: the directory has no run, or its run
-        was computed on another kind of device and the settings do not name this one.
+    :class:`UserError`: the directory exists and is not empty, or cannot be made. With ``resume``: the directory has no
+    run, or its run was computed on another kind of device and the settings do not name this one.
     """
     folder = Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings)
     if settings.resume:
@@ -206,35 +181,29 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
                 raise UserError(f"{was}: the file has changed since the run in {folder} began")
         if recorded.get(BASE, "") != base:
             raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
-        run = Run(folder, settings, recorded["run-id"], recorded["digest"], recorded.get(EARLIER, ()))
-        if any(recorded["settings"].get(key, value) != value for key, value in run.limits.items()):
-            run.extend(recorded)
+        run = Run(folder, settings, recorded["run-id"])
+        run.extend(recorded)
         return run
-    run_id, settings_digest, score = uuid.uuid4().hex[:12], settings.digest(), settings.score
-    content = {
-        "run-id": run_id,
-        "digest": settings_digest,
+    content: Json = {
+        "run-id": uuid.uuid4().hex[:12],
+        "digest": settings.digest(),
         "settings": settings.flat(),
-        **(
-            {} if score == Score() else {"score": dict(zip(Score._fields, score[:3], strict=False))}
-        ),  # pages read it without the task's code
+        "score": dict(zip(Score._fields, settings.score[:3], strict=False)),  # pages read it without the task's code
         "code": code_digest(),
         "commit": _commit(),
         "versions": versions("numpy", "torchvision"),
         "device": device_facts(device),
         "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
+        OWN_CODE: _own_digests(settings),
+        BASE: base,
     }
-    if code := _own_digests(settings):
-        content[OWN_CODE] = code
-    if base:
-        content[BASE] = base
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission, read-only disk
         raise UserError(f"run-dir = {str(folder)!r}: cannot be made ({error.strerror})") from None
     if any(not path.name.startswith(".") for path in folder.iterdir()):
         raise UserError(f"run-dir = {settings.run_dir!r}: exists and is not empty; resume = true continues it")
-    run = Run(folder, settings, run_id, settings_digest)
+    run = Run(folder, settings, content["run-id"])
     try:
         write_json(folder / "settings.json", content)
     except OSError as error:

@@ -14,17 +14,18 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
-from fedsub_app.common.inputs import Form, shape_shown
+from fedsub_app.common.inputs import Form, shape_shown, size_of
 from fedsub_app.common.tensors import Json
+from fedsub_app.common.text import human_bytes
 from fedsub_app.data import Partition, make_partition, partition_summary
-from fedsub_app.federation.nodes import Federation
+from fedsub_app.federation.nodes import Federation, held_out
+from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.methods import METHODS
-from fedsub_app.models import Network, base_digest
+from fedsub_app.models import Network, base_bytes, base_digest
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
-from fedsub_app.runs.capacity import check_devices
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
@@ -40,6 +41,40 @@ from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
 Measure = Callable[[ArrayRecord], dict[str, float]]  # of the global model, for the round's line
+
+
+def client_bytes(settings: Settings, network: int, samples: float) -> float:
+    """Return the bytes of a client that trains: network, gradients, received model, optimizer state, samples."""
+    state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
+    return (3 + state) * network + samples
+
+
+def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partition | None) -> list[tuple[str, str]]:
+    """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1."""
+    settings, method, rows = strategy.settings, strategy.settings.method, []
+    strategy.round, able = 1, not strategy.devices
+    sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients
+    members = sorted({*range(settings.num_clients)} - held_out(settings))
+    for device in strategy.devices.classes if strategy.devices else ():
+        clients = [client for client in members if strategy.devices.of(client) is device]  # type: ignore[union-attr]
+        named, needs = f"class {device.name} holds", "none takes part"
+        if clients and device.width >= settings.min_width:
+            if device.width < settings.model_width and not strategy.narrows:
+                allowed = f"min-width = {settings.model_width:g}, model-width = {device.width:g} or a method of widths"
+                whole = f"width {device.width:g}, method = {method!r} trains the whole network; allowed are {allowed}"
+                raise UserError(f"devices: {named} {whole}")
+            largest = max(clients, key=sizes.__getitem__)
+            network = formula_bytes(strategy.network_of(largest))
+            samples = sizes[largest] * size_of(problem.data.in_shape)
+            needed = client_bytes(settings, network, samples) + base_bytes(strategy.model)
+            if device.memory_mb and needed > device.memory_mb * 1e6:
+                less = f"memory-mb = {device.memory_mb:g}, a client of {method} needs {human_bytes(needed)}"
+                raise UserError(f"devices: {named} {less}")
+            able, needs = True, f"a network of {human_bytes(network)}, {human_bytes(needed)} in training"
+        rows.append((device.name, f"{len(clients)} clients of width {device.width:g}, {needs}"))
+    if not able:
+        raise UserError(f"min-width = {settings.min_width:g}: no client has a device of that width")
+    return rows
 
 
 def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem, Partition | None, SubnetStrategy]:
@@ -66,13 +101,9 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
 def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
     """Run all rounds on ``grid``; returns the summary. ``problem``: in the place of the one that the settings name.
 
-    Raises
-    ------
-    UserError
-        Bad input, before round 1.
-    RunFailed
-        All rounds, or ``max-abandoned`` in a row, were abandoned; files cannot be written; or, here or on a simulated
-        node, the memory is used up or the GPU lost.
+    :class:`UserError`: bad input, before round 1.
+    :class:`RunFailed`: all rounds, or ``max-abandoned`` in a row, were abandoned; files cannot be written; or, here or
+    on a simulated node, the memory is used up or the GPU lost.
     """
     torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)
@@ -90,8 +121,8 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients
         examples = [len(indices) for indices in partition.train] if partition else private
-        held_out = (*partition.validation, *partition.test) if partition else ()
-        limit = max(map(len, held_out), default=settings.private_examples)
+        evaluated = (*partition.validation, *partition.test) if partition else ()
+        limit = max(map(len, evaluated), default=settings.private_examples)
         facts = Facts(examples, sample_flops, global_test.quick_loss, limit, exact=bool(partition))
         strategy.connect(Federation(settings, header, run_settings, device.type), facts)
         if partition and device.type == "cpu":  # a GPU takes less time than it takes to ask for help
@@ -140,9 +171,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
     audited = _auditor(strategy, run)
-    audited(
-        "run begins", code=code_digest(), settings=run.digest, nodes=sorted(strategy.federation.nodes), round=last + 1
-    )
+    nodes = sorted(strategy.federation.nodes)
+    audited("run begins", code=code_digest(), settings=settings.digest(), nodes=nodes, round=last + 1)
     tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
     tracking.follow(run.lines)
     began = time.perf_counter()
@@ -174,8 +204,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         if number % settings.checkpoint_every == 0 or number == settings.num_rounds or abandoned or over:
             run.checkpoint(number, to_tensors(arrays), strategy.state(), abandoned)
         left = (time.perf_counter() - began) / (number - last) * (settings.num_rounds - number)
-        shown = {"done": number, "total": settings.num_rounds, "stays": console.is_lossy(line)}
-        log.info("%s", console.round_line(line, settings, strategy.score, left), extra=shown)
+        log.info("%s", console.round_line(line, settings, strategy.score, left))
         if over or abandoned >= settings.max_abandoned:
             break
     if over:

@@ -24,9 +24,7 @@ def strategy_of(settings: Settings) -> SubnetStrategy:
 def overlap(masks: Sequence[Tensor]) -> Tensor:
     """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
 
-    Parameters
-    ----------
-    masks : bool, all of one shape.
+    ``masks``: bool, all of one shape.
     """
     return _over_union(_in_both(torch.stack([mask.flatten() for mask in masks])))
 
@@ -47,13 +45,9 @@ def _over_union(both: Tensor) -> Tensor:
 class Masks(NamedTuple):
     """The clients' masks at a run's last checkpoint.
 
-    Attributes
-    ----------
-    kind : ``units`` of hidden layers, or ``positions`` of weight tensors.
-    round : round of the checkpoint.
-    layers : names of the layers.
-    shares : client -> layer -> fraction of it in the client's mask, 0 to 1.
-    overlap : client -> client -> intersection over union of both masks, over all layers, 0 to 1.
+    ``kind``: ``units`` of hidden layers, or ``positions`` of weight tensors. ``round``: round of the checkpoint.
+    ``layers``: names of the layers. ``shares``: client -> layer -> fraction of it in the client's mask, 0 to 1.
+    ``overlap``: client -> client -> intersection over union of both masks, over all layers, 0 to 1.
     """
 
     kind: str

@@ -12,9 +12,8 @@ from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Spec, formula_bytes
 from fedsub_app.models import base_bytes, trainable
-from fedsub_app.runs.capacity import check_devices, client_bytes
 from fedsub_app.runs.console import stages_of
-from fedsub_app.runs.loop import prepare
+from fedsub_app.runs.loop import check_devices, client_bytes, prepare
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MAX_STACKED

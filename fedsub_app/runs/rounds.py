@@ -1,17 +1,15 @@
 """The lines of a run's rounds.jsonl, one a round with its checksum, and their summary."""
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.files import to_json
+from fedsub_app.common.files import CHECKSUM, checksum, to_json
 from fedsub_app.common.section import Json
 from fedsub_app.settings import Settings
 
 ROUNDS = "rounds.jsonl"
-_CHECKSUM_LENGTH = len(', "crc32": "01234567"}')
 TOTALS = (
     "bytes-down",
     "bytes-up",
@@ -34,35 +32,24 @@ BUDGETS = {
 
 def to_line(line: Json) -> str:
     """Return a round's line with, at its end, the checksum of the line without it."""
-    text = to_json(line)
-    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
+    return to_json(line | {CHECKSUM: checksum(line)})
 
 
 def from_line(text: str) -> Json:
     """Return the inverse of :func:`to_line`.
 
-    Raises
-    ------
-    ValueError
-        The text is not a round's line, or was changed after it was written.
+    :class:`ValueError`: the text is not a round's line, or was changed after it was written.
     """
-    place = max(0, len(text) - _CHECKSUM_LENGTH)
-    text, ending = f"{text[:place]}}}", text[place:]
-    if ending != f', "crc32": "{zlib.crc32(text.encode()):08x}"}}':
-        raise ValueError("its checksum is of another line")
     line = json.loads(text)
-    if not isinstance(line, dict) or type(line.get("round")) is not int:
-        raise ValueError("not a round's line")
+    if not isinstance(line, dict) or line.pop(CHECKSUM, "") != checksum(line) or type(line.get("round")) is not int:
+        raise ValueError("not a round's line, or its checksum is of another one")
     return line
 
 
 def read_rounds(folder: Path) -> list[Json]:
     """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out.
 
-    Raises
-    ------
-    UserError
-        Another line is damaged, or not later than the one before it.
+    :class:`UserError`: another line is damaged, or not later than the one before it.
     """
     path = folder / ROUNDS
     try:

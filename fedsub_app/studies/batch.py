@@ -11,14 +11,17 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle, islice
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 
@@ -26,17 +29,54 @@ from fedsub_app.common.device import VISIBLE, visible_gpus
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
-from fedsub_app.common.section import Value
+from fedsub_app.common.progress import LINE_SECONDS, human_seconds
+from fedsub_app.common.section import Json, Value
+from fedsub_app.common.spelling import parse_pairs
+from fedsub_app.config import resolve
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.recorded import RunFailed, settings_of
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
-from fedsub_app.studies.job import Job
-from fedsub_app.studies.progress import BatchProgress
-from fedsub_app.studies.slurm import SlurmPool
 
 LOOK_SECONDS = 2.0
 MANY_JOBS = 100  # of a cluster, at a time
 KILLED = "not run: a process was killed (out of memory?); the same command goes on"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its name, its single keys (``run-dir`` among them), its directory."""
+
+    name: str
+    overrides: Mapping[str, Value]
+    folder: Path
+
+    @cached_property
+    def settings(self) -> Settings:
+        return resolve(self.overrides)
+
+    def summary(self) -> Json | None:
+        """Return the summary of a complete run of these settings."""
+        with contextlib.suppress(UserError):
+            summary = read_json(self.folder / "summary.json")
+            if self._begun() and summary.get("status") == "completed":
+                return summary
+        return None
+
+    @property
+    def last_round(self) -> int:
+        """The last round on disk; 0 where there is none of these settings, or a line is damaged."""
+        with contextlib.suppress(UserError):
+            if self._begun() and (lines := read_rounds(self.folder)):
+                return int(lines[-1]["round"])
+        return 0
+
+    def _begun(self) -> bool:
+        """Say whether a run of these settings is on disk; a key that it did not know has its default."""
+        with contextlib.suppress(UserError):
+            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
+            return recorded.digest() == self.settings.digest()
+        return False
 
 
 def gpus_of(settings: Iterable[Settings]) -> list[str]:
@@ -45,33 +85,23 @@ def gpus_of(settings: Iterable[Settings]) -> list[str]:
 
 
 def run_all(
-    jobs: Iterable[Job],
-    total: int,
-    workers: int | None = None,
-    gpus: Sequence[str] = (),
-    slurm: Sequence[str] = (),
+    jobs: Iterable[Job], total: int, workers: int | None = None, gpus: Sequence[str] = (), slurm: Sequence[str] = ()
 ) -> list[tuple[Job, str]]:
     """Run the jobs, say what is done and how long is left; returns those that failed and why.
 
     A process that is killed takes the others with it: what they ran has failed, and no further job is asked for.
 
-    Parameters
-    ----------
-    jobs : asked for the next one whenever there is room for it, so that it may depend on those that have ended.
-    total : number of jobs, or how many there are at most.
-    workers : runs at a time; ``None``: as many as there are GPUs, without any as there are cores.
-    gpus : each process takes one of these, in turn (:func:`gpus_of`).
-    slurm : options of a cluster, whose jobs the runs are (:class:`~fedsub_app.studies.slurm.SlurmPool`)
+    ``jobs``: asked for the next one whenever there is room for it, so that it may depend on those that have ended.
+    ``total``: number of jobs, or how many there are at most. ``workers``: runs at a time; ``None``: as many as there
+    are GPUs, without any as there are cores. ``gpus``: each process takes one of these, in turn (:func:`gpus_of`).
+    ``slurm``: options of a cluster, whose jobs the runs are (:class:`SlurmPool`).
     """
     if not total:
         return []
     workers = min(workers or (MANY_JOBS if slurm else len(gpus) or cores()), total)
     failures: list[tuple[Job, str]] = []
-    waiting = iter(jobs)
-    with (
-        SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus) as pool,
-        BatchProgress(total) as progress,
-    ):
+    waiting, progress = iter(jobs), BatchProgress(total)
+    with SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus) as pool:
         running: dict[Future[str], Job] = {}
         while True:
             for job in islice(waiting, workers - len(running)):
@@ -104,14 +134,9 @@ def _processes(workers: int, gpus: Sequence[str]) -> ProcessPoolExecutor:
 
 
 def _begin(turns: "SimpleQueue[str] | None") -> None:
-    """Prepare a process that runs jobs: it sees the GPU whose turn it is, and it ends with the one that started it."""
+    """Prepare a process that runs jobs: it sees the GPU whose turn it is, and ends when its parent is killed."""
     if turns is not None:
         os.environ[VISIBLE] = turns.get()
-    _end_with_parent()
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, also if that was killed. Its runs can be resumed."""
     parent = parent_process()
     assert parent
 
@@ -170,3 +195,79 @@ def _commit(job: Job) -> str:
     with contextlib.suppress(UserError):
         return str(read_json(job.folder / "settings.json").get("commit", "unknown"))
     return "not run"
+
+
+class SlurmPool(ThreadPoolExecutor):
+    """A thread a run, which waits for its job; jobs that have not ended are cancelled when this process is stopped.
+
+    ``workers``: jobs at a time. ``options``: ``key=value``, keys of ``submitit.AutoExecutor``, such as ``timeout_min``
+    and ``slurm_partition``; ``cluster=local`` starts the jobs on this machine. ``folder``: where submitit writes its
+    scripts, pickles and logs: a folder that all machines of the cluster see.
+    """
+
+    def __init__(self, workers: int, options: Sequence[str], folder: Path) -> None:
+        try:
+            import submitit
+        except ImportError:
+            raise UserError("--slurm: needs the package submitit; `pip install 'fedsub[slurm]'`") from None
+        super().__init__(workers)
+        keys: dict[str, Any] = parse_pairs(options)
+        try:
+            self._cluster = submitit.AutoExecutor(folder, cluster=keys.pop("cluster", "slurm"))
+            self._cluster.update_parameters(**keys)
+        except (NameError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"--slurm {' '.join(options)}: {str(error).splitlines()[0]}") from None
+        self._jobs: list[Any] = []
+
+    def submit(self, run: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Return the future of ``run(*arguments)``, which a job of the cluster computes."""
+        return super().submit(self._wait_for, run, *arguments, **named)
+
+    def _wait_for(self, run: Any, *arguments: Any, **named: Any) -> Any:
+        job = self._cluster.submit(run, *arguments, **named)
+        self._jobs.append(job)
+        return job.result()
+
+    def __exit__(self, kind: Any, *details: Any) -> None:
+        if kind:
+            self.shutdown(wait=False, cancel_futures=True)
+            for job in self._jobs:
+                job.cancel()
+        super().__exit__(kind, *details)
+
+
+class BatchProgress:
+    """Says how far several runs are: a line for each that ends and, now and then, one about all of them.
+
+    ``total``: how many there are at most.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._begun: dict[str, tuple[Job, int]] = {}  # and the round in which it did
+        self._ended: set[str] = set()
+        self._start = self._last = time.monotonic()
+
+    def start(self, job: Job) -> None:
+        self._begun[job.name] = (job, job.last_round)
+
+    def end(self, job: Job, failed: bool) -> None:
+        self._ended.add(job.name)
+        print(f"{'FAILED' if failed else 'done'}  {job.name}", flush=True)
+
+    def look(self) -> None:
+        """Print how far all runs are, unless the last such line is too recent."""
+        now = time.monotonic()
+        if len(self._begun) == len(self._ended) or now - self._last <= LINE_SECONDS:
+            return
+        self._last = now
+        known = [job.settings.num_rounds for job, _ in self._begun.values()]
+        done = sum(
+            job.settings.num_rounds if name in self._ended else job.last_round for name, (job, _) in self._begun.items()
+        )
+        total = self._total * sum(known) / len(known)
+        # A resumed run first goes back to its last checkpoint.
+        rate = (done - sum(first for _, first in self._begun.values())) / (now - self._start)
+        left = human_seconds((total - done) / rate) if rate > 0 else "unknown"
+        to_go = self._total - len(self._ended)
+        print(f"{done} of {total:.0f} rounds, {to_go} runs to go, left {left}", flush=True)

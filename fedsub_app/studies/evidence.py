@@ -173,13 +173,11 @@ def _equal(run: Json, other: Json) -> bool:
 
 
 def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
-    """Compare a table's runs with those of its file, row by row.
+    """Compare a table's runs with those of its file; returns for each row that both have a word, the row, both results.
 
-    Returns
-    -------
-    Of each row that both have: ``equal`` (every evaluated round and cost of each common seed), ``within seed noise`` or
-    ``different``; the row; the two results. Seed noise: the difference of the means is inside its 95 % interval by the
-    standard deviation over seeds of all rows of the file together, corrected for the number of rows (Bonferroni).
+    ``equal``: in every evaluated round and cost of each common seed; ``within seed noise``; ``different``. Seed noise:
+    the difference of the means is inside its 95 % interval by the standard deviation over seeds of all rows of the file
+    together, corrected for the number of rows (Bonferroni).
     """
     sd, freedom = pooled([each for row in kept["rows"] if (each := sample_of(row))])
     lines = []

@@ -24,9 +24,8 @@ from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
 from fedsub_app.reports.records import Group, as_argument, read_run
 from fedsub_app.runs.directory import runs_folder
-from fedsub_app.studies.batch import facts, gpus_of, run_all
+from fedsub_app.studies.batch import Job, facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
-from fedsub_app.studies.job import Job
 from fedsub_app.studies.tables import Row, Table, read_table
 
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
@@ -65,10 +64,9 @@ def reproduce(
         out = out or runs_folder() / "check" / f"{against.stem}-{code_digest()}"
     name = Path(name).stem if is_file(name) else name
     rows = table.rows
-    for word in only:
-        if not any(word in (row.setting, row.label) for row in rows):
-            known = dict.fromkeys([row.setting for row in rows] + [row.label for row in rows])
-            raise UserError(f"--only {word!r}: allowed are {', '.join(map(repr, known))}")
+    known = dict.fromkeys([*(row.setting for row in rows), *(row.label for row in rows)])
+    if unknown := [word for word in only if word not in known]:
+        raise UserError(f"--only {unknown[0]!r}: allowed are {', '.join(map(repr, known))}")
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
     out = out or runs_folder() / "reproduce" / name

@@ -24,7 +24,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.config import applicable_keys, defaults, is_list
-from fedsub_app.studies.job import Job
+from fedsub_app.studies.batch import Job
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -89,11 +89,6 @@ def as_written(values: Values) -> Any:
     return f"{values.low:g}..{values.high:g}" + ":log" * values.log
 
 
-def values_of(values: Values) -> list[Any]:
-    """Return the values of a list, or both ends of a range."""
-    return list(values.choices) if isinstance(values, CategoricalDistribution) else [values.low, values.high]
-
-
 @dataclass(frozen=True)
 class Search:
     """The settings that are tried: ``fixed`` in all trials, those of ``space`` searched by grid, random or optuna.
@@ -139,7 +134,10 @@ class Search:
 
         A key of a method that is itself searched is tried with that method.
         """
-        values = {key: values_of(distribution) for key, distribution in self.space.items()}
+        values: dict[str, list[Any]] = {
+            key: list(of.choices) if isinstance(of, CategoricalDistribution) else [of.low, of.high]
+            for key, of in self.space.items()
+        }
         examples = list(self.points or [])
         for key, tried in values.items():
             keys = {each: others[0] for each, others in values.items()}
