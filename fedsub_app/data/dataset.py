@@ -1,9 +1,11 @@
-"""A data set as tensors: sources chosen per class, brought to one form, joined, normalised."""
+"""A data set as tensors: known sets or your own files, chosen per class, brought to one form, joined, normalised."""
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,11 +18,21 @@ from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.features import Pictures
-from fedsub_app.data.known import Source, Split
-from fedsub_app.data.names import ALIASES, data_folder
+from fedsub_app.data.files import read_npz
+from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, Split, chosen_domains, read_files
+from fedsub_app.data.names import (
+    ALIASES,
+    ARCHIVES,
+    KNOWN,
+    MEDMNIST,
+    data_folder,
+    dataset_names,
+    find,
+    folder_form,
+    own_files,
+)
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
-from fedsub_app.data.sources import check_hidden, load_sources
 from fedsub_app.data.tables import load_source
 from fedsub_app.tasks import task_of
 
@@ -40,7 +52,7 @@ def _load(settings: DataSettings) -> Dataset:
         return load_source(settings, task_of(settings.task))
     named = settings.dataset.split("+")
     for part in named:
-        check_hidden(part, data_folder(settings.data_dir))
+        _check_hidden(part, data_folder(settings.data_dir))
     names = [name for part in named for name in ALIASES.get(part, part).split("+")]
     if len(names) > 1 and set(names) & ALONE:
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
@@ -57,7 +69,7 @@ def _load(settings: DataSettings) -> Dataset:
     known: dict[str, Source] = {}
     first_label, num_classes = [], 0
     for name in names:
-        found = load_sources(name, settings)
+        found = _sources(name, settings)
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         for part, source in found.items():
@@ -72,32 +84,84 @@ def _load(settings: DataSettings) -> Dataset:
     parts = _one_form([x for x, _ in train + test if isinstance(x, Tensor)], settings)
     splits = (parts[: len(sources)], parts[len(sources) :])
     train_x, test_x = (part[0] if len(part) == 1 else torch.cat(part) for part in splits)
+    form = form_of(train_x, test_x, tokens=num_classes)
     if train_x.ndim == 4:
-        train_samples, test_samples = normalised(train_x, test_x, settings.normalise)
+        samples = normalised(train_x, test_x, settings.normalise)
     else:
-        train_samples, test_samples = Samples(train_x), Samples(test_x)
-    task, train_y = task_of(settings.task), _labels(train, first_label)
-    return own.dataset_of(
-        settings.dataset,
-        own.Split(train_samples, train_y, _groups(known, train)),
-        own.Split(test_samples, _labels(test, first_label), _groups(known, test)),
-        task,
-        form_of(train_x, test_x, tokens=num_classes),
-        task.output(train_y, num_classes),
-        tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
-        + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
-        known,
-    )
+        samples = Samples(train_x), Samples(test_x)
+
+    def labelled(x: Samples, split: Sequence[Split]) -> own.Split:
+        """Return a split; the labels of each source begin behind those of the ones before."""
+        y = torch.cat([y + first for (_, y), first in zip(split, first_label, strict=True)])
+        return own.Split(x, y, [name for name, (_, y) in zip(known, split, strict=True) for _ in range(len(y))])
+
+    task, whole = task_of(settings.task), labelled(samples[0], train)
+    notes = tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
+    notes += features.notes(settings.features, settings.backbone_dir) if listed else ()
+    output = task.output(whole.y, num_classes)
+    return own.dataset_of(settings.dataset, whole, labelled(samples[1], test), task, form, output, notes, known)
 
 
-def _labels(splits: Sequence[Split], first_label: Sequence[int]) -> Tensor:
-    """Return the labels of several sources; those of each begin behind the ones before."""
-    return torch.cat([y + first for (_, y), first in zip(splits, first_label, strict=True)])
+def _sources(name: str, settings: DataSettings) -> dict[str, Source]:
+    """Return the sources of one set, all of them: its domains, which have the same classes, or else itself."""
+    try:
+        loaded = LOADERS.get(name, _own)(name, settings)
+    except NotHere as error:
+        similar = [other for other in own_files(data_folder(settings.data_dir)) if other.startswith(name)]
+        instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
+        raise UserError(f"{error}{instead}") from error
+    if isinstance(loaded, dict):
+        return loaded
+    if settings.domains:
+        raise UserError(f"domains = {', '.join(settings.domains)!r}: dataset {name!r} has none; allowed is ''")
+    return {name: loaded}
 
 
-def _groups(names: Iterable[str], splits: Sequence[Split]) -> list[str]:
-    """Return the source of each sample."""
-    return [name for name, (_, y) in zip(names, splits, strict=True) for _ in range(len(y))]
+def _check_hidden(name: str, data: Path) -> None:
+    """Raise :class:`UserError` where the data folder has an image set of the name of a known one, which hides it."""
+    if name not in KNOWN and name not in ALIASES:
+        return
+    forms = (name, *(f"{name}{suffix}" for suffix in ARCHIVES), *([] if name in MEDMNIST else [f"{name}.npz"]))
+    for path in filter(None, (find(data, form) for form in forms)):
+        if path.is_file() or folder_form(path):
+            raise UserError(f"dataset = {name!r}: a known set, and {path} has the name too; rename that one")
+
+
+def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
+    """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
+    data = data_folder(settings.data_dir)
+    file = own_files(data).get(name)
+    if file and folder_form(file) == "domains":
+        return _image_domains(file, settings)
+    if file is None and re.fullmatch(r"[\w.-]+", name):
+        file = find(data, f"{name}.npz")  # a file of other keys than ours: its reader says which are missing
+    if file is None and (packed := find(data, f"{name}.zip")):
+        raise UserError(f"{packed}: a zip archive; unpack it, or pack it again as one of {', '.join(ARCHIVES)}")
+    if file is None:
+        forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
+        known = ", ".join(dataset_names(str(data)))
+        raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
+    train, test = read_npz(file) if file.suffix == ".npz" else read_files(settings, file)
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    if empty := sorted(set(range(num_classes)) - set(train[1].tolist())):
+        reason = f"labels up to {num_classes - 1}, but no training image of class {empty[0]}"
+        raise UserError(f"{file}: {reason}: expected labels from 0 to n - 1, each with one")
+    notes = [HELD_OUT] if folder_form(file) == "classes" else []
+    if "jpeg" in name or "lossy" in name:
+        notes.append("lossy JPEG, not the original pixels")
+    if "subset" in name:
+        notes.append(f"partial: {len(train[1])} train, {len(test[1])} test images")
+    return Source(train, test, num_classes, tuple(notes))
+
+
+def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
+    """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
+    known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
+    classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
+    domains = chosen_domains(settings, known)
+    return {
+        name: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for name, path in domains.items()
+    }
 
 
 def _pictures(split: Split) -> Split:

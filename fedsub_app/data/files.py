@@ -136,18 +136,13 @@ def read_idx(path: Path, dimensions: int) -> Array:
 def read_images(
     path: Path, image_size: int | None = None, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
 ) -> tuple[Split, Split]:
-    """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth; or the ``listed`` files.
-
-    A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
-    image (of Mini-ImageNet's 600 a class, 100).
+    """Read ``{train,test}/<class>/<image>`` from an archive, at any depth; or the ``listed`` files of a folder.
 
     Class numbers follow ``classes`` or else the sorted names of the training folders, images the sorted file names, as
     in torchvision's ImageFolder. Images are brought to ``image_size`` pixels a side (bilinear, antialiased), or must be
     of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
     file's size or time changes.
     """
-    if listed is None and not path.is_file():
-        listed = list_images(path)
     files = [path] if listed is None else [file for _, file in listed]
     cached = cache_folder() / f"{path.name}-{fingerprint(files, f'{image_size} {classes}')}.npz"
     if cached.exists():
@@ -163,7 +158,10 @@ def read_images(
 
 
 def list_images(path: Path) -> list[Listed]:
-    """Return the images of a folder, split as :func:`read_images` says, in the order of their paths."""
+    """Return the images of a folder, ``{train,test}/<class>/`` or ``<class>/``, in the order of their paths.
+
+    Of the latter form every sixth image of a class is a test image (of Mini-ImageNet's 600 a class, 100).
+    """
     split = folder_form(path) == "split"
     files = sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())
     if split:

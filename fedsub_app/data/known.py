@@ -4,9 +4,10 @@
 """
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedsub_app.data.files import (
     checked,
     hold_out,
     in_splits,
+    list_images,
     read_idx,
     read_images,
     read_npy,
@@ -84,11 +86,16 @@ def _diabetes(name: str, settings: DataSettings) -> Source:
 
 
 def _python_sources(name: str, settings: DataSettings) -> dict[str, Source]:
-    packages = text.python_packages()
-    if unknown := [domain for domain in settings.domains if domain not in packages]:
-        raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(packages)}")
+    packages = chosen_domains(settings, text.python_packages())
     size = len(text.ALPHABET) + 2
-    return {name: Source(*text.source_samples(packages[name]), size) for name in settings.domains or packages}
+    return {name: Source(*text.source_samples(folder), size) for name, folder in packages.items()}
+
+
+def chosen_domains(settings: DataSettings, known: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the domains that the settings name, or else all."""
+    if unknown := [domain for domain in settings.domains if domain not in known]:
+        raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(known)}")
+    return {domain: known[domain] for domain in settings.domains or known}
 
 
 def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> Source:
@@ -248,30 +255,33 @@ def _files(
     num_classes: int,
 ) -> Source:
     """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
-    listed: list[Listed] = []
-    for split, samples in (("train", train), ("test", test)):
-        listed += [((split, f"{label:04}", file.name), file) for file, label in samples]
-    return Source(*read_listed(settings, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
+    splits = (("train", train), ("test", test))
+    listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]
+    classes = [f"{label:04}" for label in range(num_classes)]
+    return Source(*read_files(settings, folder, classes, listed), num_classes)
 
 
-def read_listed(
-    settings: DataSettings, folder: Path, listed: Sequence[Listed], classes: Sequence[str]
+def read_files(
+    settings: DataSettings, path: Path, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
 ) -> tuple[Split, Split]:
-    """Return image files by class and name: decoded, or as they are where features are asked for."""
-    if settings.features == "none":
-        return read_images(folder, settings.image_size, classes, listed)
+    """Return the images of a folder, of an archive, or ``listed`` ones, by class and name.
+
+    They are decoded, but for files that features are asked of.
+    """
+    if listed is None and path.is_dir():
+        listed = list_images(path)
+    if listed is None or settings.features == "none":
+        return read_images(path, settings.image_size, classes, listed)
     files = dict(listed)
     train, test = (
         (Pictures.all_of([files[key] for key in keys]), torch.tensor(labels))
-        for keys, labels in in_splits(folder, files, classes).values()
+        for keys, labels in in_splits(path, files, classes).values()
     )
     return train, test
 
 
 def _torchvision(kind_name: str) -> Any:
-    from torchvision import datasets
-
-    return getattr(datasets, kind_name)
+    return getattr(import_module("torchvision.datasets"), kind_name)
 
 
 def _located(

@@ -90,17 +90,14 @@ def dataset_of(
 
 
 def _split(data: object, name: str, collate: Collate | None) -> Split:
-    groups: Sequence[str] = ()
-    if isinstance(data, tuple | list) and len(data) in (2, 3):
-        x, y = data[:2]
-        groups = [str(group) for group in data[2].tolist()] if len(data) == 3 and isinstance(data[2], Tensor) else ()
-        groups = list(map(str, data[2])) if len(data) == 3 and not groups else groups
-    else:
+    if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         return _read(data, name, collate)
+    x, y, groups = (*data, ())[:3]
+    groups = [str(group) for group in (groups.tolist() if isinstance(groups, Tensor) else groups)]
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
-    sizes = {len(t) for t in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
+    sizes = {len(tensor) for tensor in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
     if y.ndim < 1 or sizes != {len(y)} or (isinstance(stored, Tensor) and stored.ndim < 2):
         raise UserError(
             f"{name}: x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}: "

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.models.base import BASE, Base, base_names
-from fedsub_app.models.groups import executed, forget_order
-from fedsub_app.models.lora import adapters
+from fedsub_app.models.groups import adapters, executed, forget_order
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import fresh_names
+from fedsub_app.models.sources import BASE, Base, base_names, fresh_names
 from fedsub_app.models.units import head_names, part_names
 
 _LAST = re.compile(r"last-([1-9][0-9]*)-blocks?")

@@ -21,8 +21,7 @@ from torch.utils import _pytree
 
 from fedsub_app.common.errors import one_line
 from fedsub_app.common.inputs import Batch, Shape, drawn
-from fedsub_app.models.groups import Place, UnitGroup, executed
-from fedsub_app.models.narrow import kept_positions, narrowed
+from fedsub_app.models.groups import Place, UnitGroup, executed, kept_positions, narrowed
 from fedsub_app.models.networks import tensors_of
 
 Positions = dict[int, list[int]]  # channel -> its positions along an axis

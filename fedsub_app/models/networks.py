@@ -21,9 +21,8 @@ from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU, brought
-from fedsub_app.models.base import base_names
 from fedsub_app.models.names import NETWORKS, is_sourced
-from fedsub_app.models.sources import adopted, from_source, numbers
+from fedsub_app.models.sources import adopted, base_names, from_source, numbers
 
 
 def _fully_connected(

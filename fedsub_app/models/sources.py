@@ -18,11 +18,27 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
 from fedsub_app.common.own_code import named_code, packaged
-from fedsub_app.models.base import base_names
 
 Options = Mapping[str, Any]
+BASE = "_fedsub_base"  # attribute of a module: names of its own tensors that belong to a frozen base (frozen.py)
 _IN_SHAPE, _FRESH = "_fedsub_in_shape", "_fedsub_fresh"
 MOST_FRESH = 4  # tensors that published weights may lack: those of an output layer or two
+
+
+class Base(nn.Parameter):
+    """A parameter of the base: a copy of its network shares its storage."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Base":
+        copied = memo[id(self)] = Base(self.data, requires_grad=False)
+        return copied
+
+
+def base_names(model: nn.Module) -> set[str]:
+    """Return the names of the tensors of a network's frozen base; most networks have none."""
+    if not any(BASE in vars(module) for module in model.modules()):  # where tensors alone are known, paths are not
+        return set()
+    marked = [(path, vars(module).get(BASE, ())) for path, module in model.named_modules()]
+    return {f"{path}.{leaf}" if path else leaf for path, leaves in marked for leaf in leaves}
 
 
 def in_shape_of(model: nn.Module) -> Shape | None:

@@ -10,12 +10,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fedsub_app.models.base import base_names
 from fedsub_app.models.graph import traced_groups
-from fedsub_app.models.groups import UnitGroup, executed
-from fedsub_app.models.lora import adapters, rank_groups
+from fedsub_app.models.groups import UnitGroup, adapters, executed, rank_groups
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import in_shape_of
+from fedsub_app.models.sources import base_names, in_shape_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"

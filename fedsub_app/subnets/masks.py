@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.models import UnitGroup
-from fedsub_app.models.narrow import kept_positions
+from fedsub_app.models.groups import kept_positions
 
 
 def expand(
