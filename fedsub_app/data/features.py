@@ -49,7 +49,8 @@ log = logging.getLogger("fedsub")
 
 RANDOM = "-random"
 CROPPED = ("cub200", "flowers102", "fgvc-aircraft", "dtd")  # sets whose training images are cropped at random
-SIZES = {"resnet101": 2048, "densenet121": 1024, "efficientnet-lite0": 1280}  # features of an image
+LITE0 = "efficientnet-lite0"
+SIZES = {"resnet101": 2048, "densenet121": 1024, LITE0: 1280}  # features of an image
 LITE = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}  # of the pixels that EfficientNet-Lite was trained with
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
 BATCH = 16
@@ -113,11 +114,10 @@ class Backbone:
 
     def build(self) -> nn.Module:
         """Return the network from images to features, in evaluation mode."""
-        if self.name == "efficientnet-lite0":
+        if self.name == LITE0:
             from fedsub_app.models.sources import from_source
 
-            lite = from_source("package:efficientnet-lite0", (3, 224, 224), 1000, {"num_classes": 0})
-            return lite.eval()
+            return from_source(f"package:{LITE0}", (3, 224, 224), 1000, {"num_classes": 0}).eval()
         from torchvision import models
 
         with drawing(CPU, "backbone", self.name):
@@ -126,17 +126,14 @@ class Backbone:
             try:
                 state = torch.load(self.file, map_location="cpu", weights_only=True)
                 # DenseNet's file has names of before torchvision 0.3: "denselayer1.norm.1.weight".
-                net.load_state_dict(
-                    {re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name): t for name, t in state.items()}
-                )
+                new_names = {name: re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name) for name in state}
+                net.load_state_dict({new_names[name]: tensor for name, tensor in state.items()})
             except Exception as error:  # torch's loader raises many types
-                raise UserError(
-                    f"{self.file}: not torchvision's weights of {self.name} ({one_line(error)[:200]})"
-                ) from error
-        if self.name == "resnet101":
-            net.fc = nn.Identity()
-        else:
-            net = nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+                reason = one_line(error)[:200]
+                raise UserError(f"{self.file}: not torchvision's weights of {self.name} ({reason})") from error
+        if self.name == "densenet121":
+            return nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+        net.fc = nn.Identity()
         built: nn.Module = net.eval()
         return built
 
@@ -144,7 +141,7 @@ class Backbone:
 @lru_cache(maxsize=2)
 def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
     """Return the networks, their weights looked for and, where ``folder`` is None, downloaded."""
-    if features == "efficientnet-lite0":
+    if features == LITE0:
         file = packaged(features)
         return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)
     from torchvision import models
@@ -245,7 +242,7 @@ def _extract(
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     built = [network.build().to(device).to(memory_format=torch.channels_last) for network in networks]
-    transform = _transform(random_crops, LITE if networks[0].name == "efficientnet-lite0" else {})
+    transform = _transform(random_crops, LITE if networks[0].name == LITE0 else {})
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())
     log.info("features of %d images of %s, on %s", len(missing), name, device)

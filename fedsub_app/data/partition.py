@@ -55,8 +55,9 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         train = (_draw if settings.samples_per_client else _DIVIDE.get(settings.partition, by_flwr))(dataset, settings)
     validation: list[Tensor] = []
     test: list[Tensor] = []
+    by_label = settings.client_test == "labels"
     for client, indices in enumerate(train):
-        if settings.client_test != "labels":
+        if not by_label:
             indices, held_out = _split(indices, settings.holdout_fraction, 1, settings.seed, client, "holdout")
             test.append(held_out)
         train[client], rest = _split(indices, settings.validation_fraction, 0, settings.seed, client, "validation")
@@ -68,12 +69,9 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
                 f"num-clients = {settings.num_clients}: client {client} has no training sample with partition = "
                 f"{settings.partition!r} of {len(dataset.train_y)} samples; lower {keys}"
             )
-    if settings.client_test == "labels":
-        # Labels of all its samples: one that falls wholly into validation stays in the test set.
+    if by_label:  # of all its samples: one that falls wholly into validation stays in the test set
         test = _test_by_label(dataset, [torch.cat(parts) for parts in zip(train, validation, strict=True)])
-    return Partition(
-        tuple(train), tuple(validation), tuple(test), "test" if settings.client_test == "labels" else "train"
-    )
+    return Partition(tuple(train), tuple(validation), tuple(test), "test" if by_label else "train")
 
 
 def whole_set(dataset: Dataset, settings: PartitionSettings, client: int) -> Partition:
@@ -217,15 +215,12 @@ def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     of_source = _by_source(dataset, settings)
     if settings.num_clients * settings.classes_per_client % dataset.label_count:
-        expected = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
-        raise UserError(
-            f"classes-per-client = {settings.classes_per_client}: partition = 'source-classes' needs {expected}"
-        )
+        needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
+        key = f"classes-per-client = {settings.classes_per_client}"
+        raise UserError(f"{key}: partition = 'source-classes' needs {needs}")
     lists = deal_classes(dataset.label_count, settings)
-    return [
-        own[torch.isin(dataset.train_labels[own], torch.tensor(labels))]
-        for own, labels in zip(of_source, lists, strict=True)
-    ]
+    pairs = zip(of_source, lists, strict=True)
+    return [own[torch.isin(dataset.train_labels[own], torch.tensor(labels))] for own, labels in pairs]
 
 
 def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:

@@ -3,9 +3,9 @@
 A unit can be removed where the network without it computes what the network computes in which its rows and columns are
 zero. That holds for the channels between two convolutions, with BatchNorm or without, for a residual stream of them and
 for a transformer's feed-forward units. It does not hold for the stream of a network with LayerNorm, whose mean over all
-channels a removed one leaves; GroupNorm's channels go only by whole
-groups, attention's features by whole heads. :func:`traced_groups` tries each group that
-torch-pruning offers, with random weights in float64, and returns those that pass.
+channels a removed one leaves; GroupNorm's channels go only by whole groups, attention's features by whole heads.
+:func:`traced_groups` tries each group that torch-pruning offers, with random weights in float64, and returns those that
+pass.
 """
 
 import copy

@@ -45,14 +45,12 @@ class UnitGroup:
     Attributes
     ----------
     name : name of the layer that produces the units, e.g. ``"fc1"`` or ``"layer1.0.conv1"``.
-    size : number of units.
-    rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and weight, bias and running
-        statistics of a BatchNorm behind it.
-    cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong
-        to one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
+    rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and those of a BatchNorm behind it.
+    cols : ``(name, repeat)`` of the tensors whose axis 1, of ``size * repeat`` entries, is indexed by the units: repeat
+        is height x width behind a flatten, else 1.
     blocks : places of which ``rows`` and ``cols`` cannot speak: parts of an axis, several rows a unit.
-    chain : one layer produces the units and one reads them, as in :func:`unit_groups` of a listed network; ``False``:
-        there may be several of both, and layers in between.
+    chain : one layer produces the units and one reads them, as in a listed network; ``False``: there may be several of
+        both, and layers in between.
     """
 
     name: str
@@ -172,13 +170,10 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
     """Return a copy of the model that has only the first units of each group: a network that is really that small.
 
     Its tensors have the names of the model's and the values of its leading rows and columns. Other units, or other
-    values, are loaded into it: ``load_tensors(narrowed(model, groups, widths), take(tensors, groups, units))``.
+    values, are loaded into it: ``load_tensors(narrowed(model, groups, widths), take(tensors, groups, units))``. The
+    model has no hooks. The copy shares no memory with it, is in the same mode and on the same device.
 
-    Parameters
-    ----------
-    model : a network that :func:`~fedsub_app.models.units.unit_groups` knows, without hooks. Not modified; the copy
-        shares no memory with it, is in the same mode and on the same device, and has no gradients yet.
-    widths : group name -> number of units kept, 1 to ``group.size``, else ValueError; one that is lacking keeps all.
+    ``widths``: group name -> number of units kept, 1 to ``group.size``, else ValueError; one that is lacking keeps all.
     """
     if unknown := widths.keys() - {group.name for group in groups}:
         allowed = ", ".join(group.name for group in groups)
@@ -200,11 +195,8 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
         if new.shape == old.shape:
             continue
         owner, _, leaf = name.rpartition(".")
-        setattr(
-            small.get_submodule(owner),
-            leaf,
-            nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new,
-        )
+        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        setattr(small.get_submodule(owner), leaf, new)
     for module in small.modules():
         _read_sizes(module)
     return small

@@ -19,17 +19,8 @@ _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"
 _NORMS = (*_BATCH_NORM, nn.GroupNorm, nn.LayerNorm)
 # Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
-_UNIT_WISE = (
-    nn.ReLU,
-    nn.Dropout,
-    nn.Dropout2d,
-    nn.MaxPool2d,
-    nn.AvgPool2d,
-    nn.AdaptiveAvgPool2d,
-    nn.Flatten,
-    nn.Identity,
-)
-
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+_UNIT_WISE = (nn.ReLU, nn.Dropout, nn.Dropout2d, *_POOLS, nn.Flatten, nn.Identity)
 
 _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictionary()
 
@@ -82,9 +73,8 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
             if size:
                 inputs = child.in_features if isinstance(child, nn.Linear) else child.in_channels
                 if inputs % size:
-                    raise TypeError(
-                        f"layer {child_name} has {inputs} inputs, no multiple of the {size} units of {name}"
-                    )
+                    units = f"the {size} units of {name}"
+                    raise TypeError(f"layer {child_name} has {inputs} inputs, no multiple of {units}")
                 groups.append(UnitGroup(name, size, rows, ((f"{child_name}.weight", inputs // size),)))
             size = child.out_features if isinstance(child, nn.Linear) else child.out_channels
             name, rows = child_name, _names(child_name, child)
