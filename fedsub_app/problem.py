@@ -194,18 +194,17 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 
     Two samples go through it on the "meta" device, which computes nothing.
     """
+    name = type(module).__name__
     try:
         with torch.no_grad():
             output = copy.deepcopy(module).to("meta").eval()(blank(2, in_shape, "meta"))
     except Exception as error:  # whatever a user's network raises
-        reason = one_line(error)[:200]
-        raise UserError(
-            f"model = {type(module).__name__}: cannot take samples of shape {shape_shown(in_shape)} ({reason})"
-        ) from error
+        what = f"samples of shape {shape_shown(in_shape)} ({one_line(error)[:200]})"
+        raise UserError(f"model = {name}: cannot take {what}") from error
     if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != 2 or (task.classes and output.ndim > 2):
         what = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         allowed = "[2, classes]" if task.classes else "[2, …, outputs]"
-        raise UserError(f"model = {type(module).__name__}: returns {what} for two samples, must be {allowed}")
+        raise UserError(f"model = {name}: returns {what} for two samples, must be {allowed}")
     return tuple(output.shape[1:])
 
 

@@ -277,9 +277,8 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
     outputs = output[-1]
     wrong = y[((y < 0) & (y != low)) | (y >= outputs)]
     if len(wrong):
-        raise ValueError(
-            f"label {int(wrong.flatten()[0])}: must be 0 to {outputs - 1}, the network has {outputs} outputs"
-        )
+        label = int(wrong.flatten()[0])
+        raise ValueError(f"label {label}: must be 0 to {outputs - 1}, the network has {outputs} outputs")
     return y
 
 

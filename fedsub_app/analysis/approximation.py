@@ -95,11 +95,10 @@ def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mappin
 
     NaN where one of them has not moved.
     """
-    moved = (
+    a, b = (
         torch.cat([(to[name].cpu().double() - tensor.cpu().double()).flatten() for name, tensor in start.items()])
         for to in (one, other)
     )
-    a, b = moved
     return float(a @ b / (a.norm() * b.norm()))
 
 

@@ -218,10 +218,7 @@ def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: 
 
 
 def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:
-    """Bring the sources' samples to one shape: float32, or images that are uint8 and have that shape stay so.
-
-    :class:`UserError` where they would not fit into the memory.
-    """
+    """Bring the sources' samples to one shape: float32, or images that are uint8 and have that shape stay so."""
     shape = tuple(parts[0].shape[1:])
     if len(shape) == 3:
         channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))

@@ -150,21 +150,18 @@ def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
     if features.endswith(RANDOM):
         return tuple(Backbone(name, None, "random") for name in published)
     files = []
-    for name, weights in ((name, kind.IMAGENET1K_V1) for name, kind in published.items()):
+    for name, kind in published.items():
+        weights = kind.IMAGENET1K_V1
         file = Path(folder or f"{torch.hub.get_dir()}/checkpoints").expanduser() / Path(weights.url).name
-        reason = "not there"
-        if not file.exists() and not folder:
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with impatient():
-                    torch.hub.download_url_to_file(weights.url, str(file), file.stem.split("-")[1], progress=False)
-            except Exception as error:  # no network, a full disk, a wrong checksum
-                reason = one_line(error)[:200]
         try:
+            if not file.exists() and not folder:
+                with impatient():
+                    weights.get_state_dict(progress=False, check_hash=True)
             with file.open("rb") as content:
                 files.append(Backbone(name, file, hashlib.file_digest(content, "sha256").hexdigest()))
-        except OSError:
-            raise UserError(f"features = {features!r}: needs {file}, from {weights.url} ({reason})") from None
+        except Exception as error:  # no network, a full disk, a wrong checksum
+            reason = "not there" if isinstance(error, FileNotFoundError) else one_line(error)[:200]
+            raise UserError(f"features = {features!r}: needs {file}, from {weights.url} ({reason})") from error
     return tuple(files)
 
 

@@ -127,9 +127,8 @@ def read_idx(path: Path, dimensions: int) -> Array:
     if not count:
         raise UserError(f"{path}: empty, its header is {shape}")
     if len(content) != count:
-        raise UserError(
-            f"{path}: {'more' if len(content) > count else len(content)} bytes, its header {shape} needs {count}"
-        )
+        found = "more" if len(content) > count else len(content)
+        raise UserError(f"{path}: {found} bytes, its header {shape} needs {count}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -258,11 +257,10 @@ def _stack(
         pixels += images[parts].nbytes
         progress.update(len(images))
         check_memory(str(path), pixels)
-        size = size or images[parts].shape[:2]
-        if images[parts].shape[:2] != size:
-            raise UserError(
-                f"{where} is {images[parts].shape[:2]}, the ones before are {size}: expected one size, or image-size"
-            )
+        here = images[parts].shape[:2]
+        size = size or here
+        if here != size:
+            raise UserError(f"{where} is {here}, the ones before are {size}: expected one size, or image-size")
     rgb = any(image.ndim == 3 for image in images.values())
     arrays: dict[str, Array] = {}
     for split, (keys, labels) in in_splits(path, images, classes).items():

@@ -1,7 +1,4 @@
-"""Data sets with a name of their own: generated, installed, torchvision's, medmnist's.
-
-``LOADERS``, at the end, holds one line for each: what loads it.
-"""
+"""Data sets with a name of their own, generated, installed, torchvision's, medmnist's: ``LOADERS``, at the end."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,10 +37,7 @@ Split = tuple[torch.Tensor | Pictures, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A data set before it is prepared.
-
-    x of images: uint8, or float32 in [0, 1], [n, c, h, w], or files that are only listed; synthetic data are [n, 5].
-    """
+    """A data set before it is prepared: its images are uint8 or float32 in [0, 1], [n, c, h, w], or listed files."""
 
     train: Split
     test: Split
@@ -129,9 +123,8 @@ def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
         raise UserError(f"{folder}: {one_line(error)}") from error
-    return _labelled(
-        folder, (train.data, np.array(train.targets)), (test.data, np.array(test.targets)), len(train.classes)
-    )
+    arrays = ((split.data, np.array(split.targets)) for split in (train, test))
+    return _labelled(folder, *arrays, len(train.classes))
 
 
 def _medmnist(name: str, settings: DataSettings) -> Source:
@@ -196,10 +189,7 @@ def _published(
     test: Sequence[str] = ("val", "test"),
     downloads: bool = True,
 ) -> Source:
-    """Let torchvision's class ``kind_name`` read a set's lists: those of the splits ``test`` are the test images.
-
-    ``base``: its folder, which ``holds`` these; ``downloads``: torchvision can.
-    """
+    """Let torchvision's class ``kind_name`` read the lists of a set, whose folder ``base`` has what ``holds`` names."""
     kind = _torchvision(kind_name)
     root = _located(
         name,
@@ -264,10 +254,7 @@ def _files(
 def read_files(
     settings: DataSettings, path: Path, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
 ) -> tuple[Split, Split]:
-    """Return the images of a folder, of an archive, or ``listed`` ones, by class and name.
-
-    They are decoded, but for files that features are asked of.
-    """
+    """Return the images of a folder, of an archive, or ``listed`` ones: decoded, but for files whose features count."""
     if listed is None and path.is_dir():
         listed = list_images(path)
     if listed is None or settings.features == "none":

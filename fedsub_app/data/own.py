@@ -66,10 +66,7 @@ def dataset_of(
     notes: tuple[str, ...] = (),
     sources: Iterable[str] = (),
 ) -> Dataset:
-    """Return the data set of two splits.
-
-    ``output``: shape of a network's output, by default what y needs; ``sources``: by default the sorted groups.
-    """
+    """Return the data set of two splits; ``output``: a network's shape, ``sources``: by default the sorted groups."""
     where = "" if name == OWN else f"dataset = {name!r}, "
     targets = []
     for part, one in (("train", train), ("test", test)):
@@ -99,10 +96,8 @@ def _split(data: object, name: str, collate: Collate | None) -> Split:
     stored = _inputs(x, name)
     sizes = {len(tensor) for tensor in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
     if y.ndim < 1 or sizes != {len(y)} or (isinstance(stored, Tensor) and stored.ndim < 2):
-        raise UserError(
-            f"{name}: x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}: "
-            "must be [n, ...] and [n] or [n, ...]"
-        )
+        found = f"x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}"
+        raise UserError(f"{name}: {found}: must be [n, ...] and [n] or [n, ...]")
     if groups and len(groups) != len(y):
         raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
     return Split(Samples(stored), y.detach(), groups)

@@ -150,10 +150,8 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
     if not targets:
         have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no layer but its head"
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
-    config = peft.LoraConfig(
-        r=trained.rank, lora_alpha=trained.alpha, lora_dropout=trained.dropout, target_modules=targets
-    )
-    peft.inject_adapter_in_model(config, model)
+    how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **how), model)
 
 
 def _fits(module: nn.Module) -> bool:
@@ -192,9 +190,8 @@ def _compute_again(model: nn.Module, name: str) -> None:
         else:
             library.activation_checkpointing_enable({"use_reentrant": False})
     except (AttributeError, ValueError, AssertionError):
-        raise UserError(
-            f"gradient-checkpointing = true: model = {name!r} has none; transformers' and timm's have"
-        ) from None
+        has_none = f"model = {name!r} has none; transformers' and timm's have"
+        raise UserError(f"gradient-checkpointing = true: {has_none}") from None
 
 
 def _stays(mode: bool = True) -> None:

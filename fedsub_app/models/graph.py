@@ -29,10 +29,7 @@ EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 s
 
 
 def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
-    """Return the groups of units that can be removed, in order of execution; TypeError says why there are none.
-
-    The network answers with a tensor, and is not modified.
-    """
+    """Return the groups of units that can be removed, in order of execution; TypeError says why there are none."""
     x = drawn(4, in_shape, torch.Generator().manual_seed(0), torch.float64)
     reasons: dict[str, str] = {}
     try:

@@ -51,10 +51,8 @@ def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: b
 def _image_shape(name: str, in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
     """Return ``in_shape`` as (channels, height, width); raise UserError unless it is one, of ``smallest`` or more."""
     if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
-        raise UserError(
-            f"model = {name!r} cannot take inputs of shape {tuple(in_shape)}; "
-            f"allowed: images (channels, height, width) of at least {smallest} x {smallest}"
-        )
+        allowed = f"images (channels, height, width) of at least {smallest} x {smallest}"
+        raise UserError(f"model = {name!r} cannot take inputs of shape {tuple(in_shape)}; allowed: {allowed}")
     return in_shape[0], in_shape[1], in_shape[2]
 
 
@@ -205,9 +203,8 @@ def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tens
     """
     own = tensors_of(model) if isinstance(model, nn.Module) else model
     if own.keys() != new.keys():
-        raise ValueError(
-            f"tensors missing: {sorted(own.keys() - new.keys())}, unknown: {sorted(new.keys() - own.keys())}"
-        )
+        missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
+        raise ValueError(f"tensors missing: {missing}, unknown: {unknown}")
     for name, tensor in own.items():
         if tensor.shape != new[name].shape:
             raise ValueError(f"tensor {name} has shape {tuple(new[name].shape)}, the model's is {tuple(tensor.shape)}")

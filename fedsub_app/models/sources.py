@@ -94,9 +94,8 @@ def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[i
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 output = ghost(blank(2, in_shape))
         except Exception as error:  # code of others
-            raise UserError(
-                f"{who}: cannot take inputs of shape {shape_shown(in_shape)}: {one_line(error)[:200]}"
-            ) from error
+            shape, reason = shape_shown(in_shape), one_line(error)[:200]
+            raise UserError(f"{who}: cannot take inputs of shape {shape}: {reason}") from error
         if not isinstance(output, Tensor) or output.shape != (2, *outputs):
             came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise UserError(f"{who}: answers 2 inputs with {came}; allowed is {[2, *outputs]}, a logit a class")
@@ -166,9 +165,8 @@ def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     fresh = [name for name in own if name not in fitting and own[name].is_floating_point()]
     if len(fresh) > MOST_FRESH:
-        raise ValueError(
-            f"weights: {len(fresh)} of {len(own)} tensors are lacking or of another shape, as {fresh[0]!r}"
-        )
+        of = f"{len(fresh)} of {len(own)} tensors"
+        raise ValueError(f"weights: {of} are lacking or of another shape, as {fresh[0]!r}")
     net.load_state_dict(fitting, strict=False)
     setattr(net, _FRESH, frozenset(fresh))
     return net
