@@ -17,20 +17,9 @@ from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import show_step
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, own, synthetic
-from fedsub_app.data.features import Pictures
-from fedsub_app.data.files import read_npz
-from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, Split, chosen_domains, read_files
-from fedsub_app.data.names import (
-    ALIASES,
-    ARCHIVES,
-    KNOWN,
-    MEDMNIST,
-    data_folder,
-    dataset_names,
-    find,
-    folder_form,
-    own_files,
-)
+from fedsub_app.data.files import Pictures, Split, read_files, read_npz
+from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
+from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
 from fedsub_app.data.tables import load_source
@@ -50,10 +39,7 @@ def _load(settings: DataSettings) -> Dataset:
     show_step(f"reading {settings.dataset}")
     if is_source(settings.dataset):
         return load_source(settings, task_of(settings.task))
-    named = settings.dataset.split("+")
-    for part in named:
-        _check_hidden(part, data_folder(settings.data_dir))
-    names = [name for part in named for name in ALIASES.get(part, part).split("+")]
+    names = parts_of(settings.dataset, data_folder(settings.data_dir))
     if len(names) > 1 and set(names) & ALONE:
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
     domains = ", ".join(settings.domains)
@@ -115,16 +101,6 @@ def _sources(name: str, settings: DataSettings) -> dict[str, Source]:
     if settings.domains:
         raise UserError(f"domains = {', '.join(settings.domains)!r}: dataset {name!r} has none; allowed is ''")
     return {name: loaded}
-
-
-def _check_hidden(name: str, data: Path) -> None:
-    """Raise :class:`UserError` where the data folder has an image set of the name of a known one, which hides it."""
-    if name not in KNOWN and name not in ALIASES:
-        return
-    forms = (name, *(f"{name}{suffix}" for suffix in ARCHIVES), *([] if name in MEDMNIST else [f"{name}.npz"]))
-    for path in filter(None, (find(data, form) for form in forms)):
-        if path.is_file() or folder_form(path):
-            raise UserError(f"dataset = {name!r}: a known set, and {path} has the name too; rename that one")
 
 
 def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:

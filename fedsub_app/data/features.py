@@ -18,13 +18,12 @@ one extracts and the others wait. A run on a GPU extracts there, whatever ``devi
 
 import hashlib
 import logging
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -42,7 +41,7 @@ from fedsub_app.common.own_code import packaged
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU
-from fedsub_app.data.files import cache_folder, opened, unwritable
+from fedsub_app.data.files import Pictures, cache_folder, unwritable
 from fedsub_app.data.settings import Features
 
 log = logging.getLogger("fedsub")
@@ -55,53 +54,6 @@ LITE = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}  # of the pixels that E
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
 BATCH = 16
 DOWNLOAD_SILENCE_S = 30.0
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Images of one split of a data set, those at ``index``, int64, decoded when they are read.
-
-    ``images``: all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
-    """
-
-    images: Tensor | Sequence[Path]
-    index: Tensor
-
-    @classmethod
-    def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
-        return cls(images, torch.arange(len(images)))
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, chosen: Tensor) -> "Pictures":
-        """Return the images at some positions, or where a bool tensor is true."""
-        return replace(self, index=self.index[chosen])
-
-    def read(self, number: int) -> Image.Image:
-        """Return one image of the split, RGB."""
-        if isinstance(self.images, Tensor):
-            pixels = self.images[number].permute(1, 2, 0).expand(-1, -1, 3)
-            if pixels.is_floating_point():
-                pixels = (pixels * 255).round().to(torch.uint8)
-            return Image.fromarray(pixels.contiguous().numpy())
-        with opened(self.images[number], str(self.images[number])) as image:
-            return image.convert("RGB")
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of all images of the split, 16 hex digits."""
-        checksum = hashlib.sha256()
-        if isinstance(self.images, Tensor):
-            checksum.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
-            checksum.update(self.images.contiguous().numpy().tobytes())
-        else:
-            top = os.path.commonpath([file.parent for file in self.images])
-            for file in self.images:
-                stat = file.stat()
-                name = file.relative_to(top).as_posix()
-                checksum.update(f"{name}\0{stat.st_size}\0{int(stat.st_mtime)}\n".encode())
-        return checksum.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

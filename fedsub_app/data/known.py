@@ -14,25 +14,12 @@ import torch
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
-from fedsub_app.data.features import Pictures, impatient
-from fedsub_app.data.files import (
-    HOLD_OUT,
-    Array,
-    Listed,
-    checked,
-    hold_out,
-    in_splits,
-    list_images,
-    read_idx,
-    read_images,
-    read_npy,
-)
+from fedsub_app.data.features import impatient
+from fedsub_app.data.files import HOLD_OUT, Array, Split, checked, hold_out, read_files, read_idx, read_npy
 from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find
 from fedsub_app.data.settings import DataSettings
 
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
-
-Split = tuple[torch.Tensor | Pictures, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +110,8 @@ def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
         raise UserError(f"{folder}: {one_line(error)}") from error
-    arrays = ((split.data, np.array(split.targets)) for split in (train, test))
-    return _labelled(folder, *arrays, len(train.classes))
+    of_train, of_test = ((split.data, np.array(split.targets)) for split in (train, test))
+    return _labelled(folder, of_train, of_test, len(train.classes))
 
 
 def _medmnist(name: str, settings: DataSettings) -> Source:
@@ -249,22 +236,6 @@ def _files(
     listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]
     classes = [f"{label:04}" for label in range(num_classes)]
     return Source(*read_files(settings, folder, classes, listed), num_classes)
-
-
-def read_files(
-    settings: DataSettings, path: Path, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
-) -> tuple[Split, Split]:
-    """Return the images of a folder, of an archive, or ``listed`` ones: decoded, but for files whose features count."""
-    if listed is None and path.is_dir():
-        listed = list_images(path)
-    if listed is None or settings.features == "none":
-        return read_images(path, settings.image_size, classes, listed)
-    files = dict(listed)
-    train, test = (
-        (Pictures.all_of([files[key] for key in keys]), torch.tensor(labels))
-        for keys, labels in in_splits(path, files, classes).values()
-    )
-    return train, test
 
 
 def _torchvision(kind_name: str) -> Any:
