@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -20,20 +20,9 @@ from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
-from fedsub_app.models import (
-    Trained,
-    adopted,
-    build_model,
-    check_network,
-    freeze,
-    is_sourced,
-    narrowed,
-    unit_groups,
-    with_base_of,
-    with_head,
-    with_logits,
-)
-from fedsub_app.models.sources import PACKAGES
+from fedsub_app.models import Trained, adopted, build_model, freeze, narrowed, unit_groups, with_base_of, with_head
+from fedsub_app.models.names import is_sourced
+from fedsub_app.models.sources import PACKAGES, check_network, with_logits
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
 
@@ -70,12 +59,11 @@ class Problem:
     @staticmethod
     def of(settings: Settings) -> "Problem":
         """Return the problem that the settings name."""
-        network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
-        wanted = settings.task, settings.metrics
-        named = _named(data, network, wanted, settings.seed, settings.head, trained_part(settings))
-        return replace(named, width=settings.model_width) if settings.model_width < 1 else named
+        network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
+        start = (settings.seed, settings.head, settings.model_width, trained_part(settings))
+        return _named(data, (settings.task, settings.metrics), network, start)
 
     @staticmethod
     def own(
@@ -211,18 +199,16 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 @lru_cache(maxsize=1)
 def _named(
     data: Dataset,
-    network: tuple[str, int | None, str],
     wanted: tuple[str, tuple[str, ...]],
-    seed: int,
-    head: str,
-    part: Trained,
+    network: tuple[str, int | None, str],
+    start: tuple[int, str, float, Trained],
 ) -> Problem:
-    (model, width, options), task = network, task_of(*wanted)
+    (model, hidden, options), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
-        return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)
+        return build_model(model, data.in_shape, data.num_classes, of_seed, hidden, options)
 
-    problem = Problem(data, build, task, seed, head, trained=part, name=model)
+    problem = Problem(data, build, task, *start, model)
     if is_sourced(model):
         check_network(problem.network(), model, data.in_shape, task.output(data.train_y, data.num_classes))
     return problem

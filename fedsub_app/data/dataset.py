@@ -59,10 +59,7 @@ def _load(settings: DataSettings) -> Dataset:
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         for part, source in found.items():
-            if listed:
-                source = replace(source, train=_pictures(source.train), test=_pictures(source.test))
-            chosen = _choose(part, source, settings)
-            known[part] = _with_features(part, chosen, settings) if listed else chosen
+            known[part] = (_with_features if listed else _choose)(part, source, settings)
         first_label += [num_classes] * len(found)
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
@@ -140,19 +137,18 @@ def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
     }
 
 
-def _pictures(split: Split) -> Split:
-    """Return a split whose images are looked at one by one."""
-    x, y = split
-    return (x if isinstance(x, Pictures) else Pictures.all_of(x)), y
-
-
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
+    """Return the features of the images that are chosen of a source."""
+    x = [x if isinstance(x, Pictures) else Pictures.all_of(x) for x, _ in (source.train, source.test)]
+    train, test = (x[0], source.train[1]), (x[1], source.test[1])
+    chosen = _choose(name, replace(source, train=train, test=test), settings)
+
     def of(split: Split, random_crops: bool) -> Split:
         x, y = split
         assert isinstance(x, Pictures)
         return features.extracted(name, x, random_crops, settings.features, settings.backbone_dir), y
 
-    return replace(source, train=of(source.train, name in features.CROPPED), test=of(source.test, False))
+    return replace(chosen, train=of(chosen.train, name in features.CROPPED), test=of(chosen.test, False))
 
 
 def _choose(name: str, source: Source, settings: DataSettings) -> Source:
