@@ -35,16 +35,9 @@ Model = Callable[[], nn.Module]  # a network's class, or a function that makes o
 class Problem:
     """One learning problem; frozen, and made once a process.
 
-    Parameters
-    ----------
-    data : training and test samples, with the shape of an input.
-    build : seed -> a fresh network, initialised from this seed and nothing else.
-    task : loss and score.
-    seed : seed of the initial global model.
-    head : name of the network's head; "": its last Linear.
-    width : fraction of each hidden layer's units that the network has.
-    trained : the part of the network that is trained; the rest is a frozen base.
-    name : the setting ``model``.
+    ``build``: seed -> a fresh network, initialised from this seed and nothing else; ``seed``: of the initial global
+    model; ``head``: name of the network's head, "": its last Linear; ``width``: fraction of each hidden layer's units;
+    ``trained``: the part that is trained, the rest is a frozen base; ``name``: the setting ``model``.
     """
 
     data: Dataset

@@ -37,14 +37,10 @@ def own_dataset(
 ) -> Dataset:
     """Return a user's ``(train, test)`` as a data set.
 
-    Parameters
-    ----------
-    data : each of the two ``(x, y)``, ``(x, y, groups)``, or a map-style data set whose items are pairs, or mappings
-        with ``label``. x is a tensor of numbers or int64 tokens, or a tuple or mapping of tensors. y is what the task
-        takes. ``groups`` are one value a sample.
-    output_for : form of a sample -> shape of the network's output for it; default: what y needs.
-    collate : makes a batch of items of a map-style data set; default: stacks each tensor.
-    name : of the data set.
+    Each is ``(x, y)``, ``(x, y, groups)``, or a map-style data set whose items are pairs, or mappings with ``label``. x
+    is a tensor of numbers or int64 tokens, or a tuple or mapping of tensors. y is what the task takes, ``groups`` are
+    one value a sample. ``output_for``: form of a sample -> shape of the network's output for it, by default what y
+    needs; ``collate``: makes a batch of items of a map-style data set, by default stacks each tensor.
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")

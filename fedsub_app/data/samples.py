@@ -23,12 +23,9 @@ WHITE = 255.0
 class Samples:
     """Samples of a data set, all of one shape; indexing returns float32.
 
-    Parameters
-    ----------
-    stored : float32 ``[n, ...]``, tokens, or several tensors, returned unchanged; or images as uint8
-        ``[n, channels, height, width]``.
-    scale : white, mean and deviation of uint8 images, which are returned as ``(x / white - mean) / deviation``; each of
-        the shape and memory layout of an image, so that a step is one pass over many images.
+    ``stored``: float32 ``[n, ...]``, tokens, or several tensors, returned unchanged; or images, uint8 ``[n, channels,
+    height, width]``, returned as ``(x / white - mean) / deviation``. ``scale``: these three, each of the shape and
+    memory layout of an image, so that a step is one pass over many images.
     """
 
     stored: Batch

@@ -33,11 +33,9 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
     A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
-    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. For listed networks:
-
-    ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
-    of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each
-    other through the additions, so they cannot be removed one layer at a time, and belong to no group.
+    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. Of a listed ``nn.Sequential``
+    these are every Linear and Conv2d but the last, of a ResNet the inner channels of each block (``conv1``, ``bn1`` ->
+    ``conv2``): the residual stream ties the other channels of a stage to each other.
 
     TypeError where a layer is not known, or no unit can be removed.
     """
@@ -160,12 +158,9 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
     comma-separated: ``"conv1, layer4.1"`` is all tensors of these layers. ValueError where a name is of none, or the
     part is empty or the whole model.
     """
-    every = tuple(tensors_of(model))
-    head = head_names(model)
-    if part == "head":
-        return tuple(name for name in every if name in head)
-    if part == "body":
-        return tuple(name for name in every if name not in head)
+    every, head = tuple(tensors_of(model)), head_names(model)
+    if part in ("head", "body"):
+        return tuple(name for name in every if (name in head) == (part == "head"))
     prefixes = [prefix.strip() for prefix in part.split(",")]
     for prefix in prefixes:
         if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):

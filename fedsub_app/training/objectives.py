@@ -18,16 +18,10 @@ PREVIOUS = "previous/"  # prefix of MOON's model of the last round in a client's
 
 
 class Objective:
-    """The loss alone.
+    """The loss alone."""
 
-    Attributes
-    ----------
-    forwards : further forward passes of the whole network that the term makes in a step, for the FLOPs.
-    others : other models that it compares with.
-    """
-
-    forwards = 0
-    others: tuple[Tensors, ...] = ()
+    forwards = 0  # further forward passes of the whole network that the term makes in a step, for the FLOPs
+    others: tuple[Tensors, ...] = ()  # other models that it compares with
 
     def term(
         self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean"
