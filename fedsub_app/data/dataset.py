@@ -159,9 +159,23 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
     if train_y.ndim > 1 or train_y.is_floating_point():
         key = "train" if settings.train_per_class else "test"
         raise UserError(f"{key}-per-class = {getattr(settings, f'{key}_per_class')}: {name} has no classes; must be 0")
+
+    def chosen(split: str, labels: Tensor, wanted: int | None) -> Tensor | slice:
+        """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is None."""
+        if wanted is None:
+            return slice(None)
+        order = torch.randperm(len(labels), generator=generator(settings.seed, name, split, "per class"))
+        indices = [order[labels[order] == label][:wanted] for label in range(source.num_classes)]
+        for label, found in enumerate(map(len, indices)):
+            if found < wanted:
+                images = "train images" if split == "train" else "test images, not even among left-over train images"
+                available = f"class {label} of {name} has {found} {images}"
+                raise UserError(f"{split}-per-class = {wanted}: {available}; expected at most that, or 0 for all")
+        return torch.cat(indices).sort().values
+
     notes = source.notes
     wanted = settings.test_per_class
-    train = _per_class(name, "train", train_y, source.num_classes, settings.train_per_class, settings.seed)
+    train = chosen("train", train_y, settings.train_per_class)
     fewest = int(torch.bincount(test_y, minlength=source.num_classes).min())
     if wanted and wanted > fewest:
         left_over = torch.ones(len(train_y), dtype=torch.bool)
@@ -169,24 +183,8 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
         test_x, test_y = train_x[left_over], train_y[left_over]
         note = f"all test images are training images left over by the choice ({fewest} a class in the test set)"
         notes += (f"{note}, {wanted} a class",)
-    test = _per_class(name, "test", test_y, source.num_classes, wanted, settings.seed)
-    train_x = train_x[train] if settings.train_per_class else train_x  # all of them: without a copy
-    test_x = test_x[test] if wanted else test_x
-    return replace(source, train=(train_x, train_y[train]), test=(test_x, test_y[test]), notes=notes)
-
-
-def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: int | None, seed: int) -> Tensor:
-    """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is None."""
-    if wanted is None:
-        return torch.arange(len(labels))
-    order = torch.randperm(len(labels), generator=generator(seed, name, split, "per class"))
-    chosen = [order[labels[order] == label][:wanted] for label in range(num_classes)]
-    for label, indices in enumerate(chosen):
-        if len(indices) < wanted:
-            source = "train images" if split == "train" else "test images, not even among left-over train images"
-            available = f"class {label} of {name} has {len(indices)} {source}"
-            raise UserError(f"{split}-per-class = {wanted}: {available}; expected at most that, or 0 for all")
-    return torch.cat(chosen).sort().values
+    test = chosen("test", test_y, wanted)
+    return replace(source, train=(train_x[train], train_y[train]), test=(test_x[test], test_y[test]), notes=notes)
 
 
 def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:

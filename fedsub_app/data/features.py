@@ -159,7 +159,11 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
             with FileLock(kept / ".lock"):
                 known = _read(kept, cached)  # another process may have extracted them meanwhile
                 missing = pictures.index[~known[pictures.index]].unique()
-                _extract(name, pictures, missing, random_crops, networks, kept, cached)
+                header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
+                for group, rows in _computed(name, pictures, missing, random_crops, networks):
+                    cached[group] = rows
+                    content = save({"index": group, "features": rows}, header)
+                    write_atomic(kept / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
         except OSError as error:
             raise unwritable(kept, error) from error
     return cached[pictures.index]
@@ -180,15 +184,10 @@ def _read(folder: Path, cached: Tensor) -> Tensor:
     return known
 
 
-def _extract(
-    name: str,
-    pictures: Pictures,
-    missing: Tensor,
-    random_crops: bool,
-    networks: Sequence[Backbone],
-    folder: Path,
-    cached: Tensor,
-) -> None:
+def _computed(
+    name: str, pictures: Pictures, missing: Tensor, random_crops: bool, networks: Sequence[Backbone]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the numbers of some images and their features, a group after the other."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     built = [network.build().to(device).to(memory_format=torch.channels_last) for network in networks]
     transform = _transform(random_crops, LITE if networks[0].name == LITE0 else {})
@@ -198,16 +197,15 @@ def _extract(
     progress, done = Progress(f"features of {name}", len(missing)), 0
     try:
         for group in missing.split(GROUP):
+            rows = []
             for batch in group.split(BATCH):
                 x = torch.stack([transform(pictures.read(number), number) for number in batch.tolist()])
                 x = x.to(device, memory_format=torch.channels_last)  # 1.8 times as fast on a CPU
                 with torch.inference_mode():
-                    cached[batch] = torch.cat([network(x) for network in built], dim=1).cpu()
+                    rows.append(torch.cat([network(x) for network in built], dim=1).cpu())
                 done += len(batch)
                 progress.update(done)
-            header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
-            content = save({"index": group, "features": cached[group]}, header)
-            write_atomic(folder / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
+            yield group, torch.cat(rows)
     finally:
         torch.set_num_threads(threads)
 

@@ -59,7 +59,7 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, chosen: Tensor) -> "Pictures":
+    def __getitem__(self, chosen: Tensor | slice) -> "Pictures":
         """Return the images at some positions, or where a bool tensor is true."""
         return replace(self, index=self.index[chosen])
 

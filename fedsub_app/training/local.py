@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator as seeded
-from fedsub_app.common.tensors import CPU
 from fedsub_app.data import AnySamples
 from fedsub_app.tasks import Sums, Task
 
@@ -15,7 +14,7 @@ EVALUATION_BATCH = 512  # samples, at most
 
 
 def epoch(
-    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device = CPU
+    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device
 ) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
