@@ -85,27 +85,21 @@ def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> 
     names = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
     options = {"split": split} if split else {}
 
-    def files(folder: Path) -> list[Path]:
-        return [next(filter(Path.exists, (folder / name, folder / f"{name}.gz")), folder / name) for name in names]
+    def download(root: str) -> object:
+        return _torchvision(kind_name)(root, download=True, **options)
 
-    folder = _located(
-        name,
-        settings,
-        f"{kind_name}/raw",
-        f"{kind_name}/raw/{{{','.join(names)}}}[.gz]",
-        lambda root: _torchvision(kind_name)(root, download=True, **options),
-        lambda folder: all(map(Path.exists, files(folder))),
-    )
+    folder = _located(name, settings, f"{kind_name}/raw", "[.gz]", download, names)
+    files = [folder / name if (folder / name).exists() else folder / f"{name}.gz" for name in names]
     first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
-    arrays = [read_idx(file, dimensions) for file, dimensions in zip(files(folder), (3, 1, 3, 1), strict=True)]
+    arrays = [read_idx(file, dimensions) for file, dimensions in zip(files, (3, 1, 3, 1), strict=True)]
     train, test = ((x, y.astype(np.int64) - first) for x, y in (arrays[:2], arrays[2:]))
     return _labelled(folder, train, test, EMNIST.get(split, 10))
 
 
 def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
     kind = _torchvision(kind_name)
-    needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
-    folder = _located(name, settings, kind.base_folder, needed, lambda root: kind(root, download=True))
+    origin = f"/ (unpacked from {kind.url})"
+    folder = _located(name, settings, kind.base_folder, origin, lambda root: kind(root, download=True))
     try:
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
@@ -119,8 +113,8 @@ def _medmnist(name: str, settings: DataSettings) -> Source:
 
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
-    needed = f"{name}.npz ({info['url']})"
-    file = _located(name, settings, f"{name}.npz", needed, lambda root: kind(split="train", root=root, download=True))
+    origin = f" ({info['url']})"
+    file = _located(name, settings, f"{name}.npz", origin, lambda root: kind(split="train", root=root, download=True))
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
@@ -143,8 +137,8 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
 
 def _cub200(name: str, settings: DataSettings) -> Source:
     """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
-    needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-    folder = _located(name, settings, "CUB_200_2011", needed)
+    origin = "/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
+    folder = _located(name, settings, "CUB_200_2011", origin)
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
@@ -178,14 +172,9 @@ def _published(
 ) -> Source:
     """Let torchvision's class ``kind_name`` read the lists of a set, whose folder ``base`` has what ``holds`` names."""
     kind = _torchvision(kind_name)
-    root = _located(
-        name,
-        settings,
-        base,
-        f"{base}/{{{', '.join(holds)}}}" + ("" if downloads else "; torchvision cannot download it any more"),
-        (lambda root: kind(root, download=True)) if downloads else None,
-        lambda folder: all((folder / name).exists() for name in holds),
-    )
+    origin = "" if downloads else "; torchvision cannot download it any more"
+    download = (lambda root: kind(root, download=True)) if downloads else None
+    root = _located(name, settings, base, origin, download, holds)
     try:
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
@@ -205,8 +194,8 @@ def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
 
     Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
     """
-    needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
-    folder = _located(name, settings, "CIFAR-10-C", needed)
+    origin = "/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
+    folder = _located(name, settings, "CIFAR-10-C", origin)
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
     labels = read_npy(folder / "labels.npy")
     sources = {}
@@ -246,16 +235,17 @@ def _located(
     name: str,
     settings: DataSettings,
     base: str,
-    needed: str,
+    origin: str,
     download: Callable[[str], object] | None = None,
-    complete: Callable[[Path], bool] = Path.exists,
+    holds: Sequence[str] = (),
 ) -> Path:
-    """Return where the file or folder ``base`` is; torchvision or medmnist downloads it where it is not complete."""
+    """Return where the file or folder ``base`` is, with all that it ``holds``; else torchvision or medmnist gets it."""
     data = data_folder(settings.data_dir)
     path = find(data, base)
-    if path and complete(path):
+    if path and all((path / entry).exists() or (path / f"{entry}.gz").exists() for entry in holds):
         return path
-    missing = f"dataset = {name!r}: {data} has no {needed}"
+    inside = f"/{{{', '.join(holds)}}}" if holds else ""
+    missing = f"dataset = {name!r}: {data} has no {base}{inside}{origin}"
     if not download:
         raise NotHere(missing)
     try:
