@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
-from fedsub_app.common.inputs import Shape, blank, shape_shown
+from fedsub_app.common.inputs import Shape
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU
@@ -22,7 +22,7 @@ from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
 from fedsub_app.models import Trained, adopted, build_model, freeze, narrowed, unit_groups, with_base_of, with_head
 from fedsub_app.models.names import is_sourced
-from fedsub_app.models.sources import PACKAGES, check_network, with_logits
+from fedsub_app.models.sources import PACKAGES, answer, check_network, with_logits
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
 
@@ -175,17 +175,12 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 
     Two samples go through it on the "meta" device, which computes nothing.
     """
-    name = type(module).__name__
-    try:
-        with torch.no_grad():
-            output = copy.deepcopy(module).to("meta").eval()(blank(2, in_shape, "meta"))
-    except Exception as error:  # whatever a user's network raises
-        what = f"samples of shape {shape_shown(in_shape)} ({one_line(error)[:200]})"
-        raise UserError(f"model = {name}: cannot take {what}") from error
+    who = f"model = {type(module).__name__}"
+    output = answer(module, who, in_shape, device="meta")
     if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != 2 or (task.classes and output.ndim > 2):
         what = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         allowed = "[2, classes]" if task.classes else "[2, …, outputs]"
-        raise UserError(f"model = {name}: returns {what} for two samples, must be {allowed}")
+        raise UserError(f"{who}: returns {what} for two samples, must be {allowed}")
     return tuple(output.shape[1:])
 
 

@@ -81,6 +81,16 @@ def with_logits(model: nn.Module) -> nn.Module:
     return model
 
 
+def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False, device: str = "cpu") -> Any:
+    """Return what a copy of the network, whose statistics may move, answers two inputs; ``who``: for the error."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return copy.deepcopy(model).to(device).train(training)(blank(2, in_shape, device))
+    except Exception as error:  # code of others
+        shape, reason = shape_shown(in_shape), one_line(error)[:200]
+        raise UserError(f"{who}: cannot take inputs of shape {shape}: {reason}") from error
+
+
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
     """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was."""
     who = f"model = {name!r}"
@@ -89,13 +99,7 @@ def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[i
     if odd or not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{who}: has {', '.join(odd) or 'no'} parameters to train; allowed are torch.float32 ones")
     for training in (True, False):
-        ghost = copy.deepcopy(model).train(training)  # whose statistics may move
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                output = ghost(blank(2, in_shape))
-        except Exception as error:  # code of others
-            shape, reason = shape_shown(in_shape), one_line(error)[:200]
-            raise UserError(f"{who}: cannot take inputs of shape {shape}: {reason}") from error
+        output = answer(model, who, in_shape, training)
         if not isinstance(output, Tensor) or output.shape != (2, *outputs):
             came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise UserError(f"{who}: answers 2 inputs with {came}; allowed is {[2, *outputs]}, a logit a class")
