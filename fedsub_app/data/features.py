@@ -3,17 +3,15 @@
 Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Section 4.1 and Appendix A: torchvision's
 ResNet-101 (2,048 features) and DenseNet-121 (1,024), trained on ImageNet, without their last linear layer. The paper's
 text has the two numbers the other way round. As in the authors' code DenseNet's features are averaged without the ReLU
-that torchvision puts before the average. ``efficientnet-lite0`` is one network of 1,280 features, whose weights a
-Python package holds; it is not the paper's.
+that torchvision puts before the average. ``efficientnet-lite0``, 1,280 features, is not the paper's.
 
 Images are resized to 256 pixels (the shorter side), cropped to the central 224 and normalised, as torchvision publishes
 for these weights. Training images of the sets that the paper names (birds, flowers, aircraft, textures) are instead
 cut out, resized and flipped at random, once: a sample has the same features in every round, and with every seed.
 
-Features are kept in the cache folder (``$FEDSUB_CACHE``), by the content of the weights' files and by the images: the
-pixels of a set that is in memory, else the files' names, sizes and times of change. A safetensors file is written after
-each ``GROUP`` images, so an extraction that is killed goes on where it was; where several processes want the same ones,
-one extracts and the others wait. A run on a GPU extracts there, whatever ``device`` says.
+Features are kept in the cache folder by the content of the weights' files and by the images: pixels in memory, else the
+files' names, sizes and times of change. A file is written after each ``GROUP`` images, so that a killed extraction goes
+on where it was. Of several processes one extracts, and the others wait; it does so on a GPU if there is one.
 """
 
 import hashlib
