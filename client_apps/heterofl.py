@@ -95,7 +95,7 @@ class FjORDClient(NarrowClient):
     def inner(self, width: float) -> tuple[Network, Callable[..., Output]]:
         """Return the network of a smaller width, and how it runs on the first units of the client's own one."""
         sizes = {group.name: group.kept(width) for group in self.place.network.units}
-        small, own = self.place.narrow_network(tuple(sizes.values())), self.network.parameters
+        small, own = self.place.narrow_network(tuple(sizes.items())), self.network.parameters
         small.training_mode()
         first = {group.name: torch.arange(group.size) < sizes[group.name] for group in self.network.units}
         kept = indices(self.network.units, first)

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
-from fedsub_app.common.inputs import Shape, blank, shape_shown
+from fedsub_app.common.inputs import Shape
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU
@@ -20,20 +20,9 @@ from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
-from fedsub_app.models import (
-    Trained,
-    adopted,
-    build_model,
-    check_network,
-    freeze,
-    is_sourced,
-    narrowed,
-    unit_groups,
-    with_base_of,
-    with_head,
-    with_logits,
-)
-from fedsub_app.models.sources import PACKAGES
+from fedsub_app.models import Trained, adopted, build_model, freeze, narrowed, unit_groups, with_base_of, with_head
+from fedsub_app.models.names import is_sourced
+from fedsub_app.models.sources import PACKAGES, answer, check_network, with_logits
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
 
@@ -46,16 +35,9 @@ Model = Callable[[], nn.Module]  # a network's class, or a function that makes o
 class Problem:
     """One learning problem; frozen, and made once a process.
 
-    Parameters
-    ----------
-    data : training and test samples, with the shape of an input.
-    build : seed -> a fresh network, initialised from this seed and nothing else.
-    task : loss and score.
-    seed : seed of the initial global model.
-    head : name of the network's head; "": its last Linear.
-    width : fraction of each hidden layer's units that the network has.
-    trained : the part of the network that is trained; the rest is a frozen base.
-    name : the setting ``model``.
+    ``build``: seed -> a fresh network, initialised from this seed and nothing else; ``seed``: of the initial global
+    model; ``head``: name of the network's head, "": its last Linear; ``width``: fraction of each hidden layer's units;
+    ``trained``: the part that is trained, the rest is a frozen base; ``name``: the setting ``model``.
     """
 
     data: Dataset
@@ -70,12 +52,11 @@ class Problem:
     @staticmethod
     def of(settings: Settings) -> "Problem":
         """Return the problem that the settings name."""
-        network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
-        wanted = settings.task, settings.metrics
-        named = _named(data, network, wanted, settings.seed, settings.head, trained_part(settings))
-        return replace(named, width=settings.model_width) if settings.model_width < 1 else named
+        network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
+        start = (settings.seed, settings.head, settings.model_width, trained_part(settings))
+        return _named(data, (settings.task, settings.metrics), network, start)
 
     @staticmethod
     def own(
@@ -194,36 +175,28 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 
     Two samples go through it on the "meta" device, which computes nothing.
     """
-    try:
-        with torch.no_grad():
-            output = copy.deepcopy(module).to("meta").eval()(blank(2, in_shape, "meta"))
-    except Exception as error:  # whatever a user's network raises
-        reason = one_line(error)[:200]
-        raise UserError(
-            f"model = {type(module).__name__}: cannot take samples of shape {shape_shown(in_shape)} ({reason})"
-        ) from error
+    who = f"model = {type(module).__name__}"
+    output = answer(module, who, in_shape, device="meta")
     if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != 2 or (task.classes and output.ndim > 2):
         what = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         allowed = "[2, classes]" if task.classes else "[2, …, outputs]"
-        raise UserError(f"model = {type(module).__name__}: returns {what} for two samples, must be {allowed}")
+        raise UserError(f"{who}: returns {what} for two samples, must be {allowed}")
     return tuple(output.shape[1:])
 
 
 @lru_cache(maxsize=1)
 def _named(
     data: Dataset,
-    network: tuple[str, int | None, str],
     wanted: tuple[str, tuple[str, ...]],
-    seed: int,
-    head: str,
-    part: Trained,
+    network: tuple[str, int | None, str],
+    start: tuple[int, str, float, Trained],
 ) -> Problem:
-    (model, width, options), task = network, task_of(*wanted)
+    (model, hidden, options), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
-        return build_model(model, data.in_shape, data.num_classes, of_seed, width, options)
+        return build_model(model, data.in_shape, data.num_classes, of_seed, hidden, options)
 
-    problem = Problem(data, build, task, seed, head, trained=part, name=model)
+    problem = Problem(data, build, task, *start, model)
     if is_sourced(model):
         check_network(problem.network(), model, data.in_shape, task.output(data.train_y, data.num_classes))
     return problem

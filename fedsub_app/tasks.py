@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import named_code
-from fedsub_app.common.score import OWN, Score, further_metrics
+from fedsub_app.common.score import OWN, SCORES, Score, further_metrics
 
 Reduction = Literal["mean", "sum", "none"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> the mean of a batch
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float]]  # (output, y) -> means of a batch by name
 Sums = dict[str, float | Tensor]
-CROSS_ENTROPIES = (0.0, 1e4)  # a larger one has diverged: guessing among 10^6 classes costs 14
 BINS, LARGEST = 2000, 10.0  # of the logits that are counted for an area under the ROC curve
 IGNORED = -100  # the target of a position that does not count, as in torch
 
@@ -87,8 +86,7 @@ class Task(ABC):
 class Classification(Task):
     """Cross-entropy of the logits [n, classes] with int64 labels [n]; the score is the accuracy in percent."""
 
-    score, unit, low, high = "accuracy", "%", 0.0, 100.0
-    losses = CROSS_ENTROPIES
+    score, high_is_good, unit, low, high, others, losses = SCORES["classification"]
     classes = True
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -148,8 +146,7 @@ class MultiLabel(Task):
     batches add up. ``f1`` (percent): of all labels together, at the logit 0.
     """
 
-    score, unit, low, high = "auroc", "%", 0.0, 100.0
-    others, losses = ("f1",), CROSS_ENTROPIES
+    score, high_is_good, unit, low, high, others, losses = SCORES["multi-label"]
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         return _reduced(F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(1), reduction)
@@ -178,8 +175,7 @@ class Regression(Task):
     The score is the root of the mean squared error, of which a lower one is better; ``mae`` is the mean absolute error.
     """
 
-    score, high_is_good, low = "rmse", False, 0.0
-    others, losses = ("mae",), (0.0, 1e12)
+    score, high_is_good, unit, low, high, others, losses = SCORES["regression"]
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         return _reduced(F.mse_loss(output, y, reduction="none").flatten(1).mean(1), reduction)
@@ -191,11 +187,8 @@ class Regression(Task):
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         count = float(sums["count"])
-        return {
-            "rmse": math.sqrt(float(sums["squares"]) / count),
-            "mae": float(sums["sizes"]) / count,
-            "loss": _mean(sums),
-        }
+        root = math.sqrt(float(sums["squares"]) / count)
+        return {"rmse": root, "mae": float(sums["sizes"]) / count, "loss": _mean(sums)}
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
         y = y.float().view(-1, 1) if y.ndim == 1 else y.float()
@@ -212,13 +205,13 @@ class NextToken(Classification):
     The score is the accuracy of the next token in percent; ``perplexity`` is e to the mean loss, at most e^20.
     """
 
-    others, classes = ("perplexity",), False
+    score, high_is_good, unit, low, high, others, losses = SCORES["next-token"]
+    classes = False
 
     def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy over all tokens that count, with ``"none"`` each sample's mean over its own."""
-        each = F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="none").view(
-            len(y), -1
-        )
+        flat = F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="none")
+        each = flat.view(len(y), -1)
         if reduction == "sum":
             return each.sum()
         counted = (y != IGNORED).view(len(y), -1)
@@ -244,14 +237,9 @@ class NextToken(Classification):
 
 
 def rank_counts(scores: Tensor, true: Tensor) -> Sums:
-    """Return ``positive`` and ``negative``: samples by their score, in bins of 0.01 from -10 to 10.
+    """Return counts of ``positive`` and ``negative`` samples by their score, in bins of 0.01 from -10 to 10.
 
-    Both are int64 [labels, bins].
-
-    Parameters
-    ----------
-    scores : float [n, labels].
-    true : bool [n, labels].
+    Both are int64 [labels, bins]; ``scores`` is float [n, labels], ``true`` bool [n, labels].
     """
     offsets = torch.arange(true.shape[1], device=true.device) * BINS
     bins = ((scores / LARGEST + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
@@ -289,9 +277,8 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
     outputs = output[-1]
     wrong = y[((y < 0) & (y != low)) | (y >= outputs)]
     if len(wrong):
-        raise ValueError(
-            f"label {int(wrong.flatten()[0])}: must be 0 to {outputs - 1}, the network has {outputs} outputs"
-        )
+        label = int(wrong.flatten()[0])
+        raise ValueError(f"label {label}: must be 0 to {outputs - 1}, the network has {outputs} outputs")
     return y
 
 

@@ -77,7 +77,7 @@ def forked(_: str = "spawn") -> Any:
 def problem_of(in_shape: tuple[int, ...], classes: int = 10) -> Problem:
     """A problem of one's own: one sample of this shape, and a network of one hidden layer."""
     x, y = Samples(torch.zeros(1, *in_shape)), torch.zeros(1, dtype=torch.int64)
-    data = Dataset("own", x, y, y, x, y, y, classes, ("own",), ())
+    data = Dataset("own", x, y, y, x, y, y, classes, ("own",), (), in_shape)
     return Problem(data, lambda seed: build_model("feature-mlp", in_shape, classes, seed), Classification())
 
 

@@ -30,8 +30,8 @@ from fedsub_app.models import (
     trainable,
     unit_groups,
 )
-from fedsub_app.models.base import base_names
 from fedsub_app.models.frozen import blocks_of
+from fedsub_app.models.sources import base_names
 from fedsub_app.problem import Problem
 from fedsub_app.training.costs import forward_flops, training_flops
 

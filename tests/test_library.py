@@ -456,7 +456,7 @@ X, Y = torch.zeros(6, 1, 8, 8), torch.arange(6)
         (((X, Y + 9), (X, Y)), "^train: label 10: must be 0 to 9, the network has 10 outputs$"),
         (((X, Y), (X, Y - 1)), "^test: label -1: must be 0 to 9"),
         (((X, Y), (X[:, :, :4], Y)), r"^test: samples of shape \(1, 4, 8\): the training samples' is \(1, 8, 8\)$"),
-        (((X[:, :, :4], Y), (X[:, :, :4], Y)), r"^model = Net: cannot take samples of shape \(1, 4, 8\) \("),
+        (((X[:, :, :4], Y), (X[:, :, :4], Y)), r"^model = Net: cannot take inputs of shape \(1, 4, 8\): "),
         (7, r"^data = 7: must be \(train, test\)"),
     ],
 )

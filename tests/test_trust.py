@@ -17,7 +17,8 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.config import resolve
-from fedsub_app.data.files import FORMATS, IMAGES, read_idx, read_images
+from fedsub_app.data import DataSettings
+from fedsub_app.data.files import FORMATS, IMAGES, read_files, read_idx
 from fedsub_app.deployment import commands
 from fedsub_app.deployment import federation as machine
 from fedsub_app.deployment.flower import PROJECT
@@ -141,7 +142,7 @@ def test_an_image_is_opened_by_no_other_program(data_dir: Path, monkeypatch: pyt
         path = data_dir / f"set/{split}/a/1.png"
         path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
     with pytest.raises(UserError, match=r"1\.png is not readable"):
-        read_images(data_dir / "set")
+        read_files(DataSettings(), data_dir / "set")
 
 
 def test_the_formats_are_those_of_the_names() -> None:

@@ -122,7 +122,7 @@ def test_fjord_counts_the_narrow_passes(monkeypatch: pytest.MonkeyPatch) -> None
         costs[distill] = worker.run_training(dict(task.tensors), task.config).metrics["flops"]
     place = worker.place
     whole = place.training_flops(place.network)
-    half = place.training_flops(place.narrow_network((500,)))
+    half = place.training_flops(place.narrow_network((("fc1", 500),)))
     draws = generator(place.settings.seed, 1, 0, "widths")
     plain = 0
     samples = [len(batch) for batch in client(0, 1, {}).batches()]

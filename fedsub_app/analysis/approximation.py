@@ -6,8 +6,8 @@ M*. The similarity is ``(M^ - M) . (M* - M) / (|M^ - M| |M* - M|)``, over all tr
 
 Where this leaves the paper, or the paper leaves a choice:
 
-- M are the checkpoints of the run, or those of another run of the same network. The paper's are the epochs of central
-  training: a run with one client, such as the experiment ``ist/central``.
+- M are the checkpoints of the run, or of another run of the same network. The paper's are the epochs of central
+  training: a run with one client, as ``ist/central``.
 - The same data are the mini-batches that the clients of these rounds train on. The samples of all clients' first
   mini-batches are shuffled and cut into as many mini-batches again, then those of their second ones, and so on: one
   client's central training is its own, in the same steps. The paper's appendix has an epoch over all samples of the
@@ -51,8 +51,8 @@ WINDOW = 10
 def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list[Path]:
     """Compare both directions from each checkpoint; write and draw ``approximation.csv`` and ``.png`` into ``folder``.
 
-    ``rounds``: federated rounds from each checkpoint, those that follow it in a run of these settings. ``starts``: run
-    whose checkpoints are the models M, ``None`` for this one's; its states are not used.
+    ``rounds``: federated rounds from each checkpoint. ``starts``: run whose checkpoints are the models M, ``None`` for
+    this one's; its states are not used.
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
@@ -95,11 +95,10 @@ def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mappin
 
     NaN where one of them has not moved.
     """
-    moved = (
+    a, b = (
         torch.cat([(to[name].cpu().double() - tensor.cpu().double()).flatten() for name, tensor in start.items()])
         for to in (one, other)
     )
-    a, b = moved
     return float(a @ b / (a.norm() * b.norm()))
 
 

@@ -87,14 +87,12 @@ def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySa
     pixels, images = read_pixels(files, train.shape[1:]), train.tensor
     if images.dtype != torch.uint8:
         pixels, images = in_unit(pixels), images.clone()  # normalised in place
+    classes: set[str] = set()
     folder = own_files(data_folder(settings.data_dir)).get(settings.dataset)
-    where = (
-        {"split": "train/*", "classes": "*", "domains": "*/*"}[folder_form(folder)]
-        if folder and folder.is_dir()
-        else ""
-    )
-    classes = sorted({path.name for path in folder.glob(where) if path.is_dir()}) if folder and where else []
-    return normalised(images, pixels, settings.normalise)[1], classes
+    if folder and folder.is_dir():
+        where = {"split": "train/*", "classes": "*", "domains": "*/*"}[folder_form(folder)]
+        classes = {path.name for path in folder.glob(where) if path.is_dir()}
+    return normalised(images, pixels, settings.normalise)[1], sorted(classes)
 
 
 class _OfPixels(nn.Module):

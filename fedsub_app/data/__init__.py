@@ -2,11 +2,7 @@
 
 ``load_dataset`` turns a name into tensors, ``make_partition`` shares the training samples out to clients; both are
 computed once per process and their results are shared, so treat every tensor as read-only. docs/data.md lists names
-and forms of files.
-
-Files are looked for in ``data-dir`` and its direct subfolders; it may be read-only unless something must be downloaded.
-Decoded images are cached in ``$FEDSUB_CACHE`` (default ``~/.cache/fedsub/decoded``), and so are the
-features of images that pretrained networks extract (:mod:`fedsub_app.data.features`).
+and forms of files. Decoded images and their features are cached in ``$FEDSUB_CACHE`` (``~/.cache/fedsub/decoded``).
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,11 @@
-"""A data set as tensors: sources chosen per class, brought to one form, joined, normalised."""
+"""A data set as tensors: known sets or your own files, chosen per class, brought to one form, joined, normalised."""
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,12 +16,11 @@ from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import features, own, synthetic
-from fedsub_app.data.features import Pictures
-from fedsub_app.data.known import Source, Split
-from fedsub_app.data.names import ALIASES, data_folder
+from fedsub_app.data.files import Pictures, Split, read_files, read_npz
+from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
+from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
-from fedsub_app.data.sources import check_hidden, load_sources
 from fedsub_app.data.tables import load_source
 from fedsub_app.tasks import task_of
 
@@ -36,10 +37,7 @@ def load_dataset(settings: DataSettings) -> Dataset:
 def _load(settings: DataSettings) -> Dataset:
     if is_source(settings.dataset):
         return load_source(settings, task_of(settings.task))
-    named = settings.dataset.split("+")
-    for part in named:
-        check_hidden(part, data_folder(settings.data_dir))
-    names = [name for part in named for name in ALIASES.get(part, part).split("+")]
+    names = parts_of(settings.dataset, data_folder(settings.data_dir))
     if len(names) > 1 and set(names) & ALONE:
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
     domains = ", ".join(settings.domains)
@@ -55,14 +53,11 @@ def _load(settings: DataSettings) -> Dataset:
     known: dict[str, Source] = {}
     first_label, num_classes = [], 0
     for name in names:
-        found = load_sources(name, settings)
+        found = _sources(name, settings)
         if twice := known.keys() & found.keys():
             raise UserError(f"dataset = {settings.dataset!r}: {min(twice)!r} is in it twice")
         for part, source in found.items():
-            if listed:
-                source = replace(source, train=_pictures(source.train), test=_pictures(source.test))
-            chosen = _choose(part, source, settings)
-            known[part] = _with_features(part, chosen, settings) if listed else chosen
+            known[part] = (_with_features if listed else _choose)(part, source, settings)
         first_label += [num_classes] * len(found)
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
@@ -70,47 +65,88 @@ def _load(settings: DataSettings) -> Dataset:
     parts = _one_form([x for x, _ in train + test if isinstance(x, Tensor)], settings)
     splits = (parts[: len(sources)], parts[len(sources) :])
     train_x, test_x = (part[0] if len(part) == 1 else torch.cat(part) for part in splits)
+    form = form_of(train_x, test_x, tokens=num_classes)
     if train_x.ndim == 4:
-        train_samples, test_samples = normalised(train_x, test_x, settings.normalise)
+        samples = normalised(train_x, test_x, settings.normalise)
     else:
-        train_samples, test_samples = Samples(train_x), Samples(test_x)
-    task, train_y = task_of(settings.task), _labels(train, first_label)
-    return own.dataset_of(
-        settings.dataset,
-        own.Split(train_samples, train_y, _groups(known, train)),
-        own.Split(test_samples, _labels(test, first_label), _groups(known, test)),
-        task,
-        form_of(train_x, test_x, tokens=num_classes),
-        task.output(train_y, num_classes),
-        tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
-        + (features.notes(settings.features, settings.backbone_dir) if listed else ()),
-        known,
-    )
+        samples = Samples(train_x), Samples(test_x)
+
+    def labelled(x: Samples, split: Sequence[Split]) -> own.Split:
+        """Return a split; the labels of each source begin behind those of the ones before."""
+        y = torch.cat([y + first for (_, y), first in zip(split, first_label, strict=True)])
+        return own.Split(x, y, [name for name, (_, y) in zip(known, split, strict=True) for _ in range(len(y))])
+
+    task, whole = task_of(settings.task), labelled(samples[0], train)
+    notes = tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
+    notes += features.notes(settings.features, settings.backbone_dir) if listed else ()
+    output = task.output(whole.y, num_classes)
+    return own.dataset_of(settings.dataset, whole, labelled(samples[1], test), task, form, output, notes, known)
 
 
-def _labels(splits: Sequence[Split], first_label: Sequence[int]) -> Tensor:
-    """Return the labels of several sources; those of each begin behind the ones before."""
-    return torch.cat([y + first for (_, y), first in zip(splits, first_label, strict=True)])
+def _sources(name: str, settings: DataSettings) -> dict[str, Source]:
+    """Return the sources of one set, all of them: its domains, which have the same classes, or else itself."""
+    try:
+        loaded = LOADERS.get(name, _own)(name, settings)
+    except NotHere as error:
+        similar = [other for other in own_files(data_folder(settings.data_dir)) if other.startswith(name)]
+        instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
+        raise UserError(f"{error}{instead}") from error
+    if isinstance(loaded, dict):
+        return loaded
+    if settings.domains:
+        raise UserError(f"domains = {', '.join(settings.domains)!r}: dataset {name!r} has none; allowed is ''")
+    return {name: loaded}
 
 
-def _groups(names: Iterable[str], splits: Sequence[Split]) -> list[str]:
-    """Return the source of each sample."""
-    return [name for name, (_, y) in zip(names, splits, strict=True) for _ in range(len(y))]
+def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
+    """Read ``<name>.npz``, the folder ``<name>`` or ``<name>.tar*``."""
+    data = data_folder(settings.data_dir)
+    file = own_files(data).get(name)
+    if file and folder_form(file) == "domains":
+        return _image_domains(file, settings)
+    if file is None and re.fullmatch(r"[\w.-]+", name):
+        file = find(data, f"{name}.npz")  # a file of other keys than ours: its reader says which are missing
+    if file is None and (packed := find(data, f"{name}.zip")):
+        raise UserError(f"{packed}: a zip archive; unpack it, or pack it again as one of {', '.join(ARCHIVES)}")
+    if file is None:
+        forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
+        known = ", ".join(dataset_names(str(data)))
+        raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
+    train, test = read_npz(file) if file.suffix == ".npz" else read_files(settings, file)
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    if empty := sorted(set(range(num_classes)) - set(train[1].tolist())):
+        reason = f"labels up to {num_classes - 1}, but no training image of class {empty[0]}"
+        raise UserError(f"{file}: {reason}: expected labels from 0 to n - 1, each with one")
+    notes = [HELD_OUT] if folder_form(file) == "classes" else []
+    if "jpeg" in name or "lossy" in name:
+        notes.append("lossy JPEG, not the original pixels")
+    if "subset" in name:
+        notes.append(f"partial: {len(train[1])} train, {len(test[1])} test images")
+    return Source(train, test, num_classes, tuple(notes))
 
 
-def _pictures(split: Split) -> Split:
-    """Return a split whose images are looked at one by one."""
-    x, y = split
-    return (x if isinstance(x, Pictures) else Pictures.all_of(x)), y
+def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
+    """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
+    known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
+    classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
+    domains = chosen_domains(settings, known)
+    return {
+        name: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for name, path in domains.items()
+    }
 
 
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
+    """Return the features of the images that are chosen of a source."""
+    x = [x if isinstance(x, Pictures) else Pictures.all_of(x) for x, _ in (source.train, source.test)]
+    train, test = (x[0], source.train[1]), (x[1], source.test[1])
+    chosen = _choose(name, replace(source, train=train, test=test), settings)
+
     def of(split: Split, random_crops: bool) -> Split:
         x, y = split
         assert isinstance(x, Pictures)
         return features.extracted(name, x, random_crops, settings.features, settings.backbone_dir), y
 
-    return replace(source, train=of(source.train, name in features.CROPPED), test=of(source.test, False))
+    return replace(chosen, train=of(chosen.train, name in features.CROPPED), test=of(chosen.test, False))
 
 
 def _choose(name: str, source: Source, settings: DataSettings) -> Source:
@@ -121,9 +157,23 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
     if train_y.ndim > 1 or train_y.is_floating_point():
         key = "train" if settings.train_per_class else "test"
         raise UserError(f"{key}-per-class = {getattr(settings, f'{key}_per_class')}: {name} has no classes; must be 0")
+
+    def chosen(split: str, labels: Tensor, wanted: int | None) -> Tensor | slice:
+        """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is None."""
+        if wanted is None:
+            return slice(None)
+        order = torch.randperm(len(labels), generator=generator(settings.seed, name, split, "per class"))
+        indices = [order[labels[order] == label][:wanted] for label in range(source.num_classes)]
+        for label, found in enumerate(map(len, indices)):
+            if found < wanted:
+                images = "train images" if split == "train" else "test images, not even among left-over train images"
+                available = f"class {label} of {name} has {found} {images}"
+                raise UserError(f"{split}-per-class = {wanted}: {available}; expected at most that, or 0 for all")
+        return torch.cat(indices).sort().values
+
     notes = source.notes
     wanted = settings.test_per_class
-    train = _per_class(name, "train", train_y, source.num_classes, settings.train_per_class, settings.seed)
+    train = chosen("train", train_y, settings.train_per_class)
     fewest = int(torch.bincount(test_y, minlength=source.num_classes).min())
     if wanted and wanted > fewest:
         left_over = torch.ones(len(train_y), dtype=torch.bool)
@@ -131,31 +181,12 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
         test_x, test_y = train_x[left_over], train_y[left_over]
         note = f"all test images are training images left over by the choice ({fewest} a class in the test set)"
         notes += (f"{note}, {wanted} a class",)
-    test = _per_class(name, "test", test_y, source.num_classes, wanted, settings.seed)
-    train_x = train_x[train] if settings.train_per_class else train_x  # all of them: without a copy
-    test_x = test_x[test] if wanted else test_x
-    return replace(source, train=(train_x, train_y[train]), test=(test_x, test_y[test]), notes=notes)
-
-
-def _per_class(name: str, split: str, labels: Tensor, num_classes: int, wanted: int | None, seed: int) -> Tensor:
-    """Return the sorted indices of ``wanted`` random samples of every class, of all samples where it is None."""
-    if wanted is None:
-        return torch.arange(len(labels))
-    order = torch.randperm(len(labels), generator=generator(seed, name, split, "per class"))
-    chosen = [order[labels[order] == label][:wanted] for label in range(num_classes)]
-    for label, indices in enumerate(chosen):
-        if len(indices) < wanted:
-            source = "train images" if split == "train" else "test images, not even among left-over train images"
-            available = f"class {label} of {name} has {len(indices)} {source}"
-            raise UserError(f"{split}-per-class = {wanted}: {available}; expected at most that, or 0 for all")
-    return torch.cat(chosen).sort().values
+    test = chosen("test", test_y, wanted)
+    return replace(source, train=(train_x[train], train_y[train]), test=(test_x[test], test_y[test]), notes=notes)
 
 
 def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:
-    """Bring the sources' samples to one shape: float32, or images that are uint8 and have that shape stay so.
-
-    :class:`UserError` where they would not fit into the memory.
-    """
+    """Bring the sources' samples to one shape: float32, or images that are uint8 and have that shape stay so."""
     shape = tuple(parts[0].shape[1:])
     if len(shape) == 3:
         channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))

@@ -3,28 +3,25 @@
 Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images, ICCV 2023, Section 4.1 and Appendix A: torchvision's
 ResNet-101 (2,048 features) and DenseNet-121 (1,024), trained on ImageNet, without their last linear layer. The paper's
 text has the two numbers the other way round. As in the authors' code DenseNet's features are averaged without the ReLU
-that torchvision puts before the average. ``efficientnet-lite0`` is one network of 1,280 features, whose weights a
-Python package holds; it is not the paper's.
+that torchvision puts before the average. ``efficientnet-lite0``, 1,280 features, is not the paper's.
 
 Images are resized to 256 pixels (the shorter side), cropped to the central 224 and normalised, as torchvision publishes
 for these weights. Training images of the sets that the paper names (birds, flowers, aircraft, textures) are instead
 cut out, resized and flipped at random, once: a sample has the same features in every round, and with every seed.
 
-Features are kept in the cache folder (``$FEDSUB_CACHE``), by the content of the weights' files and by the images: the
-pixels of a set that is in memory, else the files' names, sizes and times of change. A safetensors file is written after
-each ``GROUP`` images, so an extraction that is killed goes on where it was; where several processes want the same ones,
-one extracts and the others wait. A run on a GPU extracts there, whatever ``device`` says.
+Features are kept in the cache folder by the content of the weights' files and by the images: pixels in memory, else the
+files' names, sizes and times of change. A file is written after each ``GROUP`` images, so that a killed extraction goes
+on where it was. Of several processes one extracts, and the others wait; it does so on a GPU if there is one.
 """
 
 import hashlib
 import logging
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -42,65 +39,19 @@ from fedsub_app.common.own_code import packaged
 from fedsub_app.common.progress import Progress
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU
-from fedsub_app.data.files import cache_folder, opened, unwritable
+from fedsub_app.data.files import Pictures, cache_folder, unwritable
 from fedsub_app.data.settings import Features
 
 log = logging.getLogger("fedsub")
 
 RANDOM = "-random"
 CROPPED = ("cub200", "flowers102", "fgvc-aircraft", "dtd")  # sets whose training images are cropped at random
-SIZES = {"resnet101": 2048, "densenet121": 1024, "efficientnet-lite0": 1280}  # features of an image
+LITE0 = "efficientnet-lite0"
+SIZES = {"resnet101": 2048, "densenet121": 1024, LITE0: 1280}  # features of an image
 LITE = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}  # of the pixels that EfficientNet-Lite was trained with
 GROUP = 128  # images of a file: half a minute's work of a CPU's core
 BATCH = 16
 DOWNLOAD_SILENCE_S = 30.0
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Images of one split of a data set, those at ``index``, int64, decoded when they are read.
-
-    ``images``: all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
-    """
-
-    images: Tensor | Sequence[Path]
-    index: Tensor
-
-    @classmethod
-    def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
-        return cls(images, torch.arange(len(images)))
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, chosen: Tensor) -> "Pictures":
-        """Return the images at some positions, or where a bool tensor is true."""
-        return replace(self, index=self.index[chosen])
-
-    def read(self, number: int) -> Image.Image:
-        """Return one image of the split, RGB."""
-        if isinstance(self.images, Tensor):
-            pixels = self.images[number].permute(1, 2, 0).expand(-1, -1, 3)
-            if pixels.is_floating_point():
-                pixels = (pixels * 255).round().to(torch.uint8)
-            return Image.fromarray(pixels.contiguous().numpy())
-        with opened(self.images[number], str(self.images[number])) as image:
-            return image.convert("RGB")
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of all images of the split, 16 hex digits."""
-        checksum = hashlib.sha256()
-        if isinstance(self.images, Tensor):
-            checksum.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
-            checksum.update(self.images.contiguous().numpy().tobytes())
-        else:
-            top = os.path.commonpath([file.parent for file in self.images])
-            for file in self.images:
-                stat = file.stat()
-                name = file.relative_to(top).as_posix()
-                checksum.update(f"{name}\0{stat.st_size}\0{int(stat.st_mtime)}\n".encode())
-        return checksum.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -113,11 +64,10 @@ class Backbone:
 
     def build(self) -> nn.Module:
         """Return the network from images to features, in evaluation mode."""
-        if self.name == "efficientnet-lite0":
+        if self.name == LITE0:
             from fedsub_app.models.sources import from_source
 
-            lite = from_source("package:efficientnet-lite0", (3, 224, 224), 1000, {"num_classes": 0})
-            return lite.eval()
+            return from_source(f"package:{LITE0}", (3, 224, 224), 1000, {"num_classes": 0}).eval()
         from torchvision import models
 
         with drawing(CPU, "backbone", self.name):
@@ -126,17 +76,14 @@ class Backbone:
             try:
                 state = torch.load(self.file, map_location="cpu", weights_only=True)
                 # DenseNet's file has names of before torchvision 0.3: "denselayer1.norm.1.weight".
-                net.load_state_dict(
-                    {re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name): t for name, t in state.items()}
-                )
+                new_names = {name: re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name) for name in state}
+                net.load_state_dict({new_names[name]: tensor for name, tensor in state.items()})
             except Exception as error:  # torch's loader raises many types
-                raise UserError(
-                    f"{self.file}: not torchvision's weights of {self.name} ({one_line(error)[:200]})"
-                ) from error
-        if self.name == "resnet101":
-            net.fc = nn.Identity()
-        else:
-            net = nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+                reason = one_line(error)[:200]
+                raise UserError(f"{self.file}: not torchvision's weights of {self.name} ({reason})") from error
+        if self.name == "densenet121":
+            return nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+        net.fc = nn.Identity()
         built: nn.Module = net.eval()
         return built
 
@@ -144,7 +91,7 @@ class Backbone:
 @lru_cache(maxsize=2)
 def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
     """Return the networks, their weights looked for and, where ``folder`` is None, downloaded."""
-    if features == "efficientnet-lite0":
+    if features == LITE0:
         file = packaged(features)
         return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)
     from torchvision import models
@@ -153,21 +100,18 @@ def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
     if features.endswith(RANDOM):
         return tuple(Backbone(name, None, "random") for name in published)
     files = []
-    for name, weights in ((name, kind.IMAGENET1K_V1) for name, kind in published.items()):
+    for name, kind in published.items():
+        weights = kind.IMAGENET1K_V1
         file = Path(folder or f"{torch.hub.get_dir()}/checkpoints").expanduser() / Path(weights.url).name
-        reason = "not there"
-        if not file.exists() and not folder:
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with impatient():
-                    torch.hub.download_url_to_file(weights.url, str(file), file.stem.split("-")[1], progress=False)
-            except Exception as error:  # no network, a full disk, a wrong checksum
-                reason = one_line(error)[:200]
         try:
+            if not file.exists() and not folder:
+                with impatient():
+                    weights.get_state_dict(progress=False, check_hash=True)
             with file.open("rb") as content:
                 files.append(Backbone(name, file, hashlib.file_digest(content, "sha256").hexdigest()))
-        except OSError:
-            raise UserError(f"features = {features!r}: needs {file}, from {weights.url} ({reason})") from None
+        except Exception as error:  # no network, a full disk, a wrong checksum
+            reason = "not there" if isinstance(error, FileNotFoundError) else one_line(error)[:200]
+            raise UserError(f"features = {features!r}: needs {file}, from {weights.url} ({reason})") from error
     return tuple(files)
 
 
@@ -213,7 +157,11 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
             with FileLock(kept / ".lock"):
                 known = _read(kept, cached)  # another process may have extracted them meanwhile
                 missing = pictures.index[~known[pictures.index]].unique()
-                _extract(name, pictures, missing, random_crops, networks, kept, cached)
+                header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
+                for group, rows in _computed(name, pictures, missing, random_crops, networks):
+                    cached[group] = rows
+                    content = save({"index": group, "features": rows}, header)
+                    write_atomic(kept / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
         except OSError as error:
             raise unwritable(kept, error) from error
     return cached[pictures.index]
@@ -234,34 +182,28 @@ def _read(folder: Path, cached: Tensor) -> Tensor:
     return known
 
 
-def _extract(
-    name: str,
-    pictures: Pictures,
-    missing: Tensor,
-    random_crops: bool,
-    networks: Sequence[Backbone],
-    folder: Path,
-    cached: Tensor,
-) -> None:
+def _computed(
+    name: str, pictures: Pictures, missing: Tensor, random_crops: bool, networks: Sequence[Backbone]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the numbers of some images and their features, a group after the other."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     built = [network.build().to(device).to(memory_format=torch.channels_last) for network in networks]
-    transform = _transform(random_crops, LITE if networks[0].name == "efficientnet-lite0" else {})
+    transform = _transform(random_crops, LITE if networks[0].name == LITE0 else {})
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())
     log.info("features of %d images of %s, on %s", len(missing), name, device)
     progress, done = Progress(f"features of {name}", len(missing)), 0
     try:
         for group in missing.split(GROUP):
+            rows = []
             for batch in group.split(BATCH):
                 x = torch.stack([transform(pictures.read(number), number) for number in batch.tolist()])
                 x = x.to(device, memory_format=torch.channels_last)  # 1.8 times as fast on a CPU
                 with torch.inference_mode():
-                    cached[batch] = torch.cat([network(x) for network in built], dim=1).cpu()
+                    rows.append(torch.cat([network(x) for network in built], dim=1).cpu())
                 done += len(batch)
                 progress.update(done)
-            header = {"dataset": name, "weights": ", ".join(f"{net.name} {net.sha256}" for net in networks)}
-            content = save({"index": group, "features": cached[group]}, header)
-            write_atomic(folder / f"{int(group[0]):07d}-{uuid4().hex[:8]}.safetensors", content)
+            yield group, torch.cat(rows)
     finally:
         torch.set_num_threads(threads)
 

@@ -11,10 +11,12 @@ import math
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +30,9 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import Progress
 from fedsub_app.data.names import IMAGES, NPZ_KEYS, folder_form
+from fedsub_app.data.settings import DataSettings
 
-Split = tuple[Tensor, Tensor]
+T = TypeVar("T")
 Array = NDArray[np.generic]
 Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 
@@ -37,6 +40,56 @@ FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # of IMAGES; Pillow rea
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
 MAX_CLASSES = 10_000
 MAX_UNPACKED = 2**31  # bytes of an image in an archive
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Images of one split of a data set, those at ``index``, int64, decoded when they are read.
+
+    ``images``: all of the split: uint8 or float32 in [0, 1] ``[n, 1 or 3, height, width]``, or files.
+    """
+
+    images: Tensor | Sequence[Path]
+    index: Tensor
+
+    @classmethod
+    def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
+        return cls(images, torch.arange(len(images)))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, chosen: Tensor | slice) -> "Pictures":
+        """Return the images at some positions, or where a bool tensor is true."""
+        return replace(self, index=self.index[chosen])
+
+    def read(self, number: int) -> Image.Image:
+        """Return one image of the split, RGB."""
+        if isinstance(self.images, Tensor):
+            pixels = self.images[number].permute(1, 2, 0).expand(-1, -1, 3)
+            if pixels.is_floating_point():
+                pixels = (pixels * 255).round().to(torch.uint8)
+            return Image.fromarray(pixels.contiguous().numpy())
+        with opened(self.images[number], str(self.images[number])) as image:
+            return image.convert("RGB")
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all images of the split, 16 hex digits."""
+        checksum = hashlib.sha256()
+        if isinstance(self.images, Tensor):
+            checksum.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
+            checksum.update(self.images.contiguous().numpy().tobytes())
+        else:
+            top = os.path.commonpath([file.parent for file in self.images])
+            for file in self.images:
+                stat = file.stat()
+                name = file.relative_to(top).as_posix()
+                checksum.update(f"{name}\0{stat.st_size}\0{int(stat.st_mtime)}\n".encode())
+        return checksum.hexdigest()[:16]
+
+
+Split = tuple[Tensor | Pictures, Tensor]
 
 
 def cache_folder() -> Path:
@@ -127,34 +180,33 @@ def read_idx(path: Path, dimensions: int) -> Array:
     if not count:
         raise UserError(f"{path}: empty, its header is {shape}")
     if len(content) != count:
-        raise UserError(
-            f"{path}: {'more' if len(content) > count else len(content)} bytes, its header {shape} needs {count}"
-        )
+        found = "more" if len(content) > count else len(content)
+        raise UserError(f"{path}: {found} bytes, its header {shape} needs {count}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def read_images(
-    path: Path, image_size: int | None = None, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
+def read_files(
+    settings: DataSettings, path: Path, classes: Sequence[str] = (), listed: Sequence[Listed] | None = None
 ) -> tuple[Split, Split]:
-    """Read ``{train,test}/<class>/<image>`` from a folder, or from an archive at any depth; or the ``listed`` files.
-
-    A folder without ``train/`` is read as ``<class>/<image>``: every sixth image of a class, by file name, is a test
-    image (of Mini-ImageNet's 600 a class, 100).
+    """Return the images of a folder, of an archive with ``{train,test}/<class>/`` at any depth, or ``listed`` files.
 
     Class numbers follow ``classes`` or else the sorted names of the training folders, images the sorted file names, as
     in torchvision's ImageFolder. Images are brought to ``image_size`` pixels a side (bilinear, antialiased), or must be
     of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
-    file's size or time changes.
+    file's size or time changes; files of which features are asked stay files.
     """
-    if listed is None and not path.is_file():
+    if listed is None and path.is_dir():
         listed = list_images(path)
+    if listed is not None and settings.features != "none":
+        train, test = _in_splits(path, dict(listed), classes).values()
+        return (Pictures.all_of(train[0]), train[1]), (Pictures.all_of(test[0]), test[1])
     files = [path] if listed is None else [file for _, file in listed]
-    cached = cache_folder() / f"{path.name}-{fingerprint(files, f'{image_size} {classes}')}.npz"
+    cached = cache_folder() / f"{path.name}-{fingerprint(files, f'{settings.image_size} {classes}')}.npz"
     if cached.exists():
         with suppress(UserError):  # damaged: decode again
             return read_npz(cached)
     encoded = _archived(path) if listed is None else ((parts, file.read_bytes()) for parts, file in listed)
-    arrays = _stack(path, encoded, len(listed or ()), image_size, classes)
+    arrays = _stack(path, encoded, len(listed or ()), settings.image_size, classes)
     try:
         write_atomic(cached, lambda file: np.savez(file, allow_pickle=False, **arrays))
     except OSError as error:
@@ -163,7 +215,10 @@ def read_images(
 
 
 def list_images(path: Path) -> list[Listed]:
-    """Return the images of a folder, split as :func:`read_images` says, in the order of their paths."""
+    """Return the images of a folder, ``{train,test}/<class>/`` or ``<class>/``, in the order of their paths.
+
+    Of the latter form every sixth image of a class is a test image (of Mini-ImageNet's 600 a class, 100).
+    """
     split = folder_form(path) == "split"
     files = sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())
     if split:
@@ -224,10 +279,10 @@ def _is_image(parts: tuple[str, ...]) -> bool:
     return len(parts) == 3 and parts[0] in ("train", "test") and parts[2].lower().endswith(IMAGES) and not hidden
 
 
-def in_splits(
-    path: Path, images: Iterable[tuple[str, ...]], classes: Sequence[str]
-) -> dict[str, tuple[list[tuple[str, ...]], list[int]]]:
-    """Return the images of ``train`` and ``test`` in order, and their labels; ``path``: where they are."""
+def _in_splits(
+    path: Path, images: Mapping[tuple[str, ...], T], classes: Sequence[str]
+) -> dict[str, tuple[list[T], Tensor]]:
+    """Return the images of ``train`` and ``test`` in order, and their labels, int64; ``path``: where they are."""
     every = sorted(images)
     classes = classes or sorted({name for split, name, _ in every if split == "train"})
     splits = {}
@@ -239,7 +294,7 @@ def in_splits(
             raise UserError(f"{path}: no image in {split}/<class>/ (of type {', '.join(IMAGES)})")
         if unknown := sorted({name for _, name, _ in keys} - set(classes)):
             raise UserError(f"{path}: class {unknown[0]} is in {split}/ but not in train/")
-        splits[split] = keys, [classes.index(name) for _, name, _ in keys]
+        splits[split] = [images[key] for key in keys], torch.tensor([classes.index(name) for _, name, _ in keys])
     return splits
 
 
@@ -260,19 +315,17 @@ def _stack(
         pixels += images[parts].nbytes
         progress.update(len(images))
         check_memory(str(path), pixels)
-        size = size or images[parts].shape[:2]
-        if images[parts].shape[:2] != size:
-            raise UserError(
-                f"{where} is {images[parts].shape[:2]}, the ones before are {size}: expected one size, or image-size"
-            )
+        here = images[parts].shape[:2]
+        size = size or here
+        if here != size:
+            raise UserError(f"{where} is {here}, the ones before are {size}: expected one size, or image-size")
     rgb = any(image.ndim == 3 for image in images.values())
     arrays: dict[str, Array] = {}
-    for split, (keys, labels) in in_splits(path, images, classes).items():
-        found = [images[key] for key in keys]
+    for split, (found, labels) in _in_splits(path, images, classes).items():
         arrays[f"{split}_images"] = np.stack(
             [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in found]
         )
-        arrays[f"{split}_labels"] = np.array(labels, dtype=np.int64)
+        arrays[f"{split}_labels"] = labels.numpy()
     return arrays
 
 

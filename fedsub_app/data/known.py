@@ -1,12 +1,10 @@
-"""Data sets with a name of their own: generated, installed, torchvision's, medmnist's.
-
-``LOADERS``, at the end, holds one line for each: what loads it.
-"""
+"""Data sets with a name of their own, generated, installed, torchvision's, medmnist's: ``LOADERS``, at the end."""
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +14,17 @@ import torch
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
-from fedsub_app.data.features import Pictures, impatient
-from fedsub_app.data.files import (
-    HOLD_OUT,
-    Array,
-    Listed,
-    checked,
-    hold_out,
-    in_splits,
-    read_idx,
-    read_images,
-    read_npy,
-)
+from fedsub_app.data.features import impatient
+from fedsub_app.data.files import HOLD_OUT, Array, Split, checked, hold_out, read_files, read_idx, read_npy
 from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find
 from fedsub_app.data.settings import DataSettings
 
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 
-Split = tuple[torch.Tensor | Pictures, torch.Tensor]
-
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A data set before it is prepared.
-
-    x of images: uint8, or float32 in [0, 1], [n, c, h, w], or files that are only listed; synthetic data are [n, 5].
-    """
+    """A data set before it is prepared: its images are uint8 or float32 in [0, 1], [n, c, h, w], or listed files."""
 
     train: Split
     test: Split
@@ -84,11 +67,16 @@ def _diabetes(name: str, settings: DataSettings) -> Source:
 
 
 def _python_sources(name: str, settings: DataSettings) -> dict[str, Source]:
-    packages = text.python_packages()
-    if unknown := [domain for domain in settings.domains if domain not in packages]:
-        raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(packages)}")
+    packages = chosen_domains(settings, text.python_packages())
     size = len(text.ALPHABET) + 2
-    return {name: Source(*text.source_samples(packages[name]), size) for name in settings.domains or packages}
+    return {name: Source(*text.source_samples(folder), size) for name, folder in packages.items()}
+
+
+def chosen_domains(settings: DataSettings, known: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the domains that the settings name, or else all."""
+    if unknown := [domain for domain in settings.domains if domain not in known]:
+        raise UserError(f"domains: {unknown[0]!r}: allowed are {', '.join(known)}")
+    return {domain: known[domain] for domain in settings.domains or known}
 
 
 def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> Source:
@@ -97,34 +85,27 @@ def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> 
     names = [f"{prefix}-{part}-ubyte" for prefix in prefixes for part in ("images-idx3", "labels-idx1")]
     options = {"split": split} if split else {}
 
-    def files(folder: Path) -> list[Path]:
-        return [next(filter(Path.exists, (folder / name, folder / f"{name}.gz")), folder / name) for name in names]
+    def download(root: str) -> object:
+        return _torchvision(kind_name)(root, download=True, **options)
 
-    folder = _located(
-        name,
-        settings,
-        f"{kind_name}/raw",
-        f"{kind_name}/raw/{{{','.join(names)}}}[.gz]",
-        lambda root: _torchvision(kind_name)(root, download=True, **options),
-        lambda folder: all(map(Path.exists, files(folder))),
-    )
+    folder = _located(name, settings, f"{kind_name}/raw", "[.gz]", download, names)
+    files = [folder / name if (folder / name).exists() else folder / f"{name}.gz" for name in names]
     first = 1 if split == "letters" else 0  # EMNIST letters are labelled 1 to 26
-    arrays = [read_idx(file, dimensions) for file, dimensions in zip(files(folder), (3, 1, 3, 1), strict=True)]
+    arrays = [read_idx(file, dimensions) for file, dimensions in zip(files, (3, 1, 3, 1), strict=True)]
     train, test = ((x, y.astype(np.int64) - first) for x, y in (arrays[:2], arrays[2:]))
     return _labelled(folder, train, test, EMNIST.get(split, 10))
 
 
 def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
     kind = _torchvision(kind_name)
-    needed = f"{kind.base_folder}/ (unpacked from {kind.url})"
-    folder = _located(name, settings, kind.base_folder, needed, lambda root: kind(root, download=True))
+    origin = f"/ (unpacked from {kind.url})"
+    folder = _located(name, settings, kind.base_folder, origin, lambda root: kind(root, download=True))
     try:
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
     except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
         raise UserError(f"{folder}: {one_line(error)}") from error
-    return _labelled(
-        folder, (train.data, np.array(train.targets)), (test.data, np.array(test.targets)), len(train.classes)
-    )
+    of_train, of_test = ((split.data, np.array(split.targets)) for split in (train, test))
+    return _labelled(folder, of_train, of_test, len(train.classes))
 
 
 def _medmnist(name: str, settings: DataSettings) -> Source:
@@ -132,8 +113,8 @@ def _medmnist(name: str, settings: DataSettings) -> Source:
 
     info = medmnist.INFO[name]
     kind = getattr(medmnist, info["python_class"])
-    needed = f"{name}.npz ({info['url']})"
-    file = _located(name, settings, f"{name}.npz", needed, lambda root: kind(split="train", root=root, download=True))
+    origin = f" ({info['url']})"
+    file = _located(name, settings, f"{name}.npz", origin, lambda root: kind(split="train", root=root, download=True))
     try:
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
     except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
@@ -156,8 +137,8 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
 
 def _cub200(name: str, settings: DataSettings) -> Source:
     """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
-    needed = "CUB_200_2011/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-    folder = _located(name, settings, "CUB_200_2011", needed)
+    origin = "/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
+    folder = _located(name, settings, "CUB_200_2011", origin)
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
@@ -189,19 +170,11 @@ def _published(
     test: Sequence[str] = ("val", "test"),
     downloads: bool = True,
 ) -> Source:
-    """Let torchvision's class ``kind_name`` read a set's lists: those of the splits ``test`` are the test images.
-
-    ``base``: its folder, which ``holds`` these; ``downloads``: torchvision can.
-    """
+    """Let torchvision's class ``kind_name`` read the lists of a set, whose folder ``base`` has what ``holds`` names."""
     kind = _torchvision(kind_name)
-    root = _located(
-        name,
-        settings,
-        base,
-        f"{base}/{{{', '.join(holds)}}}" + ("" if downloads else "; torchvision cannot download it any more"),
-        (lambda root: kind(root, download=True)) if downloads else None,
-        lambda folder: all((folder / name).exists() for name in holds),
-    )
+    origin = "" if downloads else "; torchvision cannot download it any more"
+    download = (lambda root: kind(root, download=True)) if downloads else None
+    root = _located(name, settings, base, origin, download, holds)
     try:
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
@@ -221,8 +194,8 @@ def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
 
     Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
     """
-    needed = "CIFAR-10-C/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
-    folder = _located(name, settings, "CIFAR-10-C", needed)
+    origin = "/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
+    folder = _located(name, settings, "CIFAR-10-C", origin)
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
     labels = read_npy(folder / "labels.npy")
     sources = {}
@@ -248,46 +221,31 @@ def _files(
     num_classes: int,
 ) -> Source:
     """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
-    listed: list[Listed] = []
-    for split, samples in (("train", train), ("test", test)):
-        listed += [((split, f"{label:04}", file.name), file) for file, label in samples]
-    return Source(*read_listed(settings, folder, listed, [f"{label:04}" for label in range(num_classes)]), num_classes)
-
-
-def read_listed(
-    settings: DataSettings, folder: Path, listed: Sequence[Listed], classes: Sequence[str]
-) -> tuple[Split, Split]:
-    """Return image files by class and name: decoded, or as they are where features are asked for."""
-    if settings.features == "none":
-        return read_images(folder, settings.image_size, classes, listed)
-    files = dict(listed)
-    train, test = (
-        (Pictures.all_of([files[key] for key in keys]), torch.tensor(labels))
-        for keys, labels in in_splits(folder, files, classes).values()
-    )
-    return train, test
+    splits = (("train", train), ("test", test))
+    listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]
+    classes = [f"{label:04}" for label in range(num_classes)]
+    return Source(*read_files(settings, folder, classes, listed), num_classes)
 
 
 def _torchvision(kind_name: str) -> Any:
-    from torchvision import datasets
-
-    return getattr(datasets, kind_name)
+    return getattr(import_module("torchvision.datasets"), kind_name)
 
 
 def _located(
     name: str,
     settings: DataSettings,
     base: str,
-    needed: str,
+    origin: str,
     download: Callable[[str], object] | None = None,
-    complete: Callable[[Path], bool] = Path.exists,
+    holds: Sequence[str] = (),
 ) -> Path:
-    """Return where the file or folder ``base`` is; torchvision or medmnist downloads it where it is not complete."""
+    """Return where the file or folder ``base`` is, with all that it ``holds``; else torchvision or medmnist gets it."""
     data = data_folder(settings.data_dir)
     path = find(data, base)
-    if path and complete(path):
+    if path and all((path / entry).exists() or (path / f"{entry}.gz").exists() for entry in holds):
         return path
-    missing = f"dataset = {name!r}: {data} has no {needed}"
+    inside = f"/{{{', '.join(holds)}}}" if holds else ""
+    missing = f"dataset = {name!r}: {data} has no {base}{inside}{origin}"
     if not download:
         raise NotHere(missing)
     try:

@@ -77,6 +77,17 @@ def private_name(path: Path) -> str:
     return name
 
 
+def parts_of(dataset: str, data: Path) -> list[str]:
+    """Return the names of the joined sets; :class:`UserError` where a set in the folder has the name of a known one."""
+    named = dataset.split("+")
+    for name in (name for name in named if name in KNOWN or name in ALIASES):
+        forms = (name, *(f"{name}{suffix}" for suffix in ARCHIVES), *([] if name in MEDMNIST else [f"{name}.npz"]))
+        for path in filter(None, (find(data, form) for form in forms)):
+            if path.is_file() or folder_form(path):
+                raise UserError(f"dataset = {name!r}: a known set, and {path} has the name too; rename that one")
+    return [part for name in named for part in ALIASES.get(name, name).split("+")]
+
+
 def data_folder(setting: str | None) -> Path:
     """The setting, or else ``$FEDSUB_DATA``, or else ``data`` in the user's cache folder (``~/.cache/fedsub``)."""
     folder = Path(setting or os.environ.get("FEDSUB_DATA") or user_cache_path("fedsub") / "data").expanduser()

@@ -37,14 +37,10 @@ def own_dataset(
 ) -> Dataset:
     """Return a user's ``(train, test)`` as a data set.
 
-    Parameters
-    ----------
-    data : each of the two ``(x, y)``, ``(x, y, groups)``, or a map-style data set whose items are pairs, or mappings
-        with ``label``. x is a tensor of numbers or int64 tokens, or a tuple or mapping of tensors. y is what the task
-        takes. ``groups`` are one value a sample.
-    output_for : form of a sample -> shape of the network's output for it; default: what y needs.
-    collate : makes a batch of items of a map-style data set; default: stacks each tensor.
-    name : of the data set.
+    Each is ``(x, y)``, ``(x, y, groups)``, or a map-style data set whose items are pairs, or mappings with ``label``. x
+    is a tensor of numbers or int64 tokens, or a tuple or mapping of tensors. y is what the task takes, ``groups`` are
+    one value a sample. ``output_for``: form of a sample -> shape of the network's output for it, by default what y
+    needs; ``collate``: makes a batch of items of a map-style data set, by default stacks each tensor.
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")
@@ -66,10 +62,7 @@ def dataset_of(
     notes: tuple[str, ...] = (),
     sources: Iterable[str] = (),
 ) -> Dataset:
-    """Return the data set of two splits.
-
-    ``output``: shape of a network's output, by default what y needs; ``sources``: by default the sorted groups.
-    """
+    """Return the data set of two splits; ``output``: a network's shape, ``sources``: by default the sorted groups."""
     where = "" if name == OWN else f"dataset = {name!r}, "
     targets = []
     for part, one in (("train", train), ("test", test)):
@@ -90,22 +83,17 @@ def dataset_of(
 
 
 def _split(data: object, name: str, collate: Collate | None) -> Split:
-    groups: Sequence[str] = ()
-    if isinstance(data, tuple | list) and len(data) in (2, 3):
-        x, y = data[:2]
-        groups = [str(group) for group in data[2].tolist()] if len(data) == 3 and isinstance(data[2], Tensor) else ()
-        groups = list(map(str, data[2])) if len(data) == 3 and not groups else groups
-    else:
+    if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         return _read(data, name, collate)
+    x, y, groups = (*data, ())[:3]
+    groups = [str(group) for group in (groups.tolist() if isinstance(groups, Tensor) else groups)]
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
-    sizes = {len(t) for t in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
+    sizes = {len(tensor) for tensor in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
     if y.ndim < 1 or sizes != {len(y)} or (isinstance(stored, Tensor) and stored.ndim < 2):
-        raise UserError(
-            f"{name}: x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}: "
-            "must be [n, ...] and [n] or [n, ...]"
-        )
+        found = f"x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}"
+        raise UserError(f"{name}: {found}: must be [n, ...] and [n] or [n, ...]")
     if groups and len(groups) != len(y):
         raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
     return Split(Samples(stored), y.detach(), groups)

@@ -55,8 +55,9 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         train = (_draw if settings.samples_per_client else _DIVIDE.get(settings.partition, by_flwr))(dataset, settings)
     validation: list[Tensor] = []
     test: list[Tensor] = []
+    by_label = settings.client_test == "labels"
     for client, indices in enumerate(train):
-        if settings.client_test != "labels":
+        if not by_label:
             indices, held_out = _split(indices, settings.holdout_fraction, 1, settings.seed, client, "holdout")
             test.append(held_out)
         train[client], rest = _split(indices, settings.validation_fraction, 0, settings.seed, client, "validation")
@@ -64,23 +65,15 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         if not len(train[client]):
             size = len(rest) + (len(test[client]) if test else 0)
             keys = "num-clients, validation-fraction or holdout-fraction" if size else "num-clients"
-            raise UserError(
-                f"num-clients = {settings.num_clients}: client {client} has no training sample with partition = "
-                f"{settings.partition!r} of {len(dataset.train_y)} samples; lower {keys}"
-            )
-    if settings.client_test == "labels":
-        # Labels of all its samples: one that falls wholly into validation stays in the test set.
+            how = f"partition = {settings.partition!r} of {len(dataset.train_y)} samples; lower {keys}"
+            raise UserError(f"num-clients = {settings.num_clients}: client {client} has no training sample with {how}")
+    if by_label:  # of all its samples: one that falls wholly into validation stays in the test set
         test = _test_by_label(dataset, [torch.cat(parts) for parts in zip(train, validation, strict=True)])
-    return Partition(
-        tuple(train), tuple(validation), tuple(test), "test" if settings.client_test == "labels" else "train"
-    )
+    return Partition(tuple(train), tuple(validation), tuple(test), "test" if by_label else "train")
 
 
 def whole_set(dataset: Dataset, settings: PartitionSettings, client: int) -> Partition:
-    """Return the partition of one client's own data: all of its training samples but those for validation, all tests.
-
-    Every client has the same indices; the data set is that of ``client`` alone.
-    """
+    """Return the partition of a data set that is ``client``'s own: the same indices for all clients, all tests."""
     every = torch.arange(len(dataset.train_y))
     train, rest = _split(every, settings.validation_fraction, 0, settings.seed, client, "validation")
     if not len(train):
@@ -105,10 +98,8 @@ def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
 def _check(dataset: Dataset, settings: PartitionSettings) -> None:
     samples, clients = len(dataset.train_y), settings.num_clients
     if not dataset.has_classes and settings.partition not in WITHOUT_CLASSES and settings.partition in KINDS:
-        allowed = ", ".join(map(repr, WITHOUT_CLASSES))
-        raise UserError(
-            f"partition = {settings.partition!r}: needs classes, {dataset.name} has none; allowed are {allowed}"
-        )
+        needs = f"needs classes, {dataset.name} has none; allowed are {', '.join(map(repr, WITHOUT_CLASSES))}"
+        raise UserError(f"partition = {settings.partition!r}: {needs}")
     shards, classes = settings.shards_per_client, settings.classes_per_client
     if settings.samples_per_client:
         said = f"samples-per-client = {settings.samples_per_client}: must be 0 with"
@@ -121,9 +112,8 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
     elif clients > samples:
         raise UserError(f"num-clients = {clients}: expected 1 to {samples}, the number of training samples")
     if settings.partition == "shards" and shards > samples // clients:
-        raise UserError(
-            f"shards-per-client = {shards}: expected 1 to {samples // clients}, {samples} samples / {clients}"
-        )
+        most = f"{samples // clients}, {samples} samples / {clients}"
+        raise UserError(f"shards-per-client = {shards}: expected 1 to {most}")
     if settings.partition in ("classes", "source-classes") and classes > dataset.label_count:
         raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.label_count}, the number of classes")
 
@@ -151,10 +141,8 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
             shared[key] = torch.isin(test_kinds, own).nonzero().flatten()
         if not len(shared[key]):
             labels = sorted({kind % dataset.label_count for kind in key})
-            raise UserError(
-                f"client-test = 'labels': the test set has no sample of client {client}'s labels {labels}; "
-                "use 'holdout'"
-            )
+            lacking = f"no sample of client {client}'s labels {labels}"
+            raise UserError(f"client-test = 'labels': the test set has {lacking}; use 'holdout'")
         tests.append(shared[key])
     return tests
 
@@ -217,15 +205,12 @@ def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     of_source = _by_source(dataset, settings)
     if settings.num_clients * settings.classes_per_client % dataset.label_count:
-        expected = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
-        raise UserError(
-            f"classes-per-client = {settings.classes_per_client}: partition = 'source-classes' needs {expected}"
-        )
+        needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
+        key = f"classes-per-client = {settings.classes_per_client}"
+        raise UserError(f"{key}: partition = 'source-classes' needs {needs}")
     lists = deal_classes(dataset.label_count, settings)
-    return [
-        own[torch.isin(dataset.train_labels[own], torch.tensor(labels))]
-        for own, labels in zip(of_source, lists, strict=True)
-    ]
+    pairs = zip(of_source, lists, strict=True)
+    return [own[torch.isin(dataset.train_labels[own], torch.tensor(labels))] for own, labels in pairs]
 
 
 def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
@@ -249,10 +234,7 @@ def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def deal_classes(num_classes: int, settings: PartitionSettings) -> list[list[int]]:
-    """Deal every class equally often, distinct ones to each client unless they may repeat.
-
-    Clients times classes a client is a multiple of the classes.
-    """
+    """Deal every class equally often, which must come out even; distinct ones to each client unless they may repeat."""
     num_clients, classes_per_client = settings.num_clients, settings.classes_per_client
     random = generator(settings.seed, "classes of clients")
     copies = num_clients * classes_per_client // num_classes

@@ -1,7 +1,6 @@
 """Samples in the form in which they are kept: images of bytes stay bytes until they are used.
 
-Training uses float32. Storing all samples so would take four times the memory, in every process and on every GPU;
-converting those of one client takes about as long as copying them.
+Training uses float32, which takes four times the memory; converting a client's samples is as fast as copying them.
 """
 
 from collections.abc import Callable
@@ -24,12 +23,9 @@ WHITE = 255.0
 class Samples:
     """Samples of a data set, all of one shape; indexing returns float32.
 
-    Parameters
-    ----------
-    stored : float32 ``[n, ...]``, tokens, or several tensors, returned unchanged; or images as uint8
-        ``[n, channels, height, width]``.
-    scale : white, mean and deviation of uint8 images, which are returned as ``(x / white - mean) / deviation``; each of
-        the shape and memory layout of an image, so that a step is one pass over many images.
+    ``stored``: float32 ``[n, ...]``, tokens, or several tensors, returned unchanged; or images, uint8 ``[n, channels,
+    height, width]``, returned as ``(x / white - mean) / deviation``. ``scale``: these three, each of the shape and
+    memory layout of an image, so that a step is one pass over many images.
     """
 
     stored: Batch
@@ -128,12 +124,10 @@ AnySamples = Samples | LazySamples
 class Dataset:
     """Training and test samples: x [n, channels, height, width] or [n, features]; y and source int64 [n].
 
-    Samples taken from ``train_x`` and ``test_x`` are float32; images of bytes are stored as bytes.
-
     ``source`` is the position in ``sources`` (the names joined by ``+``, the domains, or the values of the column
     ``group``). ``notes`` says, one line each, what is partial, lossy or substituted. ``num_classes`` is the number of a
     network's outputs. y of other tasks than a classification is what the task takes. ``labels`` are the classes of a
-    table as they stand in it.
+    table as they stand in it. ``in_shape`` is the form of one sample, a network's input.
     """
 
     name: str
@@ -146,7 +140,7 @@ class Dataset:
     num_classes: int
     sources: tuple[str, ...]
     notes: tuple[str, ...]
-    form: Shape | None = None
+    in_shape: Shape
     labels: tuple[str, ...] = ()
 
     @property
@@ -168,11 +162,6 @@ class Dataset:
     def test_labels(self) -> Tensor:
         """Class of each test sample, int64 [n]; 0 where they have none."""
         return self.test_y if self.has_classes else torch.zeros(len(self.test_y), dtype=torch.int64)
-
-    @property
-    def in_shape(self) -> Shape:
-        """Form of one sample, a network's input; a tuple where it is one tensor of numbers."""
-        return tuple(self.train_x.shape[1:]) if self.form is None else self.form
 
 
 @lru_cache(maxsize=1)

@@ -32,7 +32,6 @@ ClassLists = Annotated[
     ),
 ]
 
-
 KINDS = ("iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists", "column")
 WITHOUT_CLASSES = ("iid", "source", "column")  # partitions of samples that have no classes
 FLWR = "flwr:"
@@ -66,10 +65,7 @@ class DataSettings(SeedSettings):
     """The data set, its size and form."""
 
     task: Annotated[str, AfterValidator(checked_task)] = "classification"
-    """The task: classification, multi-label, regression, next-token, or a class of yours, "my_task.py:Task".
-
-    It decides the loss, the score and what labels are (docs/own-data.md).
-    """
+    """The task: classification, multi-label, regression, next-token, or "my_task.py:Task" (docs/own-data.md)."""
     metrics: Annotated[
         tuple[Literal["auc", "f1", "balanced-accuracy", "spread"], ...],
         Listed("allowed are auc, f1, balanced-accuracy, spread, comma-separated, or ''"),
@@ -140,10 +136,7 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     ``flwr:NAME``: a partitioner of flwr-datasets, such as flwr:LinearPartitioner, with ``partition-options``.
     """
     partition_options: Annotated[str, AfterValidator(readable)] = ""
-    """Arguments of partition = "flwr:NAME" besides num_partitions and seed: "alpha=0.3, partition_by='label'".
-
-    Its columns are ``label`` and ``source``.
-    """
+    """Arguments of partition = "flwr:NAME": "alpha=0.3, partition_by='label'"; its columns are label and source."""
     dirichlet_alpha: Positive = 0.5
     """Concentration of partition = "dirichlet"; small is uneven."""
     samples_per_client: CountOrNone = None
@@ -156,10 +149,7 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     classes_per_client: Count = 5
     """Classes of each client with partition = "classes" or "source-classes"."""
     repeat_classes: bool = False
-    """Deal classes as FedSelect's code does: a client may be dealt the same one again.
-
-    Such a client has fewer classes and two parts of one of them.
-    """
+    """Deal classes as FedSelect's code does: a client may be dealt a class twice, and has two parts of it."""
     class_lists: ClassLists = ()
     """The classes of each client with partition = "lists": "0 2, 1 3".
 

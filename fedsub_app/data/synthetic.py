@@ -32,10 +32,7 @@ NAMES = tuple(layout + size for layout in LAYOUTS for size in TRAIN_POINTS)
 def sample(layout: Layout, num_points: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw ``num_points / 16`` points around every centre, in random order; ``num_points`` is a multiple of 16.
 
-    Returns
-    -------
-    features : float32 [num_points, 5]: x, y, x^2, y^2, x*y.
-    labels : int64 [num_points], 0..3, a quarter of the points each.
+    Features x, y, x^2, y^2, x*y are float32 [num_points, 5], labels int64 [num_points], 0..3, a quarter each.
     """
     axis = (torch.arange(4, dtype=torch.float64) - 1.5) * layout.spacing
     rows, columns = torch.meshgrid(axis, axis, indexing="ij")

@@ -25,11 +25,7 @@ TEST_SHARE = 6  # every sixth sample of a package is for testing
 
 
 def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, int]:
-    """Return a function from texts to tokens, and the number of tokens.
-
-    ``name``: one of ``TRAINED``, made of the training texts with at most ``vocabulary`` tokens, or
-    ``transformers:FOLDER`` or a name on the hub.
-    """
+    """Return a function from texts to tokens, and the number of tokens: with ``TRAINED`` at most ``vocabulary``."""
     if name == "characters":
         return _of_characters([letter for letter, _ in Counter("".join(texts)).most_common(vocabulary - 2)])
     try:
@@ -40,9 +36,7 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Enco
             kind, folder = "transformers", str(packaged(folder))
         if kind == "transformers" and folder:
             tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            return lambda some: tokenizer(list(some), add_special_tokens=True)["input_ids"] if some else [], len(
-                tokenizer
-            )
+            return lambda some: tokenizer(list(some))["input_ids"] if some else [], len(tokenizer)
     except ImportError as error:
         package = "tokenizers" if name in TRAINED else "transformers"
         raise UserError(f"tokenizer = {name!r}: needs the package {package}; `pip install {package}`") from error
@@ -63,10 +57,8 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, 
     tokenizer = package.Tokenizer(getattr(package.models, kind)(unk_token="[UNK]"))
     tokenizer.normalizer = package.normalizers.Lowercase()
     tokenizer.pre_tokenizer = package.pre_tokenizers.Whitespace()
-    trainer = getattr(package.trainers, trainer_kind)(
-        vocab_size=vocabulary, special_tokens=["[PAD]", "[UNK]"], show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    how = {"vocab_size": vocabulary, "special_tokens": ["[PAD]", "[UNK]"], "show_progress": False}
+    tokenizer.train_from_iterator(texts, getattr(package.trainers, trainer_kind)(**how))
 
     def encode(some: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(list(some))]
@@ -119,10 +111,7 @@ def python_packages() -> dict[str, Path]:
 
 
 def source_samples(folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (x, y) of a package for training and for testing: characters and the next ones, int64 [n, 80].
-
-    They are of its sources in the order of their names, cut to ``PACKAGE_CHARACTERS``.
-    """
+    """Return (x, y) of a package for training and for testing: characters and the next ones, int64 [n, 80]."""
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.py")))
     encode, _ = _of_characters(ALPHABET)
     x, y, _ = next_tokens(encode([text[:PACKAGE_CHARACTERS]]), SOURCE_LENGTH)

@@ -8,12 +8,10 @@ from fedsub_app.models.names import model_names as model_names
 
 if TYPE_CHECKING:
     from fedsub_app.models.frozen import *  # noqa: F403
-    from fedsub_app.models.groups import *  # noqa: F403
-    from fedsub_app.models.lora import *  # noqa: F403
-    from fedsub_app.models.narrow import *  # noqa: F403
+    from fedsub_app.models.groups import *  # noqa: F403  # noqa: F403  # noqa: F403
     from fedsub_app.models.network import *  # noqa: F403
     from fedsub_app.models.networks import *  # noqa: F403
     from fedsub_app.models.sources import *  # noqa: F403
     from fedsub_app.models.units import *  # noqa: F403
 
-__getattr__ = late(__name__, "groups", "narrow", "networks", "units", "network", "sources", "lora", "frozen")
+__getattr__ = late(__name__, "groups", "networks", "units", "network", "sources", "frozen")

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.models.base import BASE, Base, base_names
-from fedsub_app.models.groups import executed, forget_order
-from fedsub_app.models.lora import adapters
+from fedsub_app.models.groups import adapters, executed, forget_order
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import fresh_names
+from fedsub_app.models.sources import BASE, Base, base_names, fresh_names
 from fedsub_app.models.units import head_names, part_names
 
 _LAST = re.compile(r"last-([1-9][0-9]*)-blocks?")
@@ -152,10 +150,8 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
     if not targets:
         have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no layer but its head"
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
-    config = peft.LoraConfig(
-        r=trained.rank, lora_alpha=trained.alpha, lora_dropout=trained.dropout, target_modules=targets
-    )
-    peft.inject_adapter_in_model(config, model)
+    how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **how), model)
 
 
 def _fits(module: nn.Module) -> bool:
@@ -194,9 +190,8 @@ def _compute_again(model: nn.Module, name: str) -> None:
         else:
             library.activation_checkpointing_enable({"use_reentrant": False})
     except (AttributeError, ValueError, AssertionError):
-        raise UserError(
-            f"gradient-checkpointing = true: model = {name!r} has none; transformers' and timm's have"
-        ) from None
+        has_none = f"model = {name!r} has none; transformers' and timm's have"
+        raise UserError(f"gradient-checkpointing = true: {has_none}") from None
 
 
 def _stays(mode: bool = True) -> None:

@@ -3,9 +3,9 @@
 A unit can be removed where the network without it computes what the network computes in which its rows and columns are
 zero. That holds for the channels between two convolutions, with BatchNorm or without, for a residual stream of them and
 for a transformer's feed-forward units. It does not hold for the stream of a network with LayerNorm, whose mean over all
-channels a removed one leaves; GroupNorm's channels go only by whole
-groups, attention's features by whole heads. :func:`traced_groups` tries each group that
-torch-pruning offers, with random weights in float64, and returns those that pass.
+channels a removed one leaves; GroupNorm's channels go only by whole groups, attention's features by whole heads.
+:func:`traced_groups` tries each group that torch-pruning offers, with random weights in float64, and returns those that
+pass.
 """
 
 import copy
@@ -21,8 +21,7 @@ from torch.utils import _pytree
 
 from fedsub_app.common.errors import one_line
 from fedsub_app.common.inputs import Batch, Shape, drawn
-from fedsub_app.models.groups import Place, UnitGroup, executed
-from fedsub_app.models.narrow import kept_positions, narrowed
+from fedsub_app.models.groups import Place, UnitGroup, executed, kept_positions, narrowed
 from fedsub_app.models.networks import tensors_of
 
 Positions = dict[int, list[int]]  # channel -> its positions along an axis
@@ -30,10 +29,7 @@ EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 s
 
 
 def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
-    """Return the groups of units that can be removed, in order of execution; TypeError says why there are none.
-
-    The network answers with a tensor, and is not modified.
-    """
+    """Return the groups of units that can be removed, in order of execution; TypeError says why there are none."""
     x = drawn(4, in_shape, torch.Generator().manual_seed(0), torch.float64)
     reasons: dict[str, str] = {}
     try:

@@ -1,7 +1,7 @@
-"""A group of units and the places that it has in the network's tensors; the order in which modules are executed."""
+"""Groups of units: their places in the network's tensors, LoRA's ranks as units, and networks with fewer units."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.inputs import Shape, blank
+from fedsub_app.models.networks import tensors_of
 from fedsub_app.models.sources import in_shape_of
 
+# Ends of the names of LoRA's tensors, as the package peft gives them.
+_A, _B, _W = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
@@ -42,14 +45,12 @@ class UnitGroup:
     Attributes
     ----------
     name : name of the layer that produces the units, e.g. ``"fc1"`` or ``"layer1.0.conv1"``.
-    size : number of units.
-    rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and weight, bias and running
-        statistics of a BatchNorm behind it.
-    cols : ``(name, repeat)`` of the tensors whose axis 1 is indexed by the units. ``repeat`` consecutive columns belong
-        to one unit: height x width behind a flatten, else 1. The axis has ``size * repeat`` entries.
+    rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and those of a BatchNorm behind it.
+    cols : ``(name, repeat)`` of the tensors whose axis 1, of ``size * repeat`` entries, is indexed by the units: repeat
+        is height x width behind a flatten, else 1.
     blocks : places of which ``rows`` and ``cols`` cannot speak: parts of an axis, several rows a unit.
-    chain : one layer produces the units and one reads them, as in :func:`unit_groups` of a listed network; ``False``:
-        there may be several of both, and layers in between.
+    chain : one layer produces the units and one reads them, as in a listed network; ``False``: there may be several of
+        both, and layers in between.
     """
 
     name: str
@@ -108,3 +109,118 @@ def _order(model: nn.Module, in_shape: Shape) -> list[str]:
     for name, module in ghost.named_modules():
         turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))
     return sorted(turns, key=turns.__getitem__)  # stable
+
+
+# --- ranks of adapters ---------------------------------------------------------------------------------------------
+
+
+class Adapter(NamedTuple):
+    """The names of an adapter's tensors: A ``[r, in, ...]``, B ``[out, r, ...]``, and of W ``[out, in, ...]``."""
+
+    a: str
+    b: str
+    weight: str
+
+    @property
+    def layer(self) -> str:
+        return self.weight.removesuffix(_W)
+
+
+def adapters(names: Collection[str]) -> tuple[Adapter, ...]:
+    """Return the LoRA adapters among a network's tensors, in their order."""
+    layers = [name.removesuffix(_A) for name in names if name.endswith(_A)]
+    return tuple(Adapter(f"{layer}{_A}", f"{layer}{_B}", f"{layer}{_W}") for layer in layers)
+
+
+def scale_of(model: nn.Module) -> float:
+    """Return alpha / r, the factor of B A in a network's adapters; 1 without any. Adapters of a lower rank keep it."""
+    scales = (vars(module)["scaling"] for module in model.modules() if "scaling" in vars(module))
+    return next((float(scale["default"]) for scale in scales if isinstance(scale, dict)), 1.0)
+
+
+def rank_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
+    """Return the ranks of each adapter as units: rows of A and columns of B; ``()`` without adapters."""
+    tensors = tensors_of(model)
+    return tuple(
+        UnitGroup(each.a.removesuffix(".weight"), len(tensors[each.a]), (each.a,), ((each.b, 1),), chain=False)
+        for each in adapters(tensors)
+    )
+
+
+# --- fewer units ---------------------------------------------------------------------------------------------------
+
+
+def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+    """Return which positions along which axis of a tensor are left when only the units that are on are.
+
+    ``units``: group name -> bool ``[group.size]``; a group that is lacking keeps all its units and has no positions
+    here.
+    """
+    kept: dict[tuple[str, int], Tensor] = {}
+    for group in groups:
+        if group.name not in units:
+            continue
+        for name, axis, start, repeat, length in group.places:
+            axis_kept = kept.setdefault((name, axis), torch.ones(length, dtype=torch.bool))
+            axis_kept[start : start + group.size * repeat] &= units[group.name].repeat_interleave(repeat)
+    return kept
+
+
+def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str, int]) -> nn.Module:
+    """Return a copy of the model that has only the first units of each group: a network that is really that small.
+
+    Its tensors have the names of the model's and the values of its leading rows and columns. Other units, or other
+    values, are loaded into it: ``load_tensors(narrowed(model, groups, widths), take(tensors, groups, units))``. The
+    model has no hooks. The copy shares no memory with it, is in the same mode and on the same device.
+
+    ``widths``: group name -> number of units kept, 1 to ``group.size``, else ValueError; one that is lacking keeps all.
+    """
+    if unknown := widths.keys() - {group.name for group in groups}:
+        allowed = ", ".join(group.name for group in groups)
+        raise ValueError(f"widths of {', '.join(sorted(unknown))}: no such group; allowed: {allowed}")
+    for group in groups:
+        width = widths.get(group.name, group.size)
+        if not 1 <= width <= group.size:
+            raise ValueError(f"width of {group.name} = {width}: allowed is 1 to {group.size}")
+    small = copy.deepcopy(model)
+    small.zero_grad(set_to_none=True)
+    tensors = tensors_of(small)
+    first = {group.name: torch.arange(group.size) < widths.get(group.name, group.size) for group in groups}
+    positions = kept_positions(groups, first)
+    for name, old in tensors.items():
+        new = old.detach().clone()
+        for axis in (0, 1):
+            if (name, axis) in positions:
+                new = new.index_select(axis, positions[name, axis].nonzero().flatten().to(new.device))
+        if new.shape == old.shape:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        setattr(small.get_submodule(owner), leaf, new)
+    for module in small.modules():
+        _read_sizes(module)
+    return small
+
+
+def _read_sizes(module: nn.Module) -> None:
+    """Set the sizes that a layer states about itself from the shapes of its tensors."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        if 1 < module.groups == module.in_channels == module.out_channels:  # each channel is convolved alone
+            module.groups = len(module.weight)
+        module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        tensor = next(iter(tensors_of(module).values()), None)
+        if tensor is not None:
+            module.num_features = len(tensor)
+    elif isinstance(module, nn.GroupNorm) and module.affine:
+        each = module.num_channels // module.num_groups
+        module.num_channels = len(module.weight)
+        module.num_groups = module.num_channels // each
+
+
+def widths_of(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of units of every group in a narrow network of these tensors: group name -> width."""
+    whole = {group.name: next(place for place in group.places if place.whole(group.size)) for group in groups}
+    return {name: tensors[place.name].shape[place.axis] // place.repeat for name, place in whole.items()}

@@ -10,12 +10,8 @@ NETWORKS = {  # name → what it is; networks.py builds them
     "fedpart-cnn": "FedPart with momentum: conv 6 and 16 of 5x5, linear 180-160-140-120-84 (154,486 parameters)",
     "pfllib-cnn": "PFLlib: conv 32 and 64 of 5x5, linear 512 (582,026 parameters for 28 x 28 grey pixels, 10 classes)",
     "resnet18": "FedSelect, FedFull: torchvision's ResNet-18, random initialisation",
-    "resnet18-imagenet": (
-        "FedSelect, Office-Home: the same with ImageNet weights (downloaded by torchvision) and a new output layer"
-    ),
-    "resnet18-gn": (
-        "resnet18 with GroupNorm of 32 groups: no running statistics, so nothing of a client's data but its weights"
-    ),
+    "resnet18-imagenet": "FedSelect, Office-Home: the same with torchvision's ImageNet weights and a new output layer",
+    "resnet18-gn": "resnet18 with GroupNorm of 32 groups: no running statistics of a client's data",
     "feature-mlp": "IST: linear 1000, BatchNorm on batch statistics, ReLU, linear, for extracted features",
     "feature-mlp2": "IST, two hidden layers (the authors' code): feature-mlp with a second 1000, BatchNorm, ReLU",
 }

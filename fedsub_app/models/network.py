@@ -27,14 +27,12 @@ class Output(NamedTuple):
 class Gate:
     """A hook that multiplies the output of a layer by ``factor``, float ``[units]``, while it has one.
 
-    It stays on its layer: putting a hook on and off costs a tenth of a small network's step. A copy of the layer has a
-    gate of its own.
+    It stays: putting a hook on and off costs a tenth of a small network's step. A copy of the layer has its own gate.
     """
 
     factor: Tensor | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Return the output of the layer, multiplied."""
         return output if self.factor is None else output * self.factor.view(-1, *[1] * (output.dim() - 2))
 
     def __deepcopy__(self, memo: object) -> "Gate":
@@ -42,16 +40,12 @@ class Gate:
 
 
 class Tap:
-    """A hook that keeps what ``entered`` a layer last while it is open; it stays on its layer, as a gate does.
-
-    A copy of the layer has a closed one of its own.
-    """
+    """A hook that keeps what ``entered`` a layer last while it is open; it stays, and is copied, as a gate is."""
 
     is_open = False
     entered: Tensor | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Keep the input."""
         if self.is_open:
             self.entered = inputs[0]
 
@@ -131,10 +125,7 @@ class Network:
 
     @cached_property
     def compiled(self) -> Callable[[Loss], Loss]:
-        """Returns a loss of the model's output as one of its input, compiled with the backward pass.
-
-        On CUDA it is captured as graphs.
-        """
+        """Makes a loss of the model's output one of its input, compiled with its backward pass; on CUDA as graphs."""
 
         def made(loss: Loss) -> Loss:
             _ = self._tap  # before it is compiled: a hook that comes later has it compiled again

@@ -21,18 +21,13 @@ from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU, brought
-from fedsub_app.models.base import base_names
 from fedsub_app.models.names import NETWORKS, is_sourced
-from fedsub_app.models.sources import adopted, from_source, numbers
+from fedsub_app.models.sources import adopted, base_names, from_source, numbers
 
 
-def _fully_connected(
-    layers: "OrderedDict[str, nn.Module]", widths: Sequence[int], relus: int = 0, batch_norm: bool = False
-) -> nn.Sequential:
-    """Return ``layers`` and behind them Linear layers ``fc1``, ``fc2``, … of these widths, a ReLU between two of them.
-
-    ``relus``: how many ``layers`` has already; the names go on from there, as an equal name would replace its layer.
-    """
+def _fully_connected(layers: dict[str, nn.Module], widths: Sequence[int], batch_norm: bool = False) -> nn.Sequential:
+    """Return ``layers`` and behind them Linear layers ``fc1``, … of these widths, with a ReLU between two of them."""
+    relus = sum(isinstance(layer, nn.ReLU) for layer in layers.values())
     for k in range(1, len(widths)):
         layers[f"fc{k}"] = nn.Linear(widths[k - 1], widths[k])
         if k < len(widths) - 1:
@@ -41,7 +36,7 @@ def _fully_connected(
                 # (and the authors' momentum of 1) there is nothing that a client could keep or send.
                 layers[f"bn{k}"] = nn.BatchNorm1d(widths[k], momentum=1.0, track_running_stats=False)
             layers[f"relu{relus + k}"] = nn.ReLU()
-    return nn.Sequential(layers)
+    return nn.Sequential(OrderedDict(layers))
 
 
 def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: bool = False) -> nn.Sequential:
@@ -50,17 +45,14 @@ def mlp(in_features: int, num_classes: int, hidden: Sequence[int], batch_norm: b
     ``mlp(3072, classes, [3000], batch_norm=True)`` is the global network of IST for ten clients a round, whose hidden
     layer is wider than that of ``feature-mlp``. Initialised from the global generator: see :func:`build_model`.
     """
-    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
-    return _fully_connected(layers, [in_features, *hidden, num_classes], batch_norm=batch_norm)
+    return _fully_connected({"flatten": nn.Flatten()}, [in_features, *hidden, num_classes], batch_norm)
 
 
 def _image_shape(name: str, in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
     """Return ``in_shape`` as (channels, height, width); raise UserError unless it is one, of ``smallest`` or more."""
     if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
-        raise UserError(
-            f"model = {name!r} cannot take inputs of shape {tuple(in_shape)}; "
-            f"allowed: images (channels, height, width) of at least {smallest} x {smallest}"
-        )
+        allowed = f"images (channels, height, width) of at least {smallest} x {smallest}"
+        raise UserError(f"model = {name!r} cannot take inputs of shape {tuple(in_shape)}; allowed: {allowed}")
     return in_shape[0], in_shape[1], in_shape[2]
 
 
@@ -84,7 +76,7 @@ def _conv_net(
 
     smallest = next(size for size in count(1) if size_after_blocks(size) >= 1)
     in_channels, height, width = _image_shape(name, in_shape, smallest)
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers: dict[str, nn.Module] = {}
     for k, out_channels in enumerate(channels, start=1):
         layers[f"conv{k}"] = nn.Conv2d(in_channels, out_channels, kernel, padding=padding)
         if batch_norm:
@@ -94,7 +86,7 @@ def _conv_net(
         in_channels = out_channels
     layers["flatten"] = nn.Flatten()
     flat = in_channels * size_after_blocks(height) * size_after_blocks(width)
-    return _fully_connected(layers, [flat, *hidden, num_classes], relus=len(channels))
+    return _fully_connected(layers, [flat, *hidden, num_classes])
 
 
 def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -153,9 +145,8 @@ def build_model(
     ----------
     name : a name of :func:`~fedsub_app.models.model_names`, or ``SOURCE:NAME`` (:mod:`fedsub_app.models.sources`).
     in_shape : shape of one input without the batch axis: ``(features,)`` or ``(channels, height, width)``.
-    num_classes : number of logits.
-    seed : the run's seed. Equal arguments give bit-identical weights; the global generators are left as they were.
-        A network of a source draws from torch's generator on the CPU, or its weights are not of the seed.
+    seed : equal arguments give bit-identical weights; the global generators are left as they were. A network of a
+        source draws from torch's generator on the CPU, or its weights are not of the seed.
     width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
     options : arguments of a network of a source, as one text: ``"width=32, norm='group'"``.
     """
@@ -163,8 +154,8 @@ def build_model(
         of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
         raise UserError(f"model = {name!r} is not known; allowed: {', '.join(NETWORKS)}; {of_others}")
     if width and name not in _MLPS:
-        allowed = ", ".join(_MLPS)
-        raise UserError(f"model = {name!r}: its layers' width is its own; with a width set, allowed are {allowed}")
+        only = f"with a width set, allowed are {', '.join(_MLPS)}"
+        raise UserError(f"model = {name!r}: its layers' width is its own; {only}")
     if is_sourced(name):
         with drawing(CPU, seed, "model"):
             return from_source(name, in_shape, num_classes, read_options(options))
@@ -212,9 +203,8 @@ def load_tensors(model: nn.Module | Mapping[str, Tensor], new: Mapping[str, Tens
     """
     own = tensors_of(model) if isinstance(model, nn.Module) else model
     if own.keys() != new.keys():
-        raise ValueError(
-            f"tensors missing: {sorted(own.keys() - new.keys())}, unknown: {sorted(new.keys() - own.keys())}"
-        )
+        missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
+        raise ValueError(f"tensors missing: {missing}, unknown: {unknown}")
     for name, tensor in own.items():
         if tensor.shape != new[name].shape:
             raise ValueError(f"tensor {name} has shape {tuple(new[name].shape)}, the model's is {tuple(tensor.shape)}")

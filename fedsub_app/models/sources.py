@@ -18,11 +18,27 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
 from fedsub_app.common.own_code import named_code, packaged
-from fedsub_app.models.base import base_names
 
 Options = Mapping[str, Any]
+BASE = "_fedsub_base"  # attribute of a module: names of its own tensors that belong to a frozen base (frozen.py)
 _IN_SHAPE, _FRESH = "_fedsub_in_shape", "_fedsub_fresh"
 MOST_FRESH = 4  # tensors that published weights may lack: those of an output layer or two
+
+
+class Base(nn.Parameter):
+    """A parameter of the base: a copy of its network shares its storage."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Base":
+        copied = memo[id(self)] = Base(self.data, requires_grad=False)
+        return copied
+
+
+def base_names(model: nn.Module) -> set[str]:
+    """Return the names of the tensors of a network's frozen base; most networks have none."""
+    if not any(BASE in vars(module) for module in model.modules()):  # where tensors alone are known, paths are not
+        return set()
+    marked = [(path, vars(module).get(BASE, ())) for path, module in model.named_modules()]
+    return {f"{path}.{leaf}" if path else leaf for path, leaves in marked for leaf in leaves}
 
 
 def in_shape_of(model: nn.Module) -> Shape | None:
@@ -65,6 +81,16 @@ def with_logits(model: nn.Module) -> nn.Module:
     return model
 
 
+def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False, device: str = "cpu") -> Any:
+    """Return what a copy of the network, whose statistics may move, answers two inputs; ``who``: for the error."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return copy.deepcopy(model).to(device).train(training)(blank(2, in_shape, device))
+    except Exception as error:  # code of others
+        shape, reason = shape_shown(in_shape), one_line(error)[:200]
+        raise UserError(f"{who}: cannot take inputs of shape {shape}: {reason}") from error
+
+
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
     """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was."""
     who = f"model = {name!r}"
@@ -73,14 +99,7 @@ def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[i
     if odd or not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{who}: has {', '.join(odd) or 'no'} parameters to train; allowed are torch.float32 ones")
     for training in (True, False):
-        ghost = copy.deepcopy(model).train(training)  # whose statistics may move
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                output = ghost(blank(2, in_shape))
-        except Exception as error:  # code of others
-            raise UserError(
-                f"{who}: cannot take inputs of shape {shape_shown(in_shape)}: {one_line(error)[:200]}"
-            ) from error
+        output = answer(model, who, in_shape, training)
         if not isinstance(output, Tensor) or output.shape != (2, *outputs):
             came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise UserError(f"{who}: answers 2 inputs with {came}; allowed is {[2, *outputs]}, a logit a class")
@@ -150,9 +169,8 @@ def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     fresh = [name for name in own if name not in fitting and own[name].is_floating_point()]
     if len(fresh) > MOST_FRESH:
-        raise ValueError(
-            f"weights: {len(fresh)} of {len(own)} tensors are lacking or of another shape, as {fresh[0]!r}"
-        )
+        of = f"{len(fresh)} of {len(own)} tensors"
+        raise ValueError(f"weights: {of} are lacking or of another shape, as {fresh[0]!r}")
     net.load_state_dict(fitting, strict=False)
     setattr(net, _FRESH, frozenset(fresh))
     return net

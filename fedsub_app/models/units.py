@@ -10,28 +10,17 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fedsub_app.models.base import base_names
 from fedsub_app.models.graph import traced_groups
-from fedsub_app.models.groups import UnitGroup, executed
-from fedsub_app.models.lora import adapters, rank_groups
+from fedsub_app.models.groups import UnitGroup, adapters, executed, rank_groups
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import in_shape_of
+from fedsub_app.models.sources import base_names, in_shape_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"
 _NORMS = (*_BATCH_NORM, nn.GroupNorm, nn.LayerNorm)
 # Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
-_UNIT_WISE = (
-    nn.ReLU,
-    nn.Dropout,
-    nn.Dropout2d,
-    nn.MaxPool2d,
-    nn.AvgPool2d,
-    nn.AdaptiveAvgPool2d,
-    nn.Flatten,
-    nn.Identity,
-)
-
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+_UNIT_WISE = (nn.ReLU, nn.Dropout, nn.Dropout2d, *_POOLS, nn.Flatten, nn.Identity)
 
 _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictionary()
 
@@ -44,11 +33,9 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
     A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
-    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. For listed networks:
-
-    ``nn.Sequential``: every Linear and Conv2d but the last. torchvision's ResNet with basic blocks: the inner channels
-    of each block (``conv1``, ``bn1`` -> ``conv2``). The residual stream ties the other channels of a stage to each
-    other through the additions, so they cannot be removed one layer at a time, and belong to no group.
+    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. Of a listed ``nn.Sequential``
+    these are every Linear and Conv2d but the last, of a ResNet the inner channels of each block (``conv1``, ``bn1`` ->
+    ``conv2``): the residual stream ties the other channels of a stage to each other.
 
     TypeError where a layer is not known, or no unit can be removed.
     """
@@ -84,9 +71,8 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
             if size:
                 inputs = child.in_features if isinstance(child, nn.Linear) else child.in_channels
                 if inputs % size:
-                    raise TypeError(
-                        f"layer {child_name} has {inputs} inputs, no multiple of the {size} units of {name}"
-                    )
+                    units = f"the {size} units of {name}"
+                    raise TypeError(f"layer {child_name} has {inputs} inputs, no multiple of {units}")
                 groups.append(UnitGroup(name, size, rows, ((f"{child_name}.weight", inputs // size),)))
             size = child.out_features if isinstance(child, nn.Linear) else child.out_channels
             name, rows = child_name, _names(child_name, child)
@@ -172,12 +158,9 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
     comma-separated: ``"conv1, layer4.1"`` is all tensors of these layers. ValueError where a name is of none, or the
     part is empty or the whole model.
     """
-    every = tuple(tensors_of(model))
-    head = head_names(model)
-    if part == "head":
-        return tuple(name for name in every if name in head)
-    if part == "body":
-        return tuple(name for name in every if name not in head)
+    every, head = tuple(tensors_of(model)), head_names(model)
+    if part in ("head", "body"):
+        return tuple(name for name in every if (name in head) == (part == "head"))
     prefixes = [prefix.strip() for prefix in part.split(",")]
     for prefix in prefixes:
         if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):

@@ -160,10 +160,8 @@ class ClientTools:
     def epochs(self, count: int | None = None, purpose: str = "batches") -> Iterator[list[Tensor]]:
         """Yield the mini-batches, as indices, of one pass over the training samples after the other.
 
-        Parameters
-        ----------
-        count : number of passes; ``None`` for ``local-epochs``, or for ``local-steps``, which cut the last pass.
-        purpose : purpose of the generator that orders the samples; another one where a round trains twice.
+        ``count``: of passes; ``None`` for ``local-epochs``, or for ``local-steps``, which cut the last pass.
+        ``purpose``: of the generator that orders the samples; another one where a round trains twice.
         """
         settings = self.settings
         skip_single = bool(self.network.normalisations)

@@ -1,7 +1,6 @@
 """A client's durable state (mask scores, personal weights, optimizer moments): safetensors files, one a round.
 
-Flower's ``context.state`` lives in memory, is lost after a restart or an exception, and travels with every message in
-simulation. Files have none of these faults.
+Flower's ``context.state`` is lost after a restart or an exception, and travels with every message in simulation.
 
 A task names the round of the client's last merged reply, and the client continues from the state of exactly that round.
 The state of a reply that was lost, or of a round that was never checkpointed, is deleted by the client's next task.
@@ -39,10 +38,8 @@ class ClientState:
     def save(self, round_: int, tensors: Tensors, merged: int, checkpoints: Iterable[int]) -> None:
         """Write the state of ``round_``; delete the older ones that no task can name.
 
-        Parameters
-        ----------
-        merged : round of the client's last merged reply, 0 for none; no state between it and ``round_`` was merged.
-        checkpoints : rounds of the server's checkpoints; a resume from one names the newest merged state up to it.
+        ``merged``: round of the client's last merged reply, 0 for none; no state between it and ``round_`` was merged.
+        ``checkpoints``: of the server; a resume from one names the newest merged state up to it.
         """
         write_tensors(round_file(self.folder, round_), tensors)
         files = {number: path for number, path in round_files(self.folder).items() if number != round_}

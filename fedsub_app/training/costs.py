@@ -82,44 +82,30 @@ def forward_flops(problem: Problem, model: nn.Module) -> int:
 def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | None = None) -> int:
     """Return the FLOPs of one forward and backward pass of one of the problem's inputs through ``model``.
 
-    With ``names`` only these tensors are trained: the backward pass ends at the first of them.
-
-    The backward pass counts the gradients of weights and activations, but not the gradient of the network's input,
-    which is not computed: the total is a little below three times the forward pass. The optimizer's step is left out.
+    With ``names`` the backward pass ends at the first of these trained tensors. The gradient of the input is not
+    computed: the total is a little below three times the forward pass. The optimizer's step is left out.
     """
     return _flops(problem, model, training=True, names=names)
 
 
 def published_flops(forward: float, contrastive: bool) -> float:
-    """Return the FLOPs of a training step as the IST paper's tables count them: one a MAC, no backward pass.
+    """Return the FLOPs of a training step as the IST paper's tables count them, from those of the forward pass.
 
-    Hu et al. 2023. Appendix B.2 says that the forward pass counts twice for the backward one, which the tables do not
-    have: FedAvg's GFLOPs and GB in Table 2 are 25 local steps apart, as many as it makes, and not 50.
-
-    Parameters
-    ----------
-    forward : FLOPs of the forward pass, 2 x MAC.
-    contrastive : MOON's two further forward passes, which the paper counts as one.
+    Hu et al. 2023: one a MAC, no backward pass, and MOON's two further forward passes (``contrastive``) as one.
+    Appendix B.2 says that the forward pass counts twice for the backward one, which the tables do not have: FedAvg's
+    GFLOPs and GB in Table 2 are 25 local steps apart, as many as it makes, and not 50.
     """
     return forward / 2 * (2 if contrastive else 1)
 
 
 def subnet_flops(
-    problem: Problem,
-    model: nn.Module,
-    groups: Sequence[UnitGroup],
-    unit_masks: Mapping[str, Tensor],
+    problem: Problem, model: nn.Module, groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]
 ) -> int:
     """Return the FLOPs of training the network of the units that are on, as if it were physically that small.
 
-    Every layer keeps a unit at least. Executed with masks on the full network (as FedPeWS does) the cost is that of the
-    full network: :func:`training_flops`.
+    Executed with masks (as FedPeWS does) the full network costs :func:`training_flops`.
 
-    Parameters
-    ----------
-    problem, model : the arguments of :func:`training_flops`.
-    groups : the model's unit groups.
-    unit_masks : group name -> bool ``[size]``; a group without a mask is fully on.
+    ``unit_masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit at least, all without a mask.
     """
     widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
     return training_flops(problem, narrowed(model, groups, widths))

@@ -11,11 +11,10 @@ from fedsub_app.data import AnySamples
 from fedsub_app.tasks import Sums, Task
 
 EVALUATION_BATCH = 512  # samples, at most
-CPU = torch.device("cpu")
 
 
 def epoch(
-    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device = CPU
+    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device
 ) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
@@ -29,11 +28,8 @@ def epoch(
 def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator) -> Tensor:
     """Return images as RandomCrop with padding 4 and RandomHorizontalFlip make them, each with draws of its own.
 
-    Parameters
-    ----------
-    x : float ``[n, channels, height, width]``.
-    black : float ``[channels]``: value of the border, black after normalisation.
-    generator : generator on the CPU.
+    ``x``: float ``[n, channels, height, width]``; ``black``: float ``[channels]``, the border's value, black after
+    normalisation; ``generator``: on the CPU.
     """
     (n, channels, height, width), padding = x.shape, 4
     padded = black.view(1, -1, 1, 1).expand(n, channels, height + 2 * padding, width + 2 * padding).clone()

@@ -18,16 +18,10 @@ PREVIOUS = "previous/"  # prefix of MOON's model of the last round in a client's
 
 
 class Objective:
-    """The loss alone.
+    """The loss alone."""
 
-    Attributes
-    ----------
-    forwards : further forward passes of the whole network that the term makes in a step, for the FLOPs.
-    others : other models that it compares with, by name, on the network's device.
-    """
-
-    forwards = 0
-    others: tuple[Tensors, ...] = ()
+    forwards = 0  # further forward passes of the whole network that the term makes in a step, for the FLOPs
+    others: tuple[Tensors, ...] = ()  # other models that it compares with
 
     def term(
         self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean"
@@ -49,10 +43,7 @@ class Objective:
 class Prox(Objective):
     """``mu / 2 * ||w - anchor||²`` (FedProx, Li et al. 2020, Eq. 2): two fused operations instead of a graph.
 
-    Parameters
-    ----------
-    anchor : w_global of the round by name, on the network's device.
-    mu : weight of the term, >= 0.
+    ``anchor``: w_global of the round by name, on the network's device; ``mu`` >= 0.
     """
 
     def __init__(self, anchor: Tensors, mu: float) -> None:
@@ -76,10 +67,7 @@ class Moon(Objective):
     Published versions compare with an alias of the global model, which makes the term constant; this one keeps the
     previous model in the client's state.
 
-    Parameters
-    ----------
-    received, previous : both models by name, on the network's device; their running statistics are overwritten.
-    mu, temperature : weight of the term, and t > 0.
+    Both models are tensors by name on the network's device; their running statistics are overwritten. t > 0.
     """
 
     forwards = 2

@@ -1,12 +1,11 @@
 """Clients that train side by side: a step of several of them is one operation on weights stacked ``[clients, ...]``.
 
 A step of a small network takes as long as its many operations take to start, on a CPU and more so on a GPU. Each client
-runs as a greenlet, which Flower's database installs, up to its next training. Then those whose steps are alike
-(:func:`_kind`) make them together; clients with more steps than all others, and those that are like no other, train
-alone.
+runs as a greenlet up to its next training. Then those whose steps are alike (:func:`_kind`) make them together; clients
+with more steps than all others, and those that are like no other, train alone.
 
-The computation is the same as one client after the other, but sums are taken in another order: the numbers agree up to
-float rounding, and depend on the clients that are trained together. Therefore it needs the setting ``stack-clients``.
+Sums are taken in another order than one client after the other: the numbers agree up to float rounding, and depend on
+the clients that are trained together. Therefore it needs the setting ``stack-clients``.
 """
 
 import copy

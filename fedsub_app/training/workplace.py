@@ -45,23 +45,16 @@ class Workplace:
 
     # Caches belong to the workplace, not to its class: an earlier run's tensors on a GPU are freed with its workplace.
     @cached_property
-    def narrow_network(self) -> Callable[[tuple[int, ...]], Network]:
-        """Function: units of each hidden layer -> the network of these widths."""
-        groups = self.network.units
-        names = [group.name for group in groups]
-
-        def made(widths: tuple[int, ...]) -> Network:
-            return Network(narrowed(self.network.module, groups, dict(zip(names, widths, strict=True))))
-
-        return lru_cache(maxsize=8)(made)
+    def narrow_network(self) -> Callable[[tuple[tuple[str, int], ...]], Network]:
+        """Function: names and units of the hidden layers -> the network of these widths."""
+        return lru_cache(8)(lambda widths: Network(narrowed(self.network.module, self.network.units, dict(widths))))
 
     def network_for(self, tensors: Mapping[str, Tensor]) -> Network:
         """Return the network that has tensors of these shapes: the whole one, or one with fewer hidden units."""
         whole = self.network.tensors
         if tensors.keys() != whole.keys() or all(tensors[name].shape == tensor.shape for name, tensor in whole.items()):
             return self.network
-        widths = widths_of(self.network.units, tensors)
-        return self.narrow_network(tuple(widths[group.name] for group in self.network.units))
+        return self.narrow_network(tuple(widths_of(self.network.units, tensors).items()))
 
     @cached_property
     def training_flops(self) -> Callable[..., int]:
