@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.subnets.bounds import Size, Sizes, remembered, size, usual, within
+from fedsub_app.subnets.bounds import Size, Sizes, fits, remembered, size, usual, within
 from fedsub_app.subnets.slices import ALL, select
 from strategies.hooks import Hooks
 from strategies.merging import Valid
@@ -94,14 +94,14 @@ class Bounds:
     def _within(self, valid: Valid, sizes: Sizes, bounds: Sizes) -> Valid:
         update, contribution, norms = valid
         farther = self._reached[update.client]
+        if all(fits(have, bounds[name] * farther) for name, have in sizes.items() if name in bounds):
+            return valid
         changed = {}
         for name, x, start, mask in parts(self._strategy, valid):
             if name in sizes and name in bounds:
                 bounded = within(x, start, sizes[name], bounds[name] * farther)
                 if bounded is not x:
                     changed[name] = bounded if mask is None else torch.where(mask, bounded, x)
-        if not changed:
-            return valid
         self.report.setdefault("bounded-updates", []).append(update.client)
         tensors = {name: changed.get(name, x) for name, x in contribution.tensors.items()}
         whole = {name: x for name, x in changed.items() if update.tensors.get(name, x).shape == x.shape}

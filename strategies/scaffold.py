@@ -12,6 +12,7 @@ Deviations from the paper, and points that it leaves open:
 - A client that has lost a c_i that c contains is dropped, by name, in all its rounds: starting again from 0 would leave
   the lost part in c for ever, and c would not be the mean of the c_i.
 - Without a step (``local-epochs = 0``) the variates stay.
+- With secure-aggregation all clients make the same number of steps (``local-steps``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,11 @@ class Scaffold(SubnetStrategy):
         changes = {name: self.total(updates, f"{VARIATE}{name}") for name in self.variate}
         variate = {name: (c + changes[name] / self.settings.members).float() for name, c in self.variate.items()}
         return Merged(super().merge(mean, updates).model, {"variate": variate})
+
+    def refuses(self) -> Mapping[str, str]:
+        """Refuse secure sums of changes after known numbers of steps: one weighs them by 1, the other by 1 / K_i."""
+        told = "with local-epochs the sums of changes and of variates, together, tell single clients: set local-steps"
+        return {**super().refuses(), **({} if self.settings.local_steps else {"secure-aggregation": told})}
 
     def forget(self, client: int) -> None:
         """Leave the client out for good: c contains its lost c_i."""

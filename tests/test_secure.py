@@ -336,6 +336,7 @@ SECURE_KEYS: dict[str, dict[str, Any]] = {
     "fedpart": {"fedpart__momentum": "none", "optimizer": "sgd"},
     "fedpews": {"fedpews__warmup_rounds": 2, "min_contributors": 2},
     "fednova": {"weighting": "examples"},
+    "scaffold": {"local_steps": 2},
     # Grown weights are 0 in every client: which of them are kept is arbitrary, and told apart in the next round only.
     "feddst": {"min_contributors": 2, "weighting": "uniform", "feddst__every": 3},
     **{name: {"min_contributors": 2} for name in ("heterofl", "fedrolex", "feddrop", "fjord", "fiarse", "ssfl")},
@@ -544,6 +545,7 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
     ("method", "keys", "said"),
     [
         ("fedpart", {"fedpart__momentum": "mean", "optimizer": "adam"}, "its server also averages Adam's moments"),
+        ("scaffold", {"local_steps": 0}, "with local-epochs the sums of changes and of variates, together, tell"),
         ("fedpews", {"fedpews__masks": "fixed"}, "its server writes back what one client alone has trained"),
         ("fedpews", {"fedpews__others": "highest"}, "the highest probability of a unit is a single client's"),
         (

@@ -42,7 +42,8 @@ def size(x: Tensor, start: Tensor, mask: Tensor | None = None) -> Size | None:
         change, count = change * mask, int(mask.sum())
     if not count:
         return None
-    return Size(float(torch.linalg.vector_norm(change)) / count**0.5, float(change.abs().max()))
+    least, most = change.aminmax()
+    return Size(torch.linalg.vector_norm(change).item() / count**0.5, max(most.item(), -least.item()))
 
 
 def usual(values: Sequence[Size], past: Tensor | None, start: Size) -> Size:
@@ -67,15 +68,19 @@ def remembered(past: Tensor | None, values: Sequence[Size], bound: Size) -> Tens
     return rows if past is None else torch.cat([past, rows])[-WINDOW:]
 
 
+def fits(have: Size, bound: Size) -> bool:
+    """Say whether a change is within a bound."""
+    return have.rms <= bound.rms and have.peak <= bound.peak
+
+
 def within(x: Tensor, start: Tensor, have: Size, bound: Size) -> Tensor:
     """Return ``x`` with its change from ``start`` brought within a bound; ``x`` itself where it is.
 
     The change is scaled down to the root mean square of ``bound``, then each of its values is cut at the peak.
     """
-    scale = min(1.0, bound.rms / have.rms) if have.rms else 1.0
-    if scale == 1 and have.peak <= bound.peak:
+    if fits(have, bound):
         return x
-    change = (x - start).mul_(scale)
+    change = (x - start).mul_(min(1.0, bound.rms / have.rms))
     return change.clamp_(-bound.peak, bound.peak).add_(start)
 
 
