@@ -1,9 +1,11 @@
 """docs/notebook.ipynb, cell after cell in a kernel, and what it is made of: methods of a program, clients of a run."""
 
+import ast
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -78,6 +80,17 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     up = [sum(line.get("formula-bytes-up", 0) for line in record.lines) for record in (fedavg, largest)]
     assert up[1] < up[0] / 8
     assert [line.split()[0] for line in said["table"].splitlines()] == ["fedavg", "fedselect", "largest"]
+
+
+@pytest.mark.parametrize("name", ["notebook", "fine-tuning"])
+def test_what_a_notebook_imports_is_there(name: str) -> None:
+    notebook = nbformat.read(PROJECT / f"docs/{name}.ipynb", as_version=nbformat.NO_CONVERT)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    code = "\n".join(line for cell in cells for line in cell.splitlines() if not line.startswith("!"))
+    named = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    ours = [(str(node.module), alias.name) for node in named for alias in node.names if "fedsub" in str(node.module)]
+    assert ours
+    assert all(hasattr(import_module(module), attribute) for module, attribute in ours)
 
 
 @pytest.mark.slow
