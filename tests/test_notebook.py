@@ -104,7 +104,7 @@ def test_the_notebook_that_fine_tunes(tmp_path: Path, monkeypatch: pytest.Monkey
     nbformat.validate(notebook)
 
     def printed() -> dict[str, str]:
-        """What cells print, without the packages' warnings, which go by their versions."""
+        """Return the prints of the cells, without warnings of packages, which go by their versions."""
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         return {c.id: "".join(out.text for out in c.outputs if out.get("name") == "stdout") for c in code}
 
