@@ -98,7 +98,7 @@ def test_a_round_of_fedrolex_by_hand() -> None:
     assert strategy.current["2.weight"].tolist() == [[50, 6, 7, 80], [10, 2, 3, 40]]
 
 
-# The authors' code made these of a network of the numbers 0, 1, 2, ... after clients of widths 1, 0.5 and 0.3 with these
+# The authors' code made these of a network of the numbers 0, 1, 2, ... after clients of widths 1, 0.5, 0.3 with these
 # classes had multiplied it by 2, 3 and 4. FedRolex: its third round; its biases and output layer have other weights.
 CLASSES_OF = ([True] * 3, [False, True, False], [True, False, True])
 OF_AUTHORS: dict[str, dict[str, list[float]]] = {
