@@ -10,6 +10,8 @@ position over the clients that train it.
 Checked against the authors' code (https://github.com/HarliWu/FIARSE, fiarse/: server.py, worker.py, ``Bern`` of
 model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and from the paper:
 
+- The gradient has the paper's factor. In the code it is 1: the mask is of booleans, through which torch (2.15) passes
+  no gradient.
 - A client of size 1 has threshold 0 and is FedAvg's; the code takes the smallest magnitude.
 - Biases and BatchNorm belong to all clients (code: the biases of linear layers are ranked with the weights), and
   BatchNorm's statistics are averaged as in FedAvg (code: static BatchNorm is one of its networks).

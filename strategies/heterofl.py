@@ -30,7 +30,8 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
 - ``global-local`` and ``personal`` accuracies are the global model's on a client's data, as their "Local" is, without
   its mask on the logits. A narrow network alone, without its Scaler, is not what was trained.
 - FedRolex's paper has floor(r C) units, its code ceil(r C), as here. The code's window moves towards lower units, the
-  paper's and this one towards higher ones. Its weighting by widths or counts of updates, and `overlap`, are left out.
+  paper's and this one towards higher ones. Its weighting by widths or counts of updates, and `overlap`, are left out;
+  biases, BatchNorm and the output layer are weighed by counts of updates in every setting of the code.
 - Federated Dropout follows FedRolex's code (``ResnetServerRandom``); of the paper the abstract alone was read. Whether
   the paper divides by the width is open (``scaler``); its lossy compression of what is sent is left out.
 - Clients tell the server which classes they have; the authors' simulation knows.

@@ -311,3 +311,19 @@ def test_every_method_trains_adapters_or_says_why_not(method: str, made: Made) -
     assert method == "local" or any(not torch.equal(strategy.current[name], first[name]) for name in first)
     for name, tensor in strategy.model.state_dict().items():
         assert name not in base or torch.equal(tensor, base[name])
+
+
+def test_what_the_papers_methods_make_of_adapters(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks are the units, FedPart trains an adapter a round, FedBN is FedAvg, channels without BatchNorm do not go."""
+    every: dict[str, Any] = {name: made(name)[0] for name in ("fedpews", "ist", "heterofl", "fedpart", "fedbn")}
+    for name in ("fedpews", "ist", "heterofl"):
+        assert [(group.size, len(group.cols)) for group in every[name].units] == [(RANK, 1)] * 2
+    pairs = [{adapter.a, adapter.b} for adapter in adapters(every["fedpart"].current)]
+    assert [{*group} for group in every["fedpart"].groups] == [*pairs, {"classes.weight", "classes.bias"}]
+    every["fedbn"].summary()
+    assert "has no normalisation layer: fedbn is FedAvg" in caplog.text
+    for pruning in ("structured", "hybrid"):
+        with pytest.raises(
+            UserError, match=rf"^subfedavg.pruning = '{pruning}': .*: no layer has a BatchNorm behind it"
+        ):
+            made("subfedavg", subfedavg__pruning=pruning, validation_fraction=0.2)

@@ -1,6 +1,10 @@
 """`fedsub export RUN --adapter` and `--merged`: what was trained is what the packages load."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +124,36 @@ def test_weights_that_the_method_has_changed_are_merged(
     assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 0
     whole = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(whole), ours(run), rtol=1e-4, atol=1e-5)
+
+
+OFFLINE = """
+import sys, torch
+from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Inputs, form_of
+from fedsub_app.models.sources import from_source
+
+x = torch.zeros(1, 4, dtype=torch.long)
+form = form_of(Inputs((x, x + 1), ("input_ids", "attention_mask")), tokens=20)
+net = from_source("transformers:me/bert", form, 2, {"pretrained": True})
+print(repr(float(net.state_dict()["bert.embeddings.word_embeddings.weight"].double().sum())))
+try:
+    from_source("transformers:me/other", form, 2, {"pretrained": True})
+except UserError as error:
+    print(error)
+"""
+
+
+def test_offline_the_hubs_cache_is_read_and_nothing_else(bert: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "hub/models--me--bert"
+    shutil.copytree(bert, cache / "snapshots/0")
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("0")
+    variables = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", OFFLINE], env=variables, capture_output=True, text=True, check=True)
+    found, refused = done.stdout.splitlines()
+    weights = load_file(bert / "model.safetensors")["embeddings.word_embeddings.weight"]
+    assert float(found) == float(weights.double().sum())
+    assert refused.startswith("model = 'transformers:me/other': ")
 
 
 def test_another_base_is_not_resumed(keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path) -> None:

@@ -183,6 +183,16 @@ def test_the_gradient_of_a_threshold_by_hand() -> None:
     assert torch.autograd.grad(whole.sum(), weight)[0].tolist() == [1, 1, 1, 1]
 
 
+def test_the_outputs_and_gradients_of_the_authors_masked_layer() -> None:
+    """Numbers of FIARSE's code (commit 281519c, ``MaskedLinear``), whose gradient lacks the paper's factor."""
+    weight = torch.tensor([[3.0, -1.0, 0.5, -2.0], [-0.25, 1.5, 4.0, 0.75]], requires_grad=True)
+    out = F.linear(torch.tensor([[1.0, 2.0, -1.0, 0.5], [0.0, -3.0, 1.0, 2.0]]), thresholded(weight, 1.0))
+    assert (out + 9).tolist() == [[9, 8], [8, 8.5]]
+    (slope,) = torch.autograd.grad((out * torch.tensor([[1.0, -2.0], [0.5, 3.0]])).sum(), weight)
+    theirs = torch.tensor([[1, 0.5, 0, 1.5], [0, -13, 5, 0]])
+    torch.testing.assert_close(slope, theirs * (1 + 2 * weight.abs() / (weight.abs() + 1) ** 2).detach())
+
+
 def test_fiarse_sends_the_largest_weights_of_the_whole_model() -> None:
     strategy, _ = made("fiarse", fiarse__widths="1, 0.1")
     strategy.round = 1

@@ -37,8 +37,9 @@ def matrix(content: Json) -> str:
     settings = _names(content, "setting")
 
     def cell(method: str, setting: str) -> str:
-        row = row_of(content, setting, method)
-        paper = row["paper"].get("final", "") if row else ""
+        if not (row := row_of(content, setting, method)):
+            return ""
+        paper = row["paper"].get("final", "")
         return _text(_sample(content, method, setting)) + f" ({paper})" * bool(paper)
 
     lines = [[method, *(cell(method, each) for each in settings)] for method in _names(content, "method")]

@@ -10,6 +10,7 @@ from fedsub_app.common.section import Json
 from fedsub_app.common.text import markdown, three_digits
 from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, cells, columns, costs_to_accuracy
 from fedsub_app.reports.records import OPTIONAL, Group, costs_of, deviation, kinds_of
+from fedsub_app.runs.rounds import OF_DEVICES
 
 TOTALS = {  # a column of the summary: key of the rounds' lines, unit
     "MB down": ("formula-bytes-down", 1e6),
@@ -17,6 +18,7 @@ TOTALS = {  # a column of the summary: key of the rounds' lines, unit
     "GFLOPs": ("flops", 1e9),
     "seconds": ("seconds", 1),
     OPTIONAL: ("device-seconds", 1),
+    "joules": ("joules", 1),
 }
 
 
@@ -45,7 +47,12 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     """Return the results and costs of some groups: the header, and rows."""
     records = [record for group in groups for record in group.records]
     scores, several = kinds_of(records), len({group.section for group in groups}) > 1
-    totals = {name: total for name, total in TOTALS.items() if name != OPTIONAL or OPTIONAL in costs_of(records)}
+    lines_of_all = [line for record in records for line in record.lines]
+    totals = {
+        name: (key, unit)
+        for name, (key, unit) in TOTALS.items()
+        if key not in OF_DEVICES or any(line.get(key) for line in lines_of_all)
+    }
     alone = all(score.unit and score.name == next(iter(scores.values())).name for score in scores.values())
     titles = [score.titled(kind_of(key) if alone else f"{kind_of(key)} {score.name}") for key, score in scores.items()]
     rows = []

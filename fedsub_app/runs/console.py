@@ -87,6 +87,7 @@ def summary_table(summary: Json, score: Score) -> str:
     clock = (
         f", {summary['total-device-seconds']:.4g} s by the devices' clock" if "total-device-seconds" in summary else ""
     )
+    clock += f", {summary['total-joules']:.4g} J" if "total-joules" in summary else ""
     rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds{clock}"))
     folder = Path(summary["run-dir"])
     rows += [("results", str(folder)), ("learning curve", str(folder / "curve.png"))]

@@ -11,7 +11,8 @@ from fedsub_app.common.section import Json, Value
 from fedsub_app.config import canonical, resolve
 from fedsub_app.settings import LOCATION_KEYS, Settings
 
-EXTENDED = ("num-rounds", "max-flops", "max-bytes", "stop-at-score")  # may allow more when a run is resumed
+# Keys that may allow more when a run is resumed.
+EXTENDED = ("num-rounds", "max-flops", "max-bytes", "max-device-seconds", "stop-at-score")
 
 
 class RunFailed(Exception):
