@@ -274,12 +274,12 @@ def _private_settings(text: str, path: str, image_size: int) -> Settings:
 @lru_cache(maxsize=4)
 def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
-    settings = resolve(_keys(text) | ({"data-dir": data_dir} if data_dir else {}))
-    for key, code in own_code(settings).items():
+    keys = _keys(text) | {"experiment": ""} | ({"data-dir": data_dir} if data_dir else {})  # a file names no more keys
+    for key, code in own_code(keys).items():
         # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
         if not simulated() and not bundled(code).exists():
             raise UserError(f"{key} = {code!r}: a node runs code of the run's bundle or of known packages only")
-    return settings
+    return resolve(keys)
 
 
 def _read_here(settings: Settings, data_dir: str) -> Settings:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -14,6 +14,7 @@ from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape, blank, shape_shown
 from fedsub_app.common.own_code import OWN
+from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tensors import CPU
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
@@ -92,7 +93,7 @@ class Problem:
         app of one's own it does not know the shape of an input.
         """
         if settings.hidden_width:
-            raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
+            raise UserError(f"{settings.section}.width: must be 0 with a network of your own, whose width is its own")
         task = task or task_of(settings.task, settings.metrics)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
         dataset = pooled(dataset) if settings.client_test == "pooled" else dataset
@@ -145,10 +146,10 @@ def trained_part(settings: Settings) -> Trained:
     return Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
 
 
-def own_code(settings: Settings) -> dict[str, str]:
-    """Return the settings that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, by key."""
-    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,)}
-    texts = {key: str(getattr(settings, key)) for key in known}
+def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
+    """Return the keys that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, with it."""
+    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,), "method": ()}
+    texts = {key: str(keys[key]) for key in known if key in keys}
     return {key: text for key, text in texts.items() if ":" in text and text.partition(":")[0] not in known[key]}
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.own_code import readable
+from fedsub_app.common.own_code import readable, section_of
 from fedsub_app.common.score import CLASSES, SCORES, Score, further_metrics
 from fedsub_app.common.section import (
     EPOCHS,
@@ -95,7 +95,7 @@ class RunSettings(Section):
     experiment: TextOrNone = None
     """conf/<experiment>.toml lies between these defaults and single keys; "": none."""
     method: str = "fedpews"
-    """A name of `fedsub list methods`."""
+    """A name of `fedsub list methods`, or a method of yours, "my_method.py:Foo" (docs/adding-a-method.md)."""
     num_rounds: Count = 50
     """Rounds of the run."""
     max_flops: AmountOrNone = None
@@ -263,6 +263,11 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
     options: MethodSettings = Field(default_factory=MethodSettings, exclude=True)  # has a table of its own in TOML
 
     @property
+    def section(self) -> str:
+        """What stands before the method's own keys."""
+        return section_of(self.method)
+
+    @property
     def hidden_width(self) -> int | None:
         """Units of every hidden layer of the global network, where the method sets them."""
         return self.options.hidden_width(self)
@@ -300,7 +305,7 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     def flat(self) -> dict[str, Value]:
         """Return all keys and values in TOML spelling, the chosen method's own as ``method.key``."""
-        return self.toml() | {f"{self.method}.{key}": value for key, value in self.options.toml().items()}
+        return self.toml() | {f"{self.section}.{key}": value for key, value in self.options.toml().items()}
 
     def digest(self) -> str:
         return digest(self.flat())

@@ -140,13 +140,14 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Iterator[Dep
 
 @pytest.fixture(scope="module")
 def my_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run whose network, data and task are of files."""
+    """A run whose network, data, task and method are of files."""
     folder = tmp_path_factory.mktemp("code")
     names = {"model": "net", "dataset": "load", "task": "Largest"}
     for key in names:
         (folder / f"my_{key}.py").write_text(MY_CODE)
     own = {key: f"{folder}/my_{key}.py:{name}" for key, name in names.items()}
-    return own | {"method": "fedavg", "partition": "iid", "num-clients": 3}
+    method = {"method": f"{PROJECT}/examples/own-method/fedavgm.py:FedAvgM", "fedavgm.beta": 0.5}
+    return own | method | {"partition": "iid", "num-clients": 3}
 
 
 def same_model(run: Callable[..., Any], keys: dict[str, Any], folder: Path) -> None:

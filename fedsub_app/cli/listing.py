@@ -40,8 +40,10 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
     """Return the names of a kind, each with its cells; these packages are loaded without torch, but on demand."""
     match kind:
         case Kind.METHODS:
+            from fedsub_app.config import register_installed
             from fedsub_app.methods import METHODS
 
+            register_installed()
             return {name: [method.description] for name, method in METHODS.items()}
         case Kind.MODELS:
             from fedsub_app.models import model_names

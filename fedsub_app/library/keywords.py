@@ -9,7 +9,7 @@ from typing import Any
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
-from fedsub_app.config import defaults, resolve
+from fedsub_app.config import defaults, register_installed, resolve
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
@@ -86,6 +86,7 @@ def check(method: str, keys: Mapping[str, Value]) -> None:
 
 def method_of(name: str) -> str:
     """Return the method whose strategy has this public name, "" for none."""
+    register_installed()
     return next((method for method in METHODS if title(method) == name), "")
 
 

@@ -245,7 +245,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
 
 def _own_digests(settings: Settings) -> dict[str, str]:
     """Return the digests of the user's files that settings name, by key."""
-    files = {key: code_file(text) for key, text in own_code(settings).items()}
+    files = {key: code_file(text) for key, text in own_code(settings.flat()).items()}
     return {key: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for key, file in files.items() if file}
 
 
@@ -256,7 +256,7 @@ def runs_folder() -> Path:
 
 def new_folder(settings: Settings) -> Path:
     """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
-    name = settings.experiment or f"{settings.method}-{settings.dataset}"
+    name = settings.experiment or f"{settings.section}-{settings.dataset}"
     name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")
     return _new(runs_folder().resolve(), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}")
 
