@@ -151,6 +151,7 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         state = store.load(merged)
         before = merged if state else 0
         worker = METHODS[place.settings.method].client(place, client, header["round"], state)
+        worker.lr = header.get("lr", worker.lr)
         if header["phase"] == MessageType.EVALUATE:
             return replace(worker.run_evaluation(sent, task, header["evaluate"]), state=(before, before))
         if merged and not state:
@@ -216,11 +217,12 @@ def settings_text(header: Json, config: Config) -> str:
 def named(text: str, header: Json, context: Context) -> Places:
     """Return the one workplace of all clients: of the data that the settings name, or of the node's private data."""
     private = str(context.node_config.get("private-data", ""))
+    state = state_folder(header, context.node_config)
     if _keys(text).get("private-examples", 0) or private:
-        place = _private_place(text, private, header)
+        place = _private_place(text, private, header, state)
     else:
         data_dir = str(context.node_config.get("data-dir", ""))
-        place = workplace(_read_here(settings_from(text, data_dir), data_dir))
+        place = workplace(_read_here(settings_from(text, data_dir), data_dir), state=state)
     if header.get("base", "") != place.base:
         settings = place.settings
         raise UserError(f"model = {settings.model!r}: {other_base(place.base, header.get('base', ''))} the server's")
@@ -231,13 +233,13 @@ def given(problem: Problem) -> Source:
     """Return a source of one problem whose samples the run's partition shares out to the clients."""
 
     def source(text: str, header: Json, context: Context) -> Places:
-        place = workplace(settings_from(text, ""), problem)
+        place = workplace(settings_from(text, ""), problem, state_folder(header, context.node_config))
         return lambda client: place
 
     return source
 
 
-def _private_place(text: str, path: str, header: Json) -> Workplace:
+def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace:
     """Return the workplace of a node's own data, which must be like the server's."""
     settings = settings_from(text, "")
     if not path:
@@ -251,7 +253,7 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
         tokenizer = f"tokenizer = {settings.tokenizer!r}: differs between nodes"
         raise UserError(f"{tokenizer}; must be 'transformers:NAME' with private-data = {path!r}")
     square = len(shape) == 3 and not texts and shape[1] == shape[2]
-    place = workplace(_private_settings(text, path, shape[1] if square else 0))
+    place = workplace(_private_settings(text, path, shape[1] if square else 0), state=state)
     data = place.problem.data
     for what, have, wanted in (
         ("classes", data.num_classes, header["classes"]),

@@ -16,7 +16,7 @@ from fedsub_app.common.inputs import Shape, blank, shape_shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import drawing
-from fedsub_app.common.tensors import CPU
+from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
@@ -28,6 +28,7 @@ from fedsub_app.models import (
     check_network,
     freeze,
     is_sourced,
+    load_tensors,
     narrowed,
     unit_groups,
     with_base_of,
@@ -57,6 +58,7 @@ class Problem:
     width : fraction of each hidden layer's units that the network has.
     trained : the part of the network that is trained; the rest is a frozen base.
     name : the setting ``model``.
+    start : the initial global model where the seed does not give it, named tensors.
     """
 
     data: Dataset
@@ -67,6 +69,7 @@ class Problem:
     width: float = 1.0
     trained: Trained = WHOLE
     name: str = ""
+    start: Tensors | None = None
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
@@ -119,10 +122,14 @@ class Problem:
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base."""
         if not self.trained.what:
-            return self.unfrozen(seed)
-        if seed is None or seed == self.seed:
-            return copy.deepcopy(self._frozen)  # which shares the base
-        return with_base_of(self._freshly_frozen(seed), self._frozen)
+            model = self.unfrozen(seed)
+        elif seed is None or seed == self.seed:
+            model = copy.deepcopy(self._frozen)  # which shares the base
+        else:
+            model = with_base_of(self._freshly_frozen(seed), self._frozen)
+        if self.start and seed is None:
+            load_tensors(model, self.start)
+        return model
 
     def unfrozen(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network without a frozen base or adapters."""

@@ -79,9 +79,9 @@ class FedNova(SubnetStrategy):
     def distance_of_steps(self, update: Update) -> float:
         """Return a_i; for a client without a step, whose change is 0, the a_i of one step."""
         settings, steps = self.settings, max(1, self.steps(update.num_examples))
-        if settings.optimizer == "adam":
+        if settings.optimizer != "sgd":
             return float(steps)
-        pull = settings.lr_at(self.round) * settings.prox_mu if settings.objective == "prox" else 0.0
+        pull = self.lr * settings.prox_mu if settings.objective == "prox" else 0.0
         count = normaliser if self.options.normalisation == "paper" else authors_normaliser
         return count(steps, settings.momentum, pull)
 

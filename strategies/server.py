@@ -104,6 +104,7 @@ class Server:
         self.shared = list(self.current)
         self.devices = settings.client_devices
         self.round = 0
+        self.plateau_lr: Any = None
         self.phase = Phase()
         self.merging: Any = None
         self.facts: Facts | None = None
@@ -152,6 +153,11 @@ class Server:
     def weight(self, update: Update) -> float:
         """Return the update's weight in a mean (setting ``weighting``)."""
         return float(update.num_examples) if self.settings.by_examples else 1.0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the running round's clients."""
+        return float(self.plateau_lr or self.settings.lr_at(self.round))
 
     def values_at(self, masks: Tensors) -> Tensors:
         """Return the global model with the values at the mask's positions alone of each tensor that has a mask."""

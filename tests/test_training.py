@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,9 @@ from fedsub_app.training.optimizer import Optimizer
         {"lr": 0.1},
         {"lr": 0.1, "momentum": 0.9, "weight-decay": 1e-2},
         {"lr": 1e-3, "optimizer": "adam", "weight-decay": 1e-2},
+        {"lr": 1e-3, "optimizer": "adamw", "weight-decay": 1e-2},
+        {"lr": 1e-3, "optimizer": "rmsprop", "weight-decay": 1e-2},
+        {"lr": 1e-3, "optimizer": "rmsprop", "momentum": 0.9},
     ],
 )
 def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value]) -> None:
@@ -38,14 +43,13 @@ def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value
         ours, theirs = (m.to(memory_format=torch.channels_last) for m in (ours, theirs))  # type: ignore[call-overload]
         x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (5, 16))
     optimizer = Optimizer(settings, dict(ours.named_parameters()), settings.lr)
-    if settings.optimizer == "adam":
-        reference: torch.optim.Optimizer = torch.optim.Adam(
-            theirs.parameters(), settings.lr, weight_decay=settings.weight_decay, fused=True
-        )
-    else:
-        reference = torch.optim.SGD(
-            theirs.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
-        )
+    kind: Any = {
+        "sgd": partial(torch.optim.SGD, momentum=settings.momentum, fused=True),
+        "adam": partial(torch.optim.Adam, fused=True),
+        "adamw": partial(torch.optim.AdamW, fused=True),
+        "rmsprop": partial(torch.optim.RMSprop, momentum=settings.momentum),
+    }[settings.optimizer]
+    reference: torch.optim.Optimizer = kind(theirs.parameters(), settings.lr, weight_decay=settings.weight_decay)
     for features, labels in zip(x, y, strict=True):
         optimizer.step(optimizer.gradients(F.cross_entropy(ours(features), labels)))
         reference.zero_grad()

@@ -229,6 +229,8 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
+        if settings.start_from:
+            overrides["start-from"] = str(Path(settings.start_from).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
         overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
     if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder

@@ -14,7 +14,7 @@ from strategies.base import SubnetStrategy
 
 def client_bytes(settings: Settings, network: int, samples: float) -> float:
     """Return the bytes of a client that trains: network, gradients, received model, optimizer state, samples."""
-    state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
+    state = {"sgd": 0, "adam": 2, "adamw": 2, "rmsprop": 1}[settings.optimizer] + bool(settings.momentum)
     return (3 + state) * network + samples
 
 
