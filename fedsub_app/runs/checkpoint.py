@@ -96,7 +96,7 @@ def started(problem: Problem, settings: Settings) -> Problem:
     try:
         given = load_file(path) if path == Path(str(settings.start_from)).expanduser() else _model(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{said} {getattr(error, 'strerror', '') or one_line(error)}") from None
+        raise UserError(f"{said} {one_line(error)}") from None
     own = tensors_of(problem.network())
     given = {name: x for name, x in given.items() if name in own or x.is_floating_point()}  # without BatchNorm's counts
     for name in [*own, *given]:

@@ -22,8 +22,8 @@ class ScheduleSettings(Section):
     lr_schedule: Literal["step", "cosine", "plateau"] = "step"
     """How lr falls: at some rounds, along a cosine to 0 behind num-rounds, or where the score gets no better.
 
-    cosine is torch's CosineAnnealingLR; a run that is resumed for more rounds goes on along their cosine. plateau is
-    torch's ReduceLROnPlateau on the first score of ``evaluate``; it multiplies lr by lr-decay.
+    cosine is torch's CosineAnnealingLR; such a run gets no more rounds when it is resumed. plateau is torch's
+    ReduceLROnPlateau on the first score of ``evaluate``; it multiplies lr by lr-decay.
     """
     lr_decay_at: Rounds = ()
     """Rounds that multiply lr by lr-decay, from then on: "200, 400"."""
