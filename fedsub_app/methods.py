@@ -203,6 +203,6 @@ def check_name(name: str, text: str = "") -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UserError(f"{said} must be lower-case letters and digits, in words joined by '-'")
     if name in BUILT_IN:
-        raise UserError(f"{said} there is one of that name")
+        raise UserError(f"{said} {'is the name of a method of fedsub' if text else 'there is one of that name'}")
     if text and (other := next((known for known in METHODS if section_of(known) == name and known != text), "")):
         raise UserError(f"{said} is the name of {other!r} already")

@@ -122,7 +122,7 @@ def test_a_run_of_a_changed_file_is_not_resumed(tmp_path: Path) -> None:
         ({"method": f"{FILE}:FedAvgN"}, r"^method = '.*': no Method 'FedAvgN' in .*fedavgm.py; allowed: FedAvgM$"),
         ({"method": f"{FILE}:FedAvgMServer"}, r"^method = .*: no Method 'FedAvgMServer' in .*; allowed: FedAvgM$"),
         ({"method": "no_such_package:Foo"}, r"^method = .*No module named 'no_such_package'"),
-        ({"method": "TAKEN:FedAvg"}, r"^method = '.*taken.py:FedAvg': 'fedavg' there is one of that name$"),
+        ({"method": "TAKEN:FedAvg"}, r"^method = '.*taken.py:FedAvg': 'fedavg' is the name of a method of fedsub$"),
         ({"method": "TAKEN:_"}, r"^method = '.*taken.py:_': '-' must be lower-case letters and digits"),
         ({"method": "TAKEN:broken"}, r"^method = '.*taken.py:broken': no Method 'broken' in .*; allowed: FedAvg, _$"),
         ({"method": OURS, "fedavgm.bet": 1.0}, r"^fedavgm.bet = 1.0: unknown key; did you mean fedavgm.beta\?$"),
