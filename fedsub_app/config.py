@@ -65,7 +65,7 @@ def _forget() -> None:
 
 def register_installed() -> None:
     """Register the methods of all installed packages."""
-    for name in installed().names:
+    for name in sorted(installed().names):
         check({"method": name})
 
 
@@ -74,8 +74,9 @@ def check(values: Mapping[str, Value], source: str = "") -> None:
 
     ``source``: the file that the keys are in, `` in my.toml``.
     """
-    for name in {str(values.get("method", "")), *(key.partition(".")[0] for key in values if "." in key)} - {""}:
-        if register_outside(name):
+    named = [key.partition(".")[0] for key in values if "." in key and ":" not in key]  # a key runs no code
+    for name in dict.fromkeys([*named, values.get("method")]):
+        if isinstance(name, str) and register_outside(name):
             _forget()
     check_keys(values, fields(), source)
 

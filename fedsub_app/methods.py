@@ -167,10 +167,10 @@ def register_outside(name: str) -> bool:
     """
     if ":" in name:
         found = named_code("method", name, Method)
-    elif name in METHODS or not (entries := installed().select(name=name)):
+    elif name in METHODS or not (entries := [*installed().select(name=name)]):
         return False
     else:
-        found = _loaded(next(iter(entries)))
+        found = _loaded(entries[0])
     if METHODS.get(name) is found:
         return False
     check_name(section_of(name), name)

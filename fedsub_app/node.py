@@ -269,7 +269,7 @@ def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace
 def _private_settings(text: str, path: str, image_size: int) -> Settings:
     """Return the settings of a message, with all samples of this node's data set instead of the run's."""
     name = private_name(Path(path))
-    private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
+    private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": "", "experiment": ""}
     return resolve(_keys(text) | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 

@@ -86,8 +86,10 @@ def check(method: str, keys: Mapping[str, Value]) -> None:
 
 def method_of(name: str) -> str:
     """Return the method whose strategy has this public name, "" for none."""
-    register_installed()
-    return next((method for method in METHODS if title(method) == name), "")
+    if not (found := [method for method in METHODS if title(method) == name]):
+        register_installed()
+        found = [method for method in METHODS if title(method) == name]
+    return (found or [""])[0]
 
 
 def title(method: str) -> str:

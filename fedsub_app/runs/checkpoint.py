@@ -1,6 +1,7 @@
 """The checkpoint of a finished round, one file; the network with a run's last global model."""
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -105,4 +106,6 @@ def started(problem: Problem, settings: Settings) -> Problem:
             raise UserError(f"{said} tensor {name!r} is {have}, must be {need} with model = {settings.model!r}")
         if not bool(given[name].isfinite().all()):
             raise UserError(f"{said} tensor {name!r} has NaN or infinite values")
-    return replace(problem, start={name: given[name] for name in own})
+    begun = copy(problem)  # with the frozen base, which the process has once
+    object.__setattr__(begun, "start", {name: given[name] for name in own})
+    return begun
