@@ -173,7 +173,10 @@ def register_outside(name: str) -> bool:
         found = _loaded(entries[0])
     if METHODS.get(name) is found:
         return False
-    check_name(section_of(name), name)
+    check_name(section := section_of(name), name)
+    for other, method in METHODS.items():
+        if section_of(other) == section and other != name and method is not found:
+            raise UserError(f"method = {name!r}: {section!r} is the name of {other!r} already")
     METHODS[name] = found
     return True
 
@@ -204,5 +207,3 @@ def check_name(name: str, text: str = "") -> None:
         raise UserError(f"{said} must be lower-case letters and digits, in words joined by '-'")
     if name in BUILT_IN:
         raise UserError(f"{said} {'is the name of a method of fedsub' if text else 'there is one of that name'}")
-    if text and (other := next((known for known in METHODS if section_of(known) == name and known != text), "")):
-        raise UserError(f"{said} is the name of {other!r} already")
