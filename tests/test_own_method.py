@@ -141,7 +141,7 @@ def test_what_is_no_method_is_one_line(keys: dict[str, Any], line: str, tmp_path
 def test_two_files_of_one_name_and_a_file_that_fails(tmp_path: Path) -> None:
     resolve({"method": OURS})
     other = tmp_path / "other.py"
-    other.write_text(Path(FILE).read_text())
+    other.write_text(Path(FILE).read_text().replace("0.9", "0.8"))
     with pytest.raises(UserError, match=r"other.py:FedAvgM': 'fedavgm' is the name of '.*fedavgm.py:FedAvgM' already$"):
         resolve({"method": f"{other}:FedAvgM"})
     other.write_text("1 / 0")
