@@ -164,7 +164,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         # The model of an abandoned round is that before it or, with robust, an earlier one.
         arrays, abandoned = (merged, 0) if merged is not None else (to_arrays(strategy.current), abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        about = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
+        about: Json = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
         about |= {"lr": strategy.lr} if settings.lr_schedule != "step" else {}
         measured: Json = {"round": number, "status": status, **about, "seconds": time.perf_counter() - start}
         line = measured | strategy.phase.report | measured  # in this order; the server's values override the report's
