@@ -75,7 +75,7 @@ def check(values: Mapping[str, Value], source: str = "") -> None:
     ``source``: the file that the keys are in, `` in my.toml``.
     """
     named = [key.partition(".")[0] for key in values if "." in key and ":" not in key]  # a key runs no code
-    for name in dict.fromkeys([*named, values.get("method")]):
+    for name in [*named, values.get("method")]:
         if isinstance(name, str) and register_outside(name):
             _forget()
     check_keys(values, fields(), source)
