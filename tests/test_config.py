@@ -40,7 +40,9 @@ ACCURACIES = "allowed are global, global-local, personal, comma-separated"
 ROUNDS = "must be rounds from 1 on, such as '200, 400', or ''"
 LISTS = "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'"
 LONG = [("", f"conf/{'a' * 194}"), (".toml", "a" * 199)]  # longer than the name of a file can be
-PARTITIONS = "'iid', 'dirichlet', 'shards', 'classes', 'source', 'source-classes', 'lists', 'column' or 'flwr:NAME'"
+PARTITIONS = (
+    "'iid', 'quantity', 'dirichlet', 'shards', 'classes', 'source', 'source-classes', 'lists', 'column' or 'flwr:NAME'"
+)
 
 
 def test_defaults_resolve_and_every_key_is_described() -> None:
