@@ -15,7 +15,7 @@ Deviations:
   ``normalisation = "authors"`` is the recurrence of the published code, where both add a step of their own, with
   its tau_eff: the mean number of steps where there is a proximal term. With few steps that makes the server's step
   shorter than 1, also where all clients do the same: in the tables of Hu et al. 2023 about 0.3.
-- With Adam a_i = tau_i.
+- With Adam, AdamW and RMSprop a_i = tau_i.
 - BatchNorm's running statistics are averaged without normalisation, as tau_eff may leave the range of the clients'.
 """
 
