@@ -48,7 +48,7 @@ def register(name: str, method: "Method") -> None:
 
     :func:`run` then takes it as ``"method": name`` and its keys as ``"name.key"``, with any number of workers where
     they are forked from this process (Linux, on the CPU). Other processes, those of the ``fedsub`` command and of
-    Flower's engines, know the methods of the package only (docs/adding-a-method.md).
+    Flower's engines, know the methods of packages and of files, ``"FILE.py:NAME"`` (docs/adding-a-method.md).
 
     Raises
     ------

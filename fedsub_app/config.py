@@ -17,9 +17,10 @@ from pydantic.fields import FieldInfo
 
 from fedsub_app.common.conf_files import conf_name, experiment_file, is_file, read_toml
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.own_code import section_of
 from fedsub_app.common.section import Listed, Section, Value, flatten
 from fedsub_app.common.spelling import check_experiment, check_keys, check_method
-from fedsub_app.methods import METHODS, Method, check_name
+from fedsub_app.methods import METHODS, Method, check_name, installed, register_outside
 from fedsub_app.settings import Settings
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -30,7 +31,7 @@ TYPES = {"boolean": "true | false", "string": "text", "array": "text"}
 
 def _sections() -> dict[str, type[Section]]:
     """Return the class of the general keys and those of the methods' own, by what stands before the key."""
-    return {"": Settings} | {f"{name}.": method.settings for name, method in METHODS.items()}
+    return {"": Settings} | {f"{section_of(name)}.": method.settings for name, method in METHODS.items()}
 
 
 @cache
@@ -54,8 +55,30 @@ def register(name: str, method: Method) -> None:
     """Add a method of the running program to the register, or replace it; its keys are known from then on."""
     check_name(name)
     METHODS[name] = method
+    _forget()
+
+
+def _forget() -> None:
     fields.cache_clear()
     defaults.cache_clear()
+
+
+def register_installed() -> None:
+    """Register the methods of all installed packages."""
+    for name in sorted(installed().names):
+        check({"method": name})
+
+
+def check(values: Mapping[str, Value], source: str = "") -> None:
+    """Register the methods from outside that keys name; raise :class:`UserError` for the first unknown key.
+
+    ``source``: the file that the keys are in, `` in my.toml``.
+    """
+    named = [key.partition(".")[0] for key in values if "." in key and ":" not in key]  # a key runs no code
+    for name in [*named, values.get("method")]:
+        if isinstance(name, str) and register_outside(name):
+            _forget()
+    check_keys(values, fields(), source)
 
 
 def describe() -> dict[str, tuple[str, str, str]]:
@@ -138,7 +161,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     check_experiment(name, source)
     keys = flatten(read_toml(path))
     base = keys.pop("extends", None)
-    check_keys(keys, fields(), f" in {conf_name(path)}")
+    check(keys, f" in {conf_name(path)}")
     if base is None:
         return keys
     if not isinstance(base, str) or not base:
@@ -175,16 +198,21 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
     check_method(method, METHODS)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
-    kept = {key: value for key, value in keys.items() if "." not in key or key.startswith(f"{method}.")}
+    kept = {key: value for key, value in keys.items() if _is_of(key, method)}
     return kept | dict(METHODS[method].preset)
+
+
+def _is_of(key: str, method: object) -> bool:
+    """Say whether a key is a general one or the method's own."""
+    return "." not in key or key.startswith(f"{section_of(str(method))}.")
 
 
 def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
     """Return single keys without those of methods that they do not run; a table sets keys of several methods."""
-    check_keys(overrides, fields(), "")
+    check(overrides)
     name = overrides.get("experiment", "")
     method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
-    return {key: value for key, value in overrides.items() if "." not in key or key.startswith(f"{method}.")}
+    return {key: value for key, value in overrides.items() if _is_of(key, method)}
 
 
 def resolve(overrides: Mapping[str, Value]) -> Settings:
@@ -195,7 +223,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     UserError
         One line that names the key, the value and what is allowed.
     """
-    check_keys(overrides, fields(), "")
+    check(overrides)
     name = overrides.get("experiment", "")
     chosen = _read_experiment(str(name)) if name else {}
     given = chosen | dict(overrides)
@@ -205,7 +233,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     check_method(method, METHODS)
     # An experiment may set keys of several methods, of which one is run; a key given by hand is meant to do something.
     for key, value in overrides.items():
-        if "." in key and not key.startswith(f"{method}."):
+        if not _is_of(key, method):
             raise UserError(f"{key} = {shown(value)}: does nothing with method = {method!r}")
     # A method given by hand goes before the experiment that it is tried on; what stands beside it must agree with it.
     beside = overrides if "method" in overrides else given
@@ -213,14 +241,15 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         if beside.get(key, preset) not in (preset, defaults()[key]):
             raise UserError(f"{key} = {beside[key]!r}: must be {preset!r} with method = {method!r}")
         values[key] = preset
-    sections: dict[str, dict[str, Value]] = {str(method): {}}  # the running method's, and others that are given keys
+    own_section = section_of(str(method))
+    sections: dict[str, dict[str, Value]] = {own_section: {}}  # the running method's, and others that are given keys
     for key, value in given.items():
         section, dot, own_key = key.partition(".")
         if dot:
             sections.setdefault(section, {})[own_key] = value
-    options = {name: _validated(METHODS[name].settings, own, f"{name}.") for name, own in sections.items()}
+    options = {name: _validated(_sections()[f"{name}."], own, f"{name}.") for name, own in sections.items()}
     general = {key: value for key, value in values.items() if "." not in key}
-    return _validated(Settings, general | {"options": options[str(method)]})
+    return _validated(Settings, general | {"options": options[own_section]})
 
 
 def _validated(section: type[AnySection], values: Mapping[str, Any], prefix: str = "") -> AnySection:

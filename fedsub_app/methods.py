@@ -1,5 +1,8 @@
 """The register of methods: name → settings, strategy, client. One line a method.
 
+Methods from outside are registered when they are named: ``"FILE.py:NAME"``, or the name of an entry point of an
+installed package. Either is a :class:`Method`.
+
 FedProx and MOON are FedAvg with an objective that any method can take (``training/objectives.py``):
 
 - Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020,
@@ -12,10 +15,12 @@ FedProx and MOON are FedAvg with an objective that any method can take (``traini
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.own_code import named_code, section_of
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
@@ -147,6 +152,43 @@ METHODS = {
     "fedpews": Method("FedPeWS, Tastan et al. 2024", keys.FedPeWSSettings, "fedpews:FedPeWS", "fedpews:FedPeWSClient"),
 }
 BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
+GROUP = "fedsub.methods"  # of the entry points of packages with methods
+
+
+def installed() -> EntryPoints:
+    """Return the entry points of the methods of installed packages; a method of this package has its name before."""
+    return entry_points(group=GROUP)
+
+
+def register_outside(name: str) -> bool:
+    """Register the method that a text names where it is none of this package's; returns whether it is another one now.
+
+    A name that is of no method is left alone.
+    """
+    if ":" in name:
+        found = named_code("method", name, Method)
+    elif name in METHODS or not (entries := [*installed().select(name=name)]):
+        return False
+    else:
+        found = _loaded(entries[0])
+    if METHODS.get(name) is found:
+        return False
+    check_name(section := section_of(name), name)
+    for other, method in METHODS.items():
+        if section_of(other) == section and other != name and method is not found:
+            raise UserError(f"method = {name!r}: {section!r} is the name of {other!r} already")
+    METHODS[name] = found
+    return True
+
+
+def _loaded(entry: EntryPoint) -> Method:
+    try:
+        found = entry.load()
+    except Exception as error:  # code of others
+        raise UserError(f"method = {entry.name!r}: {entry.value}: {one_line(error)[:300]}") from error
+    if not isinstance(found, Method):
+        raise UserError(f"method = {entry.name!r}: {entry.value} is {shown(found)}, must be a fedsub.Method")
+    return found
 
 
 def reported(methods: Collection[str]) -> dict[str, Reported]:
@@ -158,9 +200,10 @@ def reported(methods: Collection[str]) -> dict[str, Reported]:
     return {key: about for strategy in strategies for key, about in strategy.reports.items()}
 
 
-def check_name(name: str) -> None:
-    """Raise :class:`UserError` where a new method cannot have this name."""
+def check_name(name: str, text: str = "") -> None:
+    """Raise :class:`UserError` where a new method cannot have this name, which the setting ``text`` names."""
+    said = f"method = {text!r}: {name!r}" if text else f"method {name!r}:"
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        raise UserError(f"method {name!r}: must be lower-case letters and digits, in words joined by '-'")
+        raise UserError(f"{said} must be lower-case letters and digits, in words joined by '-'")
     if name in BUILT_IN:
-        raise UserError(f"method {name!r}: there is one of that name")
+        raise UserError(f"{said} {'is the name of a method of fedsub' if text else 'there is one of that name'}")

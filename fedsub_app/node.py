@@ -150,6 +150,7 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
         state = store.load(merged)
         before = merged if state else 0
         worker = METHODS[place.settings.method].client(place, client, header["round"], state)
+        worker.lr = header.get("lr", worker.lr)
         if header["phase"] == MessageType.EVALUATE:
             return replace(worker.run_evaluation(sent, task, header["evaluate"]), state=(before, before))
         if merged and not state:
@@ -211,11 +212,12 @@ def settings_text(header: Json, config: Config) -> str:
 def named(text: str, header: Json, context: Context) -> Places:
     """Return the one workplace of all clients: of the data that the settings name, or of the node's private data."""
     private = str(context.node_config.get("private-data", ""))
+    state = state_folder(header, context.node_config)
     if _keys(text).get("private-examples", 0) or private:
-        place = _private_place(text, private, header)
+        place = _private_place(text, private, header, state)
     else:
         data_dir = str(context.node_config.get("data-dir", ""))
-        place = workplace(_read_here(settings_from(text, data_dir), data_dir))
+        place = workplace(_read_here(settings_from(text, data_dir), data_dir), state=state)
     if header.get("base", "") != place.base:
         settings = place.settings
         raise UserError(f"model = {settings.model!r}: {other_base(place.base, header.get('base', ''))} the server's")
@@ -226,13 +228,13 @@ def given(problem: Problem) -> Source:
     """Return a source of one problem whose samples the run's partition shares out to the clients."""
 
     def source(text: str, header: Json, context: Context) -> Places:
-        place = workplace(settings_from(text, ""), problem)
+        place = workplace(settings_from(text, ""), problem, state_folder(header, context.node_config))
         return lambda client: place
 
     return source
 
 
-def _private_place(text: str, path: str, header: Json) -> Workplace:
+def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace:
     """Return the workplace of a node's own data, which must be like the server's."""
     settings = settings_from(text, "")
     if not path:
@@ -246,7 +248,7 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
         tokenizer = f"tokenizer = {settings.tokenizer!r}: differs between nodes"
         raise UserError(f"{tokenizer}; must be 'transformers:NAME' with private-data = {path!r}")
     square = len(shape) == 3 and not texts and shape[1] == shape[2]
-    place = workplace(_private_settings(text, path, shape[1] if square else 0))
+    place = workplace(_private_settings(text, path, shape[1] if square else 0), state=state)
     data = place.problem.data
     for what, have, wanted in (
         ("classes", data.num_classes, header["classes"]),
@@ -262,19 +264,19 @@ def _private_place(text: str, path: str, header: Json) -> Workplace:
 def _private_settings(text: str, path: str, image_size: int) -> Settings:
     """Return the settings of a message, with all samples of this node's data set instead of the run's."""
     name = private_name(Path(path))
-    private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": ""}
+    private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": "", "experiment": ""}
     return resolve(_keys(text) | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 
 @lru_cache(maxsize=4)
 def settings_from(text: str, data_dir: str) -> Settings:
     """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
-    settings = resolve(_keys(text) | ({"data-dir": data_dir} if data_dir else {}))
-    for key, code in own_code(settings).items():
+    keys = _keys(text) | {"experiment": ""} | ({"data-dir": data_dir} if data_dir else {})  # a file names no more keys
+    for key, code in own_code(keys).items():
         # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
         if not simulated() and not bundled(code).exists():
             raise UserError(f"{key} = {code!r}: a node runs code of the run's bundle or of known packages only")
-    return settings
+    return resolve(keys)
 
 
 def _read_here(settings: Settings, data_dir: str) -> Settings:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -14,14 +14,25 @@ from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape
 from fedsub_app.common.own_code import OWN
+from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import drawing
-from fedsub_app.common.tensors import CPU
+from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
-from fedsub_app.models import Trained, adopted, build_model, freeze, narrowed, unit_groups, with_base_of, with_head
-from fedsub_app.models.names import is_sourced
+from fedsub_app.models import (
+    Trained,
+    adopted,
+    build_model,
+    freeze,
+    is_sourced,
+    load_tensors,
+    narrowed,
+    unit_groups,
+    with_base_of,
+    with_head,
+)
 from fedsub_app.models.sources import PACKAGES, answer, check_network, with_logits
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Task, task_of
@@ -37,7 +48,8 @@ class Problem:
 
     ``build``: seed -> a fresh network, initialised from this seed and nothing else; ``seed``: of the initial global
     model; ``head``: name of the network's head, "": its last Linear; ``width``: fraction of each hidden layer's units;
-    ``trained``: the part that is trained, the rest is a frozen base; ``name``: the setting ``model``.
+    ``trained``: the part that is trained, the rest is a frozen base; ``name``: the setting ``model``;
+    ``start``: the initial global model where the seed does not give it, named tensors.
     """
 
     data: Dataset
@@ -48,6 +60,7 @@ class Problem:
     width: float = 1.0
     trained: Trained = WHOLE
     name: str = ""
+    start: Tensors | None = None
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
@@ -73,7 +86,7 @@ class Problem:
         app of one's own it does not know the shape of an input.
         """
         if settings.hidden_width:
-            raise UserError(f"{settings.method}.width: must be 0 with a network of your own, whose width is its own")
+            raise UserError(f"{settings.section}.width: must be 0 with a network of your own, whose width is its own")
         task = task or task_of(settings.task, settings.metrics)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
         dataset = pooled(dataset) if settings.client_test == "pooled" else dataset
@@ -99,10 +112,14 @@ class Problem:
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base."""
         if not self.trained.what:
-            return self.unfrozen(seed)
-        if seed is None or seed == self.seed:
-            return copy.deepcopy(self._frozen)  # which shares the base
-        return with_base_of(self._freshly_frozen(seed), self._frozen)
+            model = self.unfrozen(seed)
+        elif seed is None or seed == self.seed:
+            model = copy.deepcopy(self._frozen)  # which shares the base
+        else:
+            model = with_base_of(self._freshly_frozen(seed), self._frozen)
+        if self.start and seed is None:
+            load_tensors(model, self.start)
+        return model
 
     def unfrozen(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network without a frozen base or adapters."""
@@ -126,10 +143,10 @@ def trained_part(settings: Settings) -> Trained:
     return Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
 
 
-def own_code(settings: Settings) -> dict[str, str]:
-    """Return the settings that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, by key."""
-    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,)}
-    texts = {key: str(getattr(settings, key)) for key in known}
+def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
+    """Return the keys that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, with it."""
+    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,), "method": ()}
+    texts = {key: str(keys[key]) for key in known if key in keys}
     return {key: text for key, text in texts.items() if ":" in text and text.partition(":")[0] not in known[key]}
 
 

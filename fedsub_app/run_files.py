@@ -14,7 +14,8 @@ from typing import Any
 from fedsub_app.common.code import settings_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
-from fedsub_app.common.tensors import Json
+from fedsub_app.common.tensor_files import read_tensors
+from fedsub_app.common.tensors import Json, Tensors
 
 Config = Mapping[str, Any]
 _texts: dict[Path, str] = {}  # settings as JSON, by their file
@@ -64,6 +65,14 @@ def state_folder(header: Json, config: Config) -> Path:
             _state_folders[run] = header["state-dir"]
         return Path(_state_folders.get(run, ""))  # unknown to a new process of Ray's, which asks for the settings
     return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
+
+
+def initial_model(folder: Path) -> Tensors:
+    """Return the initial global model that the node was sent."""
+    try:
+        return read_tensors(initial_file(folder))[0]
+    except ValueError as error:
+        raise UserError(f"{initial_file(folder)}: {error}") from None
 
 
 def initial_file(folder: Path) -> Path:

@@ -39,8 +39,8 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def refuse_own_code(settings: Settings) -> None:
-    """Raise :class:`UserError` for a network, data or a task of the user that the run's bundle does not hold."""
-    for key, text in own_code(settings).items():
+    """Raise :class:`UserError` for code of the user that the run's bundle does not hold."""
+    for key, text in own_code(settings.flat()).items():
         if not bundled(text).exists():
             other = "`fedsub run --engine` puts FILE.py:NAME into it, and fedsub.client_app takes any code"
             raise UserError(f"{key} = {text!r}: not in the run's bundle; {other}")

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.own_code import readable
+from fedsub_app.common.own_code import readable, section_of
 from fedsub_app.common.score import CLASSES, SCORES, Score, further_metrics
 from fedsub_app.common.section import (
     EPOCHS,
@@ -28,6 +28,7 @@ from fedsub_app.common.section import (
 )
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.federation.settings import DefenceSettings
+from fedsub_app.training.schedule import ScheduleSettings
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
@@ -51,9 +52,6 @@ Evaluations = Annotated[
     Field(min_length=1),
     Listed("allowed are global, global-local, personal, comma-separated"),
 ]
-
-
-Rounds = Annotated[tuple[Count, ...], Listed("must be rounds from 1 on, such as '200, 400', or ''", read=int)]
 
 
 def digest(flat: Mapping[str, Value]) -> str:
@@ -95,7 +93,7 @@ class RunSettings(Section):
     experiment: TextOrNone = None
     """conf/<experiment>.toml lies between these defaults and single keys; "": none."""
     method: str = "fedpews"
-    """A name of `fedsub list methods`."""
+    """A name of `fedsub list methods`, or a method of yours, "my_method.py:Foo" (docs/adding-a-method.md)."""
     num_rounds: Count = 50
     """Rounds of the run."""
     max_flops: AmountOrNone = None
@@ -153,6 +151,11 @@ class TrainingSettings(Section):
     """
     model_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
+    start_from: TextOrNone = None
+    """Initial global model: a .safetensors file, or a run's directory, for its last one; "": random, by the seed.
+
+    The server reads it. Names, shapes and types of its tensors must be the network's, with trainable those trained.
+    """
     head: str = ""
     """Name of the layer that is the head of FedPer, MOON and FedPAC; "": the last Linear."""
     trainable: str = ""
@@ -186,18 +189,12 @@ class TrainingSettings(Section):
     """
     gpu_exact: bool = True
     """On a GPU: deterministic kernels, no TF32; false: fastest kernels, not repeatable bit for bit."""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """Optimizer, reset in every round unless a method says otherwise."""
-    lr: Positive = 0.05
-    """Learning rate of the first round."""
-    lr_decay_at: Rounds = ()
-    """Rounds that multiply lr by lr-decay, from then on: "200, 400"."""
-    lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Factor of lr at each round of lr-decay-at."""
+    optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = "sgd"
+    """Optimizer, torch's with its defaults, reset in every round unless a method says otherwise."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Momentum of SGD; not with adam."""
+    """Momentum of sgd and rmsprop."""
     weight_decay: NonNegative = 0.0
-    """L2 penalty, added to the gradients of all weights."""
+    """L2 penalty, added to the gradients of all weights; with adamw each step scales them by 1 - lr * weight-decay."""
     augment: Literal["none", "crop-flip"] = "none"
     """Training images: unchanged, or random crops with padding 4 and horizontal flips."""
     objective: Literal["none", "prox", "moon"] = "none"
@@ -223,10 +220,6 @@ class TrainingSettings(Section):
     They come from as many passes as needed, each in its own order. Keys of methods that count epochs, such as
     ``tune-epochs``, ``head-epochs`` and both of FedRep's, still count epochs.
     """
-
-    def lr_at(self, server_round: int) -> float:
-        """Return the learning rate of a round: ``lr`` times ``lr_decay`` for each round of ``lr_decay_at`` so far."""
-        return self.lr * self.lr_decay ** sum(server_round >= number for number in self.lr_decay_at)
 
 
 BY_EXAMPLES = (
@@ -257,10 +250,17 @@ class AttackSettings(ClientsSettings):
 
 
 # The bases stand in reverse: the keys of the last one come first, in TOML, in `fedsub list settings` and in errors.
-class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSettings, DataSettings, RunSettings):
+class Settings(
+    AttackSettings, ScheduleSettings, TrainingSettings, DefenceSettings, PartitionSettings, DataSettings, RunSettings
+):
     """The general settings of one run, the same for all methods; ``options`` holds the chosen method's own."""
 
     options: MethodSettings = Field(default_factory=MethodSettings, exclude=True)  # has a table of its own in TOML
+
+    @property
+    def section(self) -> str:
+        """What stands before the method's own keys."""
+        return section_of(self.method)
 
     @property
     def hidden_width(self) -> int | None:
@@ -300,7 +300,7 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
 
     def flat(self) -> dict[str, Value]:
         """Return all keys and values in TOML spelling, the chosen method's own as ``method.key``."""
-        return self.toml() | {f"{self.method}.{key}": value for key, value in self.options.toml().items()}
+        return self.toml() | {f"{self.section}.{key}": value for key, value in self.options.toml().items()}
 
     def digest(self) -> str:
         return digest(self.flat())
@@ -315,8 +315,8 @@ class Settings(AttackSettings, TrainingSettings, DefenceSettings, PartitionSetti
             raise ValueError(f"base-dtype = {self.base_dtype!r}: needs trainable = 'lora', 'head' or another part")
         if self.gradient_checkpointing and not self.trainable:
             raise ValueError("gradient-checkpointing = true: needs trainable = 'lora', 'head' or another part")
-        if self.momentum and self.optimizer == "adam":
-            raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
+        if self.momentum and self.optimizer.startswith("adam"):
+            raise ValueError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' or 'rmsprop' only")
         if self.attack != "none" and self.attackers > self.num_clients:
             raise ValueError(f"attackers = {self.attackers}: at most num-clients = {self.num_clients}")
         for key in ("target-score", "stop-at-score") if self.task in SCORES else ():

@@ -26,9 +26,10 @@ class SubnetStrategy(Hooks, Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
         """Sample the round's clients; returns the phase, which makes the messages with their tasks one at a time.
 
-        ``config["checkpoints"]`` are the rounds that a resume may start from.
+        ``config["checkpoints"]`` are the rounds that a resume may start from, ``config["lr"]`` is the learning rate
+        where scores decide it.
         """
-        self.round = server_round
+        self.round, self.plateau_lr = server_round, config.get("lr")
         clients = [client for client in self.federation.sample(server_round) if self.fits(client)]
         return rounds.ask(self, MessageType.TRAIN, clients, server_round, arrays, config, grid)
 

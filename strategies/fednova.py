@@ -15,7 +15,7 @@ Deviations:
   ``normalisation = "authors"`` is the recurrence of the published code, where both add a step of their own, with
   its tau_eff: the mean number of steps where there is a proximal term. With few steps that makes the server's step
   shorter than 1, also where all clients do the same: in the tables of Hu et al. 2023 about 0.3.
-- With Adam a_i = tau_i.
+- With Adam, AdamW and RMSprop a_i = tau_i.
 - BatchNorm's running statistics are averaged without normalisation, as tau_eff may leave the range of the clients'.
 """
 
@@ -72,9 +72,9 @@ class FedNova(SubnetStrategy):
     def distance_of_steps(self, update: Update) -> float:
         """Return a_i; for a client without a step, whose change is 0, the a_i of one step."""
         settings, steps = self.settings, max(1, self.steps(update.num_examples))
-        if settings.optimizer == "adam":
+        if settings.optimizer != "sgd":
             return float(steps)
-        pull = settings.lr_at(self.round) * settings.prox_mu if settings.objective == "prox" else 0.0
+        pull = self.lr * settings.prox_mu if settings.objective == "prox" else 0.0
         count = normaliser if self.options.normalisation == "paper" else authors_normaliser
         return count(steps, settings.momentum, pull)
 

@@ -42,7 +42,7 @@ class SharedPart(SubnetStrategy):
             try:
                 personal = part_names(self.model, part) if part != "all" else ()
             except ValueError as error:
-                raise UserError(f"{self.settings.method}.{key} = {part!r}: {error}") from None
+                raise UserError(f"{self.settings.section}.{key} = {part!r}: {error}") from None
         return personal
 
     def task(self, client: int) -> Task:

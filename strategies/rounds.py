@@ -47,6 +47,7 @@ def ask(
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
+    extra |= {"lr": config["lr"]} if "lr" in config else {}
     merging = Merging(strategy)
     if kind == MessageType.TRAIN and strategy.settings.secure_aggregation:
         merging = secure = SecureMerging(strategy, clients, grid)

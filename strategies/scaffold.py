@@ -61,7 +61,7 @@ class Scaffold(SubnetStrategy):
         added = super().contribution(update)
         if not self.facts:
             return added
-        distance = self.steps(update.num_examples) * self.settings.lr_at(self.round)
+        distance = self.steps(update.num_examples) * self.lr
         for name, c in self.variate.items():
             sent = update.tensors[f"{VARIATE}{name}"]
             path = (self.current[name] - update.tensors[name]) / distance if distance else c

@@ -74,6 +74,7 @@ class Server:
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
         self.shared = list(self.current)  # its tensors that clients answer with; in a first stage all of them
         self.round = 0  # the running one, from 1
+        self.plateau_lr: Any = None  # with lr-schedule = "plateau": the running round's learning rate
         self.phase = Phase()  # the running or last phase
         self.merging: Any = None  # of the answers that were asked for (strategies/merging.py)
         self.facts: Facts | None = None
@@ -128,6 +129,11 @@ class Server:
     def total(updates: Sequence[Update], name: str) -> Tensor:
         """Return the sum of a tensor of the updates; with ``secure-aggregation`` the first update has it."""
         return sum((u.tensors[name] for u in updates if name in u.tensors), torch.tensor(0))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the running round's clients."""
+        return float(self.plateau_lr or self.settings.lr_at(self.round))
 
     def values_at(self, masks: Tensors) -> Tensors:
         """Return the global model with the values at the mask's positions alone of each tensor that has a mask."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Brightness
+from helpers import Brightness, forget
 from hypothesis import settings
 
 from fedsub_app.client_app import app
@@ -22,6 +22,7 @@ from fedsub_app.config import applicable_keys
 from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.methods import METHODS
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import settings_of
 
@@ -99,6 +100,13 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _runs_in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.fixture(autouse=True)
+def _methods_of_files_are_forgotten() -> Iterator[None]:
+    yield
+    for name in [name for name in METHODS if ":" in name]:
+        forget(name)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,9 @@ ACCURACIES = "allowed are global, global-local, personal, comma-separated"
 ROUNDS = "must be rounds from 1 on, such as '200, 400', or ''"
 LISTS = "must be class numbers, a comma between the lists of two clients, such as '0 2, 1 3'"
 LONG = [("", f"conf/{'a' * 194}"), (".toml", "a" * 199)]  # longer than the name of a file can be
-PARTITIONS = "'iid', 'dirichlet', 'shards', 'classes', 'source', 'source-classes', 'lists', 'column' or 'flwr:NAME'"
+PARTITIONS = (
+    "'iid', 'quantity', 'dirichlet', 'shards', 'classes', 'source', 'source-classes', 'lists', 'column' or 'flwr:NAME'"
+)
 
 
 def test_defaults_resolve_and_every_key_is_described() -> None:
@@ -231,7 +233,7 @@ def test_pairs() -> None:
         ({"num-rounds": 2.5}, "num-rounds = 2.5: must be integer"),
         ({"num-rounds": True}, "num-rounds = True: must be integer"),
         ({"num-rounds": 0}, "num-rounds = 0: must be greater than or equal to 1"),
-        ({"optimizer": "sdg"}, "optimizer = 'sdg': must be 'sgd' or 'adam'"),
+        ({"optimizer": "sdg"}, "optimizer = 'sdg': must be 'sgd', 'adam', 'adamw' or 'rmsprop'"),
         ({"participation": 1.5}, "participation = 1.5: must be less than or equal to 1"),
         ({"clients-per-round": 9}, "clients-per-round = 9: at most num-clients = 2"),
         ({"min-replies": 3}, "min-replies = 3: at most the 2 clients that take part in a round"),
@@ -239,7 +241,7 @@ def test_pairs() -> None:
         ({"fedpews.masks": "random"}, "fedpews.masks = 'random': must be 'learned' or 'fixed'"),
         ({"prox-mu": -0.1}, "prox-mu = -0.1: must be greater than or equal to 0"),
         ({"resume": True}, "run-dir = '': resume = true needs the run directory to resume"),
-        ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: allowed with optimizer = 'sgd' only"),
+        ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: allowed with optimizer = 'sgd' or 'rmsprop' only"),
         ({"evaluate": "global personal"}, f"evaluate = 'global personal': {ACCURACIES}"),
         ({"evaluate": ""}, f"evaluate = '': {ACCURACIES}"),
         ({"lr-decay-at": "200, x"}, f"lr-decay-at = '200, x': {ROUNDS}"),

@@ -1,6 +1,7 @@
 """The methods in a Flower app of one's own: keywords, connection, own network and data, and the same numbers."""
 
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,7 +124,7 @@ def test_keywords_are_the_keys() -> None:
         ("FedSelect", {"alpha": 2.0}, r"^fedselect.alpha = 2.0: must be less than or equal to 1$"),
         ("FedSelect", {"lr": "fast"}, r"^lr = 'fast': must be number$"),
         ("FedSelect", {"alhpa": 0.3}, r"^alhpa = 0.3: no keyword of fedselect; did you mean alpha\?$"),
-        ("FedAvg", {"momentum": 0.9, "optimizer": "adam"}, r"^momentum = 0.9: allowed with optimizer = 'sgd' only$"),
+        ("FedAvg", {"momentum": 0.9, "optimizer": "adam"}, r"^momentum = 0.9: allowed with optimizer = 'sgd' or 'rms"),
         ("ISTProx", {"objective": "moon"}, r"^objective = 'moon': must be 'prox' with method = 'istprox'$"),
         ("MOON", {"objective": "prox"}, r"^objective = 'prox': must be 'moon' with method = 'moon'$"),
         ("FedAvg", {"clients_per_node": 0}, r"^clients_per_node = 0: must be an integer from 1 on$"),
@@ -365,6 +366,19 @@ def test_the_head_of_ones_own_network() -> None:
     assert "head = 'head' of client_app: the strategy's is 'body.1'" in dropped({"head": "body.1"}, head="head")
     with pytest.raises(fedsub.UserError, match=r"^head = 'tail': 'tail' is no layer"):
         fedsub.FedPer(model=Net, head="tail").start(grid(), arrays(), 1)
+
+
+def test_a_plateau_needs_the_scores_of_fedsubs_start(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"clients_per_node": 4, "lr_schedule": "plateau", "lr_patience": 0, "evaluate": "global"}
+    with pytest.raises(
+        fedsub.UserError, match=r"^lr-schedule = 'plateau': needs fedsub.start; Flower's own loop tells"
+    ):
+        fedsub.FedAvg(**keys).start(grid(), arrays(), 1)
+    same, folder = {"global-accuracy": 50.0}, tmp_path / "run"
+    first = {"initial_arrays": arrays(), "num_rounds": 3, "run_dir": folder}
+    fedsub.start(fedsub.FedAvg(lr=0.1, **keys), grid(), **first, evaluate_fn=lambda *_: same)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert [line.get("lr") for line in lines] == [None, 0.1, pytest.approx(0.01), pytest.approx(0.001)]
 
 
 def test_an_optimizer_of_ones_own() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from federations import Deployed, deployed, ended, pairs
 from helpers import fedsub, run_flower
+from safetensors.torch import save_file
 from test_engines import flower  # noqa: F401  (a fixture)
+from torch import nn
 
 import fedsub_app
 from fedsub_app.deployment.flower import PROJECT
@@ -140,13 +142,17 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Iterator[Dep
 
 @pytest.fixture(scope="module")
 def my_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run whose network, data and task are of files."""
+    """A run whose network, data, task, method and initial model are of files, and whose learning rate is by scores."""
     folder = tmp_path_factory.mktemp("code")
     names = {"model": "net", "dataset": "load", "task": "Largest"}
     for key in names:
         (folder / f"my_{key}.py").write_text(MY_CODE)
     own = {key: f"{folder}/my_{key}.py:{name}" for key, name in names.items()}
-    return own | {"method": "fedavg", "partition": "iid", "num-clients": 3}
+    method = {"method": f"{PROJECT}/examples/own-method/fedavgm.py:FedAvgM", "fedavgm.beta": 0.5}
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    save_file(model.state_dict(), folder / "start.safetensors")
+    keys = {"start-from": str(folder / "start.safetensors"), "lr-schedule": "plateau", "lr-patience": 0, "lr": 1.0}
+    return own | method | keys | {"optimizer": "rmsprop", "partition": "iid", "num-clients": 3, "num-rounds": 3}
 
 
 def same_model(run: Callable[..., Any], keys: dict[str, Any], folder: Path) -> None:
@@ -186,10 +192,10 @@ def test_on_supernodes(name: str, keys: Any, nodes: Deployed, corpus: str, tmp_p
 
 @pytest.mark.slow
 def test_ones_own_files_on_flowers_simulation(my_code: Any, flower: Any, tmp_path: Path) -> None:  # noqa: F811
-    same_model(partial(run_flower, flower, "--engine", "local-simulation"), my_code | FEW, tmp_path)
+    same_model(partial(run_flower, flower, "--engine", "local-simulation"), FEW | my_code, tmp_path)
 
 
 @pytest.mark.slow
 def test_ones_own_files_on_supernodes(my_code: Any, nodes: Deployed, tmp_path: Path) -> None:
     """Their digest is part of that of all code, which server and nodes compare."""
-    same_model(lambda *words: ended(nodes.run(*words), 600), my_code | FEW, tmp_path)
+    same_model(lambda *words: ended(nodes.run(*words), 600), FEW | my_code, tmp_path)

@@ -38,7 +38,7 @@ def everything(partition: Partition) -> list[int]:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    partition=st.sampled_from(["iid", "dirichlet", "classes", "lists"]),
+    partition=st.sampled_from(["iid", "quantity", "dirichlet", "classes", "lists"]),
     seed=st.integers(0, 2**31 - 1),
     validation=st.floats(0, 0.6),
     client_test=st.sampled_from(["labels", "holdout"]),
@@ -227,6 +227,23 @@ def test_label_tests_are_all_test_samples_of_the_clients_labels() -> None:
     assert iid.test[0] is iid.test[1]
 
 
+def test_quantity_skew_is_in_the_sizes_alone() -> None:
+    """A small alpha is uneven, a large one even; the classes are those of random samples; none has too few."""
+    sizes = {alpha: sorted(map(len, make(partition="quantity", dirichlet_alpha=alpha).train)) for alpha in (0.5, 1e5)}
+    assert sizes[0.5][-1] > 3 * sizes[0.5][0]
+    assert sizes[1e5][-1] - sizes[1e5][0] < 10
+    largest = max(labels_of(make(partition="quantity")), key=len)
+    assert len(largest) == 10
+    for partition in ("quantity", "dirichlet"):
+        kept = make(partition=partition, dirichlet_alpha=1.0, min_samples=30, client_test="holdout")
+        assert all(len(x) + len(y) >= 30 for x, y in zip(kept.train, kept.test, strict=True))
+
+
+def test_a_partitioner_of_sizes_of_flwr_datasets() -> None:
+    linear = [len(x) for x in make(partition="flwr:LinearPartitioner", num_clients=4).train]
+    assert linear == [143, 287, 431, 577]
+
+
 def test_summary_is_json_and_adds_up() -> None:
     made = make(num_clients=4, validation_fraction=0.25, client_test="holdout")
     summary = json.loads(json.dumps(partition_summary(load_dataset(DIGITS), made)))
@@ -238,6 +255,18 @@ def test_summary_is_json_and_adds_up() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"partition": "quantity", "dirichlet_alpha": 0.01, "min_samples": 20},
+            r"^dirichlet-alpha = 0\.01: no partition of 1438 samples over num-clients = 10 with 20 or more each in 11",
+        ),
+        (
+            {"partition": "dirichlet", "dirichlet_alpha": 0.05, "min_samples": 140},
+            r"^dirichlet-alpha = 0\.05: no partition of 1438 samples over num-clients = 10 with 140 or more each",
+        ),
+        (
+            {"min_samples": 144},
+            r"^min-samples = 144: a client has 143 samples with partition = 'iid'; lower it or num-clients$",
+        ),
         ({"num_clients": 1439}, r"num-clients = 1439: expected 1 to 1438"),
         (
             {"partition": "dirichlet", "dirichlet_alpha": 0.001, "num_clients": 300},

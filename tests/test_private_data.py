@@ -160,4 +160,4 @@ def test_texts_of_a_nodes_own_need_the_servers_tokens() -> None:
     with pytest.raises(
         UserError, match=r"^tokenizer = 'words': differs between nodes; must be 'transformers:NAME' with"
     ):
-        node._private_place(text, "notes.csv", header)
+        node._private_place(text, "notes.csv", header, Path())

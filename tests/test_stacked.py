@@ -51,6 +51,8 @@ BATCH_NORM: dict[str, Value] = {"dataset": "digits", "model": "mnist-cnn-bn", "i
     [
         {"partition": "iid", "momentum": 0.9, "weight_decay": 1e-3, "local_epochs": 2},
         {"partition": "iid", "optimizer": "adam", "lr": 0.01},
+        {"partition": "iid", "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+        {"partition": "iid", "optimizer": "rmsprop", "lr": 0.001, "momentum": 0.5},
         {"partition": "iid", "local_steps": 3, "batch_size": 40, "lr_decay_at": "2"},
         {"partition": "iid", "dataset": "digits", "model": "fedpews-cnn", "train_per_class": 8},
         {"partition": "iid", **BATCH_NORM},

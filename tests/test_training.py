@@ -1,23 +1,31 @@
 """Local training: the optimizer is torch's, bit for bit; MOON's term is its formula."""
 
+import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import SAME, away
+from federations import pairs
+from helpers import SAME, away, ends_as_if_never_stopped, fedsub
+from helpers import rounds as lines_of
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.models import Network, build_model, tensors_of
+from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.local import crop_and_flip
 from fedsub_app.training.objectives import Moon
 from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.schedule import plateau_lr
 
 
 @pytest.mark.parametrize("network", ["lenet5-bn", "fedpews-mlp"])
@@ -27,6 +35,9 @@ from fedsub_app.training.optimizer import Optimizer
         {"lr": 0.1},
         {"lr": 0.1, "momentum": 0.9, "weight-decay": 1e-2},
         {"lr": 1e-3, "optimizer": "adam", "weight-decay": 1e-2},
+        {"lr": 1e-3, "optimizer": "adamw", "weight-decay": 1e-2},
+        {"lr": 1e-3, "optimizer": "rmsprop", "weight-decay": 1e-2},
+        {"lr": 1e-3, "optimizer": "rmsprop", "momentum": 0.9},
     ],
 )
 def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value]) -> None:
@@ -38,14 +49,13 @@ def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value
         ours, theirs = (m.to(memory_format=torch.channels_last) for m in (ours, theirs))  # type: ignore[call-overload]
         x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (5, 16))
     optimizer = Optimizer(settings, dict(ours.named_parameters()), settings.lr)
-    if settings.optimizer == "adam":
-        reference: torch.optim.Optimizer = torch.optim.Adam(
-            theirs.parameters(), settings.lr, weight_decay=settings.weight_decay, fused=True
-        )
-    else:
-        reference = torch.optim.SGD(
-            theirs.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
-        )
+    kind: Any = {
+        "sgd": partial(torch.optim.SGD, momentum=settings.momentum, fused=True),
+        "adam": partial(torch.optim.Adam, fused=True),
+        "adamw": partial(torch.optim.AdamW, fused=True),
+        "rmsprop": partial(torch.optim.RMSprop, momentum=settings.momentum),
+    }[settings.optimizer]
+    reference: torch.optim.Optimizer = kind(theirs.parameters(), settings.lr, weight_decay=settings.weight_decay)
     for features, labels in zip(x, y, strict=True):
         optimizer.step(optimizer.gradients(F.cross_entropy(ours(features), labels)))
         reference.zero_grad()
@@ -62,6 +72,84 @@ def test_the_learning_rate_falls_at_its_rounds() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     Optimizer(settings, {"w": parameter}, settings.lr_at(200)).step({"w": torch.ones(1)})
     assert parameter.item() == pytest.approx(0.99)
+
+
+@pytest.mark.parametrize(
+    ("keys", "torchs"),
+    [
+        ({"lr-schedule": "cosine", "num-rounds": 30}, partial(CosineAnnealingLR, T_max=30)),
+        ({"lr-decay-every": 4, "lr-decay": 0.7}, partial(StepLR, step_size=4, gamma=0.7)),
+        ({"lr-decay-at": "3, 9", "lr-decay": 0.7}, partial(MultiStepLR, milestones=[2, 8], gamma=0.7)),
+    ],
+)
+def test_a_schedule_of_rounds_is_torchs(keys: dict[str, Value], torchs: Any) -> None:
+    settings = resolve({"lr": 0.1, **keys})
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    schedule = torchs(optimizer)
+    for server_round in range(1, 30):
+        assert settings.lr_at(server_round) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        schedule.step()
+
+
+def test_plateau_follows_the_first_score_in_its_direction() -> None:
+    """By hand: one evaluation without a better score passes, the second one halves lr."""
+    keys: dict[str, Value] = {"lr": 0.1, "lr-schedule": "plateau", "lr-patience": 1, "lr-decay": 0.5}
+    scores = [10.0, 20.0, 15.0, None, 19.0, 21.0, 21.0, 5.0]
+    rates = [0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025]
+    lines: list[Json] = [{} if score is None else {"global-accuracy": score} for score in scores]
+    assert [plateau_lr(lines[:count], resolve(keys)) for count in range(9)] == rates
+    low = resolve(keys | {"task": "regression", "evaluate": "personal"})
+    errors: list[Json] = [{"personal-rmse": x, "global-rmse": 1.0 - x} for x in (0.9, 0.8, 0.85, 0.8, 0.1)]
+    assert [plateau_lr(errors[:count], low) for count in range(6)] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"lr-schedule": "cosine", "lr-decay-at": "3"}, "^lr-decay-at: does nothing with lr-schedule = 'cosine'$"),
+        (
+            {"lr-schedule": "plateau", "lr-decay-every": 3},
+            "^lr-decay-every: does nothing with lr-schedule = 'plateau'$",
+        ),
+        ({"lr-schedule": "plateau", "lr-decay": 1.0}, "^lr-decay = 1: must be below 1 with lr-schedule = 'plateau'$"),
+    ],
+)
+def test_keys_of_another_schedule_are_refused(keys: dict[str, Value], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        resolve(keys)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fednova"])
+def test_a_run_on_a_plateau_is_resumed_and_shared_out(
+    run_local: Callable[..., tuple[Json, Path]], tmp_path: Path, method: str
+) -> None:
+    """The server of these methods computes with lr as well; it falls, for no score gets better."""
+    keys: dict[str, Value] = {"method": method, "num_rounds": 4, "keep_checkpoints": 0, "lr": 3e-6, "lr_decay": 0.5}
+    keys |= {"lr_schedule": "plateau", "lr_patience": 0}
+    keys |= {"objective": "prox"} if method == "fednova" else {}
+    ends_as_if_never_stopped(run_local, tmp_path, keys)
+    lines = lines_of(tmp_path / "whole")
+    falls = [plateau_lr(lines[:number], resolve(settings_in(tmp_path / "whole"))) for number in range(1, 5)]
+    assert [line["lr"] for line in lines[1:]] == falls
+    assert falls[0] > falls[-1]
+    assert not any(line["dropped"] for line in lines[1:])
+    given = settings_in(tmp_path / "whole") | {"run-dir": str(tmp_path / "two")}
+    done = fedsub(tmp_path, "run", *pairs(given), "--workers", "2")
+    assert done.code == 0, done.err
+    assert (tmp_path / "two/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def settings_in(folder: Path) -> dict[str, Value]:
+    settings: dict[str, Value] = json.loads((folder / "settings.json").read_text())["settings"]
+    return settings
+
+
+def test_a_run_along_a_cosine_gets_no_more_rounds(run_local: Callable[..., tuple[Json, Path]]) -> None:
+    _, folder = run_local(method="fedavg", lr_schedule="cosine", num_rounds=2)
+    assert [line["lr"] for line in lines_of(folder)[1:]] == pytest.approx([0.05, 0.025])
+    with pytest.raises(UserError, match=r"^num-rounds = 3: the run to resume in .* has a cosine to 2$"):
+        settings_of({"run-dir": str(folder), "resume": True, "num-rounds": 3})
 
 
 def test_moons_term_is_its_formula_and_its_gradient() -> None:

@@ -37,7 +37,8 @@ def client_of(folder: Path, client: int) -> Client:
     paths = checkpoints(folder)
     if not paths:
         raise UserError(f"{folder}: no checkpoint")
-    last, place, method = read_checkpoint(paths[-1]), workplace(settings), METHODS[settings.method]
+    last, method = read_checkpoint(paths[-1]), METHODS[settings.method]
+    place = workplace(settings, state=folder / "clients")
     strategy = method.strategy(settings, place.network.module)
     strategy.round, strategy.current = last.round, {name: last.model[name] for name in strategy.current}
     strategy.load_state(last.state)

@@ -46,7 +46,7 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
     """
     network, problem, settings = model_of(folder, client)
     task = problem.task
-    if isinstance(task, NextToken) or "dataset" in own_code(settings) or settings.features != "none":
+    if isinstance(task, NextToken) or "dataset" in own_code(settings.flat()) or settings.features != "none":
         raise UserError(f"{folder}: predict reads images and tables; `client_of` and `Record.model()` give the network")
     if is_source(settings.dataset):
         parts = [unseen_rows(settings.data, task, file) for file in files]

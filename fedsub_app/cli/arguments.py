@@ -7,16 +7,16 @@ from typer import Argument, Option
 
 from fedsub_app.common.conf_files import experiments, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.spelling import check_keys, parse_pairs
+from fedsub_app.common.spelling import parse_pairs
 
 if TYPE_CHECKING:
     from fedsub_app.common.section import Value
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    from fedsub_app.methods import METHODS
+    from fedsub_app.methods import METHODS, installed
 
-    return [name for name in METHODS if name.startswith(incomplete)]
+    return [name for name in dict.fromkeys([*METHODS, *installed().names]) if name.startswith(incomplete)]
 
 
 def complete_keys(incomplete: str) -> list[str]:
@@ -71,8 +71,8 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
 
 def checked(pairs: Iterable[str]) -> "dict[str, Value]":
     """Return settings of ``key=value`` words; :class:`UserError` where one is no pair, or a key is unknown."""
-    from fedsub_app.config import fields
+    from fedsub_app.config import check
 
     values = parse_pairs(pairs)
-    check_keys(values, fields())
+    check(values)
     return values

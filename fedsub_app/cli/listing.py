@@ -41,8 +41,10 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
     """Return the names of a kind, each with its cells; these packages are loaded without torch, but on demand."""
     match kind:
         case Kind.METHODS:
+            from fedsub_app.config import register_installed
             from fedsub_app.methods import METHODS
 
+            register_installed()
             return {name: [method.description] for name, method in METHODS.items()}
         case Kind.MODELS:
             from fedsub_app.models import model_names
@@ -86,6 +88,7 @@ def explain(
     topic: Annotated[str | None, Argument(help="a method or a command", autocompletion=complete_methods)] = None,
 ) -> None:
     """Explain a method (idea, paper, settings, example) or a command."""
+    from fedsub_app.config import check
     from fedsub_app.methods import METHODS
 
     parent = context.find_root()
@@ -97,6 +100,7 @@ def explain(
             f"fedsub {topic}" if topic else "fedsub", ["--help"], parent=parent if topic else None
         ):
             return
+    check({"method": str(topic)})
     if topic not in METHODS:
         hint = near(str(topic), [*METHODS, *group.commands], "`fedsub list methods` shows the methods")
         raise UserError(f"help {topic}: no such method or command; {hint}")
@@ -105,11 +109,12 @@ def explain(
 
 def about_method(name: str) -> str:
     """Return a method's idea, paper, settings and an example, as Markdown."""
+    from fedsub_app.common.own_code import section_of
     from fedsub_app.config import describe
     from fedsub_app.methods import METHODS
 
     method = METHODS[name]
-    rows = [[key, *cells] for key, cells in describe().items() if key.startswith(f"{name}.")]
+    rows = [[key, *cells] for key, cells in describe().items() if key.startswith(f"{section_of(name)}.")]
     keys = markdown(("key", "default", "allowed", "meaning"), rows) if rows else "It has no settings of its own."
     preset = ", ".join(f"`{key} = {value}`" for key, value in method.preset.items())
     place = vars(method)["strategy"]  # its module is not imported for its docstring: that would load torch

@@ -36,7 +36,7 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     name = spelled.lower()
     check_name(name)
     if not (project / "tests/helpers.py").is_file():
-        other = "an installed package takes fedsub.register"
+        other = "method = 'FILE.py:NAME' takes a file of yours"
         raise UserError(f"{project}: not a checkout of fedsub, which a method is added to; {other}")
     module = name.replace("-", "_")
     class_name = "".join(word[0].upper() + word[1:] for word in spelled.split("-"))

@@ -43,7 +43,13 @@ def bundled(text: str) -> Path:
     return BUNDLE / f"{text_digest(text.rpartition(':')[0])}.py"
 
 
-def named_code(key: str, text: str) -> Callable[..., Any]:
+def section_of(method: str) -> str:
+    """Return what stands before the own keys of a method: its name, ``foo`` for ``"FILE.py:Foo"``."""
+    return method.rpartition(":")[2].lower().replace("_", "-") if ":" in method else method
+
+
+def named_code(key: str, text: str, kind: Any = Callable) -> Any:
+    """Return what a setting names in a file or module, an object of ``kind``; :class:`UserError` where it is none."""
     source, _, name = text.rpartition(":")
     file = code_file(text)
     try:
@@ -54,12 +60,13 @@ def named_code(key: str, text: str) -> Callable[..., Any]:
         raise UserError(f"{key} = {shown(text)}: {one_line(error)}; `pip install {source}` may help") from error
     except Exception as error:  # code of others
         raise UserError(f"{key} = {shown(text)}: {one_line(error)[:300]}") from error
-    found: Callable[..., Any] | None = getattr(module, name, None)
-    if found is None or not callable(found):
-        there = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise UserError(
-            f"{key} = {shown(text)}: no {name!r} in {source}; allowed: {', '.join(there) or 'nothing in it'}"
-        )
+    found = getattr(module, name, None)
+    if not isinstance(found, kind):
+        there = [n for n, value in vars(module).items() if isinstance(value, kind)]
+        if kind is Callable:  # without what it imports
+            there = [n for n in there if getattr(getattr(module, n), "__module__", "") == module.__name__]
+        what = repr(name) if kind is Callable else f"{kind.__name__} {name!r}"
+        raise UserError(f"{key} = {shown(text)}: no {what} in {source}; allowed: {', '.join(there) or 'nothing in it'}")
     return found
 
 

@@ -25,6 +25,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive, generator
+from fedsub_app.data.quantity import by_quantity, least_samples
 from fedsub_app.data.samples import Dataset
 from fedsub_app.data.settings import FLWR, KINDS, WITHOUT_CLASSES, PartitionSettings
 
@@ -53,6 +54,9 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
     else:
         _check(dataset, settings)
         train = (_draw if settings.samples_per_client else _DIVIDE.get(settings.partition, by_flwr))(dataset, settings)
+        if (fewest := min(map(len, train))) < (settings.min_samples or 0):
+            said = f"a client has {fewest} samples with partition = {settings.partition!r}"
+            raise UserError(f"min-samples = {settings.min_samples}: {said}; lower it or num-clients")
     validation: list[Tensor] = []
     test: list[Tensor] = []
     by_label = settings.client_test == "labels"
@@ -292,6 +296,7 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
             clients = [made.load_partition(client)[:]["index"] for client in range(settings.num_clients)]
     except Exception as error:  # ValueError, and what options that are none of its lead to
         of = f"{len(labels)} samples over num-clients = {settings.num_clients}"
+        of += f" with {least} or more each" if (least := settings.min_samples) else ""
         raise UserError(f"{key} = {settings.toml()[key]!r}: no partition of {of}: {one_line(error)}") from error
     return [torch.tensor(client, dtype=torch.int64) for client in clients]
 
@@ -301,8 +306,8 @@ def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]
     options: dict[str, Any]
     match settings.partition:
         case "dirichlet":
-            least = 1 if settings.client_test == "labels" else 2  # one to train on, one to hold out
-            options = {"alpha": settings.dirichlet_alpha, "min_partition_size": least, "self_balancing": False}
+            options = {"alpha": settings.dirichlet_alpha, "self_balancing": False}
+            options["min_partition_size"] = least_samples(settings)
             return "DirichletPartitioner", "dirichlet-alpha", {"partition_by": "label", **options}
         case "shards":
             options = {"num_shards_per_partition": settings.shards_per_client}
@@ -317,6 +322,7 @@ def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]
 
 _DIVIDE = {
     "iid": _iid,
+    "quantity": by_quantity,
     "classes": _by_classes,
     "source": _by_source,
     "source-classes": _by_source_and_classes,

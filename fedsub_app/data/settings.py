@@ -32,8 +32,8 @@ ClassLists = Annotated[
     ),
 ]
 
-KINDS = ("iid", "dirichlet", "shards", "classes", "source", "source-classes", "lists", "column")
-WITHOUT_CLASSES = ("iid", "source", "column")  # partitions of samples that have no classes
+KINDS = ("iid", "quantity", "dirichlet", "shards", "classes", "source", "source-classes", "lists", "column")
+WITHOUT_CLASSES = ("iid", "quantity", "source", "column")  # partitions of samples that have no classes
 FLWR = "flwr:"
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of a table -> function of pandas, its options
     "csv": ("read_csv", {}),
@@ -128,7 +128,8 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     partition: Annotated[str, AfterValidator(_known)] = "classes"
     """How the training samples are shared out to the clients.
 
-    ``iid``: random, sizes differ by at most 1; ``dirichlet``: each class by its own Dirichlet draw; ``shards``: equal
+    ``iid``: random, sizes differ by at most 1; ``quantity``: random, sizes by a Dirichlet draw; ``dirichlet``: each
+    class by its own Dirichlet draw; ``shards``: equal
     shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
     combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
     in ``class-lists``; ``column``: whole groups of the column ``group``, or sources, one or more a client, or with a
@@ -138,7 +139,12 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     partition_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of partition = "flwr:NAME": "alpha=0.3, partition_by='label'"; its columns are label and source."""
     dirichlet_alpha: Positive = 0.5
-    """Concentration of partition = "dirichlet"; small is uneven."""
+    """Concentration of partition = "dirichlet" or "quantity"; small is uneven."""
+    min_samples: CountOrNone = None
+    """Least samples of a client, of which parts may go to its tests; 0: as few as it needs.
+
+    dirichlet and quantity are drawn anew up to ten times where a client has fewer.
+    """
     samples_per_client: CountOrNone = None
     """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
 

@@ -218,6 +218,8 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
+        if settings.start_from:
+            overrides["start-from"] = str(Path(settings.start_from).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
         overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
     if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder
@@ -260,10 +262,12 @@ def local_paths(settings: "Settings") -> "dict[str, Value]":
 @contextmanager
 def bundle(settings: "Settings") -> Iterator[Path]:
     """Yield the folder of which Flower makes a run's bundle: the checkout, or a copy of it with the user's files."""
+    from fedsub_app.config import TABLE
+    from fedsub_app.methods import BUILT_IN
     from fedsub_app.problem import own_code
 
-    own = {key: text for key, text in own_code(settings).items() if text.rpartition(":")[0].endswith(".py")}
-    if not own:
+    own = {key: text for key, text in own_code(settings.flat()).items() if text.rpartition(":")[0].endswith(".py")}
+    if not own and settings.method in BUILT_IN:
         yield PROJECT
         return
     included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]
@@ -272,6 +276,10 @@ def bundle(settings: "Settings") -> Iterator[Path]:
         for path, name in files.items():
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, Path(folder) / name)
+        if settings.method not in BUILT_IN:  # Flower refuses keys that are not there
+            lines = [f"{key} = {json.dumps(value)}" for key, value in settings.options.toml().items()]
+            with (Path(folder) / "pyproject.toml").open("a") as file:
+                file.write("\n".join(["", f"[{TABLE}.{settings.section}]", *lines, ""]))
         for key, text in own.items():
             copy = Path(folder) / bundled(text).relative_to(PROJECT)
             copy.parent.mkdir(exist_ok=True)

@@ -43,7 +43,6 @@ LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the sta
 MAPPED = 1 << 20  # bytes from which on a message is mapped, which uses a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
 
-
 App: TypeAlias = "str | NodeApp"  # the module of a ClientApp ``app``, or one that forked processes inherit
 
 

@@ -15,7 +15,6 @@ from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import shape_shown
-from fedsub_app.common.tensor_files import read_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.config import resolve
 from fedsub_app.data import Collate, load_dataset, private_name
@@ -24,7 +23,7 @@ from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, other_base
 from fedsub_app.node import Places, Source, settings_from
 from fedsub_app.problem import Model, Problem
-from fedsub_app.run_files import initial_file, state_folder
+from fedsub_app.run_files import initial_model, state_folder
 from fedsub_app.settings import Settings
 from fedsub_app.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
@@ -198,10 +197,7 @@ class _Node:
 
     def initial(self) -> Tensors:
         """Return the initial global model, which the node was sent."""
-        try:
-            return read_tensors(initial_file(self.folder))[0]
-        except ValueError as error:
-            raise UserError(f"{initial_file(self.folder)}: {error}") from None
+        return initial_model(self.folder)
 
 
 def _loaded(data: Load, context: Context, client: int, settings: Settings) -> object:

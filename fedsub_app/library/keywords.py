@@ -9,7 +9,7 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import near
-from fedsub_app.config import defaults, resolve
+from fedsub_app.config import defaults, register_installed, resolve
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.methods import METHODS
 from fedsub_app.settings import Settings
@@ -19,7 +19,7 @@ from fedsub_app.tasks import Task, registered
 WITHOUT = {
     *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys())
     - {"seed", "validation_fraction", "task"},
-    *("experiment", "method", "num_rounds", "run_dir", "resume", "model", "stack_clients", "options"),
+    *("experiment", "method", "num_rounds", "run_dir", "resume", "model", "start_from", "stack_clients", "options"),
 }
 EVALUATE = "personal"  # what the clients measure unless they are told; of a method without own models the global one
 MANY = 100_000  # clients, before the roll call has told how many there are
@@ -85,7 +85,10 @@ def check(method: str, keys: Mapping[str, Value]) -> None:
 
 def method_of(name: str) -> str:
     """Return the method whose strategy has this public name, "" for none."""
-    return next((method for method in METHODS if title(method) == name), "")
+    if not (found := [method for method in METHODS if title(method) == name]):
+        register_installed()
+        found = [method for method in METHODS if title(method) == name]
+    return (found or [""])[0]
 
 
 def title(method: str) -> str:

@@ -190,6 +190,8 @@ class LibraryStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of a round; in the first one the nodes are asked who they are."""
+        if self.keys.get("lr-schedule") == "plateau":
+            raise UserError("lr-schedule = 'plateau': needs fedsub.start; Flower's own loop tells no scores")
         if self.connected is None or server_round == 1:
             self._folder = TemporaryDirectory(prefix="fedsub-")  # of the simulated clients' state
             header = {"run": secrets.token_hex(6), "state-dir": self._folder.name}

@@ -8,7 +8,7 @@ from fedsub_app.models.names import model_names as model_names
 
 if TYPE_CHECKING:
     from fedsub_app.models.frozen import *  # noqa: F403
-    from fedsub_app.models.groups import *  # noqa: F403  # noqa: F403  # noqa: F403
+    from fedsub_app.models.groups import *  # noqa: F403
     from fedsub_app.models.network import *  # noqa: F403
     from fedsub_app.models.networks import *  # noqa: F403
     from fedsub_app.models.sources import *  # noqa: F403

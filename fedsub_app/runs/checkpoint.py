@@ -1,15 +1,19 @@
 """The checkpoint of a finished round, one file; the network with a run's last global model."""
 
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.models import load_tensors
+from fedsub_app.models import load_tensors, tensors_of
 from fedsub_app.problem import Problem
+from fedsub_app.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,53 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def global_network(folder: Path, problem: Problem) -> nn.Module:
     """Return the network with a run's final global model, or that of its last checkpoint, in evaluation mode."""
-    network, final, paths = problem.network(), folder / "model.safetensors", checkpoints(folder)
+    network, path = problem.network(), global_file(folder)
+    try:
+        load_tensors(network, _model(path))
+    except ValueError as error:
+        raise UserError(f"{path}: truncated or damaged ({error})") from None
+    return network.eval()
+
+
+def global_file(folder: Path) -> Path:
+    """Return the file of a run's final global model, or its last checkpoint."""
+    final, paths = folder / "model.safetensors", checkpoints(folder)
     if not final.exists() and not paths:
         raise UserError(f"{folder}: no model.safetensors and no checkpoint")
+    return final if final.exists() else paths[-1]
+
+
+def _model(path: Path) -> Tensors:
+    return read_checkpoint(path).model if path.parent.name == "checkpoints" else read_tensors(path)[0]
+
+
+def start_file(settings: Settings) -> Path:
+    """Return the file that ``start-from`` names, of a run's directory that of its last global model."""
+    path = Path(str(settings.start_from)).expanduser()
+    return global_file(path) if path.is_dir() else path
+
+
+def started(problem: Problem, settings: Settings) -> Problem:
+    """Return the problem with the initial global model that ``start-from`` names.
+
+    Raises
+    ------
+    UserError
+        The file is not there or damaged, or its tensors are not those of the network.
+    """
+    said, path = f"start-from = {settings.start_from!r}:", start_file(settings)
     try:
-        load_tensors(network, read_tensors(final)[0] if final.exists() else read_checkpoint(paths[-1]).model)
-    except ValueError as error:
-        raise UserError(f"{final}: truncated or damaged ({error})") from None
-    return network.eval()
+        given = load_file(path) if path == Path(str(settings.start_from)).expanduser() else _model(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{said} {one_line(error)}") from None
+    own = tensors_of(problem.network())
+    given = {name: x for name, x in given.items() if name in own or x.is_floating_point()}  # without BatchNorm's counts
+    for name in [*own, *given]:
+        have, need = (f"{of[name].dtype} {tuple(of[name].shape)}" if name in of else "none" for of in (given, own))
+        if have != need:
+            raise UserError(f"{said} tensor {name!r} is {have}, must be {need} with model = {settings.model!r}")
+        if not bool(given[name].isfinite().all()):
+            raise UserError(f"{said} tensor {name!r} has NaN or infinite values")
+    begun = copy(problem)  # with the frozen base, which the process has once
+    object.__setattr__(begun, "start", {name: given[name] for name in own})
+    return begun

@@ -30,7 +30,7 @@ from fedsub_app.common.tensor_files import round_file, round_files, write_tensor
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import other_base
 from fedsub_app.problem import own_code
-from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
@@ -177,7 +177,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         then = recorded.get(OWN_CODE, {})
         for key, digest in _own_digests(settings).items():
             if then.get(key, digest) != digest:
-                was = f"{key} = {getattr(settings, key)!r}"
+                was = f"{key} = {settings.flat()[key]!r}"
                 raise UserError(f"{was}: the file has changed since the run in {folder} began")
         if recorded.get(BASE, "") != base:
             raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
@@ -214,8 +214,12 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
 
 def _own_digests(settings: Settings) -> dict[str, str]:
     """Return the digests of the user's files that settings name, by key."""
-    files = {key: code_file(text) for key, text in own_code(settings).items()}
-    return {key: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for key, file in files.items() if file}
+    files = {key: code_file(text) for key, text in own_code(settings.flat()).items()}
+    digests = {key: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for key, file in files.items() if file}
+    if settings.start_from:
+        with start_file(settings).open("rb") as model:
+            digests["start-from"] = hashlib.file_digest(model, "sha256").hexdigest()
+    return digests
 
 
 def runs_folder() -> Path:
@@ -225,7 +229,7 @@ def runs_folder() -> Path:
 
 def new_folder(settings: Settings) -> Path:
     """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
-    name = settings.experiment or f"{settings.method}-{settings.dataset}"
+    name = settings.experiment or f"{settings.section}-{settings.dataset}"
     name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")
     return _new(runs_folder().resolve(), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}")
 

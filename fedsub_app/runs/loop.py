@@ -26,6 +26,7 @@ from fedsub_app.models import Network, base_bytes, base_digest
 from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
+from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
@@ -33,6 +34,7 @@ from fedsub_app.runs.rounds import ended_by
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
+from fedsub_app.training.schedule import plateau_lr
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.evaluation import by_width, evaluation_due
@@ -45,7 +47,7 @@ Measure = Callable[[ArrayRecord], dict[str, float]]  # of the global model, for 
 
 def client_bytes(settings: Settings, network: int, samples: float) -> float:
     """Return the bytes of a client that trains: network, gradients, received model, optimizer state, samples."""
-    state = {"sgd": 1 if settings.momentum else 0, "adam": 2}[settings.optimizer]
+    state = {"sgd": 0, "adam": 2, "adamw": 2, "rmsprop": 1}[settings.optimizer] + bool(settings.momentum)
     return (3 + state) * network + samples
 
 
@@ -84,6 +86,8 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     """
     own = problem is not None or ":" in settings.model + settings.dataset + settings.task
     problem = problem or Problem.of(settings)
+    if settings.start_from:
+        problem = started(problem, settings)
     if own:  # what this package has never seen
         problem.check_start()
     if settings.augment != "none" and (isinstance(problem.data.in_shape, Form) or len(problem.data.in_shape) != 3):
@@ -124,7 +128,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         evaluated = (*partition.validation, *partition.test) if partition else ()
         limit = max(map(len, evaluated), default=settings.private_examples)
         facts = Facts(examples, sample_flops, global_test.quick_loss, limit, exact=bool(partition))
-        strategy.connect(Federation(settings, header, run_settings, device.type), facts)
+        strategy.connect(Federation(settings, header, run_settings, device.type, problem.start), facts)
         if partition and device.type == "cpu":  # a GPU takes less time than it takes to ask for help
             global_test.share(strategy.federation, grid)
         if partition:
@@ -181,6 +185,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
         config = ConfigRecord({"checkpoints": run.checkpoint_rounds})
+        if settings.lr_schedule == "plateau":
+            config["lr"] = plateau_lr(run.lines, settings)
         phase = strategy.configure_train(number, arrays, config, grid)
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         if merged is not None and strategy.measurement:
@@ -188,8 +194,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         # The model of an abandoned round is that before it or, with robust, an earlier one.
         arrays, abandoned = (merged, 0) if merged is not None else (to_arrays(strategy.current), abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        stage = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
-        measured: Json = {"round": number, "status": status, **stage, "seconds": time.perf_counter() - start}
+        about: Json = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
+        about |= {"lr": strategy.lr} if settings.lr_schedule != "step" else {}
+        measured: Json = {"round": number, "status": status, **about, "seconds": time.perf_counter() - start}
         line = measured | strategy.phase.report | measured  # in this order; the server's values override the report's
         over = ended_by([*run.lines, line], settings)
         config["last"] = over is not None

@@ -44,6 +44,8 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
             if key not in EXTENDED or not _allows_more(key, value, old, recorded):
                 more = "; it can only get more" if key in EXTENDED else ""
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
+            if key == "num-rounds" and recorded.get("lr-schedule") == "cosine":
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has a cosine to {old!r}")
             longer[key] = value
     before = {key: value for key, value in recorded.items() if key != "experiment"}
     try:

@@ -19,6 +19,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState, create_trial
 
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.own_code import section_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
@@ -141,8 +142,9 @@ class Search:
         examples = list(self.points or [])
         for key, tried in values.items():
             keys = {each: others[0] for each, others in values.items()}
-            if (method := key.partition(".")[0]) in values.get("method", ()):
-                keys["method"] = method
+            for method in values.get("method", ()):
+                if key.startswith(f"{section_of(str(method))}."):
+                    keys["method"] = method
             examples += [keys | {key: value} for value in tried]
         return examples
 

@@ -38,6 +38,7 @@ class ClientTools:
     ----------
     place, settings, options : the process's workplace, the run's settings and the method's own.
     id, round : client id from 0, round number from 1.
+    lr : learning rate of the round.
     network : the network, to be loaded before use: the whole one, or a narrower one after such tensors were loaded.
     state : the client's durable tensors as of the last round; tensors that a method assigns are saved after training.
     previous : MOON's z_p, the model at the end of the last round, in the shapes of the network; {} in the first.
@@ -53,6 +54,7 @@ class ClientTools:
         self.options = place.settings.options
         self.id = client
         self.round = server_round
+        self.lr = place.settings.lr_at(server_round)
         self.network = place.network
         self.state = state
         self.previous = unprefixed(PREVIOUS, state)
@@ -264,8 +266,7 @@ class Training:
         self.network = client.network
         self.names = None if names is None else frozenset(names)
         trained = {n: p for n, p in self.network.parameters.items() if self.names is None or n in self.names}
-        lr = client.settings.lr_at(client.round) if lr is None else lr
-        self.optimizer = client.place.optimizer(client.settings, trained, lr)
+        self.optimizer = client.place.optimizer(client.settings, trained, client.lr if lr is None else lr)
         self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
         self.shift = shift or {}
         self.factors = _factors(keep or {}, trained, self.network.device)

@@ -1,4 +1,4 @@
-"""SGD and Adam on named tensors, and an optimizer of the user's."""
+"""SGD, Adam, AdamW and RMSprop on named tensors, and an optimizer of the user's."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from fedsub_app.common.tensors import Tensors
@@ -15,10 +16,10 @@ MakeOptimizer = Callable[[Iterable[Tensor], float], torch.optim.Optimizer]  # pa
 
 
 class Optimizer:
-    """SGD with momentum or Adam on some named parameters, fresh; equal to ``torch.optim.SGD`` and ``Adam`` bit for bit.
+    """SGD, Adam, AdamW or RMSprop on some named parameters, fresh; equal to ``torch.optim``'s classes bit for bit.
 
-    It calls torch's functional forms, as these classes do (fused: one kernel for all tensors). On a small network the
-    classes' own bookkeeping and ``backward()`` into ``.grad`` take a fifth of a step.
+    It calls torch's functional forms, as these classes do (fused, but for RMSprop: one kernel for all tensors). On a
+    small network the classes' own bookkeeping and ``backward()`` into ``.grad`` take a fifth of a step.
 
     Parameters
     ----------
@@ -28,17 +29,17 @@ class Optimizer:
 
     Attributes
     ----------
-    first, second : Adam's moments by name, shaped as the parameters; with SGD ``first`` is the momentum, if any.
-    steps : Adam's steps behind each parameter's moments, float scalars by name; none with SGD.
+    first, second : Adam's moments by name, shaped as the parameters; ``first`` is the momentum, if any, of SGD and
+        RMSprop, whose second moment is ``second``.
+    steps : the steps behind each parameter's moments, float scalars by name; none with SGD.
     """
 
     def __init__(self, settings: TrainingSettings, parameters: Mapping[str, Tensor], lr: float) -> None:
         self.settings = settings
         self.parameters = dict(parameters)
         self.lr = lr
-        self.adaptive = settings.optimizer == "adam"
-        kept = self.parameters if self.adaptive or settings.momentum else {}
-        moved = self.parameters if self.adaptive else {}
+        kept = self.parameters if settings.optimizer in ("adam", "adamw") or settings.momentum else {}
+        moved = self.parameters if settings.optimizer != "sgd" else {}
         self.first = {name: torch.zeros_like(p) for name, p in kept.items()}
         self.second = {name: torch.zeros_like(p) for name, p in moved.items()}
         self.steps = {name: torch.zeros((), device=p.device) for name, p in moved.items()}
@@ -62,13 +63,17 @@ class Optimizer:
         if not moved:
             return
         first, second, steps = (list(of.values()) for of in (self.first, self.second, self.steps))
-        how: dict[str, Any] = {"lr": self.lr, "weight_decay": self.settings.weight_decay}
-        how |= {"fused": True, "maximize": False}
-        if self.adaptive:
-            adam(moved, along, first, second, [], steps, beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False, **how)
-        else:
-            how |= {"momentum": self.settings.momentum, "dampening": 0, "nesterov": False}
+        settings = self.settings
+        how: dict[str, Any] = {"lr": self.lr, "weight_decay": settings.weight_decay, "maximize": False}
+        if settings.optimizer == "sgd":
+            how |= {"momentum": settings.momentum, "dampening": 0, "nesterov": False, "fused": True}
             sgd(moved, along, [*first] or [None] * len(moved), **how)
+        elif settings.optimizer == "rmsprop":
+            how |= {"momentum": settings.momentum, "alpha": 0.99, "eps": 1e-8, "centered": False}
+            rmsprop(moved, along, second, [], first, steps, **how)
+        else:
+            how |= {"decoupled_weight_decay": settings.optimizer == "adamw", "amsgrad": False, "fused": True}
+            adam(moved, along, first, second, [], steps, beta1=0.9, beta2=0.999, eps=1e-8, **how)
 
 
 class OwnOptimizer(Optimizer):

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.data import AnySamples, Partition, make_partition
 from fedsub_app.models import Network, base_digest, narrowed, tensors_of, widths_of
 from fedsub_app.problem import Problem
+from fedsub_app.run_files import initial_model
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 from fedsub_app.training.optimizer import Optimizer
@@ -79,9 +81,14 @@ class Workplace:
 
 
 @lru_cache(maxsize=1)
-def workplace(settings: Settings, problem: Problem | None = None) -> Workplace:
-    """Load data, partition and model once per process and settings; ``problem``: in the place of the named one."""
+def workplace(settings: Settings, problem: Problem | None = None, state: Path | None = None) -> Workplace:
+    """Load data, partition and model once per process and settings.
+
+    ``problem``: in the place of the named one. ``state``: the node's folder of the run, where the initial global model
+    of ``start-from`` is.
+    """
     problem = problem or Problem.of(settings)
     partition = make_partition(problem.data, settings.partitioning)
     device = pick_device(settings.device, settings.gpu_exact)
-    return Workplace(settings, problem, partition, Network(problem.network().to(device)), device)
+    first = partial(initial_model, state) if settings.start_from and state else None
+    return Workplace(settings, problem, partition, Network(problem.network().to(device)), device, first)
