@@ -23,8 +23,7 @@ from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import named_code
 from fedsub_app.config import check, resolve
-from fedsub_app.deployment.flower import bundle
-from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.methods import BUILT_IN, METHODS, Method
 from fedsub_app.node import settings_from
 from fedsub_app.runs.directory import open_run
