@@ -22,10 +22,10 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.config import resolve
 from fedsub_app.models import Network, build_model, tensors_of
 from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.rounds import plateau_lr
 from fedsub_app.training.local import crop_and_flip
 from fedsub_app.training.objectives import Moon
 from fedsub_app.training.optimizer import Optimizer
-from fedsub_app.training.schedule import plateau_lr
 
 
 @pytest.mark.parametrize("network", ["lenet5-bn", "fedpews-mlp"])

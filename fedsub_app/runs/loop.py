@@ -30,11 +30,10 @@ from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.recorded import RunFailed
-from fedsub_app.runs.rounds import ended_by
+from fedsub_app.runs.rounds import ended_by, plateau_lr
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
-from fedsub_app.training.schedule import plateau_lr
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.evaluation import by_width, evaluation_due

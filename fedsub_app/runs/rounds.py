@@ -1,8 +1,9 @@
 """The lines of a run's rounds.jsonl, one a round with its checksum, and their summary."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import CHECKSUM, checksum, to_json
@@ -123,3 +124,22 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
         summary["served"] = served[-1]
     totals = [*TOTALS, *(key for key in OF_DEVICES if any(key in line for line in lines))]
     return summary | {f"total-{key}": sum(line.get(key) or 0 for line in lines) for key in totals}
+
+
+def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
+    """Return the learning rate of ``plateau`` behind some rounds' lines.
+
+    It depends on the scores in the lines alone: the same for every engine, and where a run is resumed.
+    """
+    from torch import zeros
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    optimizer = SGD([zeros(1)], settings.lr)
+    mode: Literal["max", "min"] = "max" if settings.score.high_is_good else "min"
+    schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience)
+    key = f"{settings.evaluations[0]}-{settings.score.name}"
+    for line in lines:
+        if key in line:
+            schedule.step(line[key])
+    return float(optimizer.param_groups[0]["lr"])

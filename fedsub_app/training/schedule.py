@@ -1,15 +1,11 @@
-"""The learning rate by round: its settings, and torch's schedules."""
+"""The learning rate by round: its settings."""
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedsub_app.common.section import Count, CountOrNone, CountOrZero, Json, Listed, Positive, Section
-
-if TYPE_CHECKING:
-    from fedsub_app.settings import Settings
+from fedsub_app.common.section import Count, CountOrNone, CountOrZero, Listed, Positive, Section
 
 Rounds = Annotated[tuple[Count, ...], Listed("must be rounds from 1 on, such as '200, 400', or ''", read=int)]
 
@@ -53,22 +49,3 @@ class ScheduleSettings(Section):
         if self.lr_schedule == "plateau" and self.lr_decay == 1:
             raise ValueError("lr-decay = 1: must be below 1 with lr-schedule = 'plateau'")
         return self
-
-
-def plateau_lr(lines: Sequence[Json], settings: "Settings") -> float:
-    """Return the learning rate of ``plateau`` behind some rounds' lines.
-
-    It depends on the scores in the lines alone: the same for every engine, and where a run is resumed.
-    """
-    from torch import zeros
-    from torch.optim import SGD
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-    optimizer = SGD([zeros(1)], settings.lr)
-    mode: Literal["max", "min"] = "max" if settings.score.high_is_good else "min"
-    schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience)
-    key = f"{settings.evaluations[0]}-{settings.score.name}"
-    for line in lines:
-        if key in line:
-            schedule.step(line[key])
-    return float(optimizer.param_groups[0]["lr"])
