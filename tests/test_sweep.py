@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -205,7 +206,8 @@ def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu in ("GPU-a", "GPU-b"):
         turns.put(gpu)
     monkeypatch.setenv(batch.VISIBLE, "GPU-a,GPU-b")
-    monkeypatch.setattr(batch, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(batch, "parent_process", lambda: True)  # this process has none, and is not to end with it
+    monkeypatch.setattr(batch, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     seen = []
     for _ in range(2):
         batch._begin(turns)
