@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
+from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import available
 from fedsub_app.models import UnitGroup
 from fedsub_app.subnets.slices import Index, indices, position, select, sliced_shape
-from fedsub_app.tasks import task_of
 from strategies.base import Contribution, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
 from strategies.evaluation import evaluation_due

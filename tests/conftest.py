@@ -18,12 +18,12 @@ from hypothesis import settings
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import applicable_keys
 from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import applicable_keys
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: runs would inherit it

@@ -21,13 +21,13 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
 from fedsub_app.models import UnitGroup, load_tensors
 from fedsub_app.models.groups import split
-from fedsub_app.problem import Problem
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.masks import overlap, strategy_of
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
 
 log = logging.getLogger("fedsub")

@@ -36,10 +36,10 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
-from fedsub_app.methods import METHODS
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Objective

@@ -15,6 +15,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.seeds import generator
+from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.files import Pictures, Split, read_files, read_npz
 from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
@@ -22,7 +23,6 @@ from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, fo
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
 from fedsub_app.data.tables import load_source
-from fedsub_app.tasks import task_of
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 

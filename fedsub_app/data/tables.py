@@ -16,13 +16,13 @@ from torch import Tensor
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of
 from fedsub_app.common.own_code import named_code
+from fedsub_app.common.tasks import NextToken, Task
 from fedsub_app.data.files import HOLD_OUT, hold_out
 from fedsub_app.data.names import data_folder, in_data_folder
 from fedsub_app.data.own import Split, dataset_of, own_dataset
 from fedsub_app.data.samples import AnySamples, Dataset, Samples, normalised
 from fedsub_app.data.settings import READERS, SOURCES, DataSettings
 from fedsub_app.data.text import next_tokens, padded, tokenizer_of
-from fedsub_app.tasks import NextToken, Task
 
 if TYPE_CHECKING:
     import pandas as pd

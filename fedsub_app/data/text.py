@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.own_code import packaged
-from fedsub_app.tasks import IGNORED
+from fedsub_app.common.tasks import IGNORED
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 PAD, UNKNOWN = 0, 1  # the first two tokens of a tokenizer that is made of the training texts

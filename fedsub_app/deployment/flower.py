@@ -265,9 +265,9 @@ def bundle(settings: "Settings") -> Iterator[Path]:
 
     In the checkout itself Flower would look at each of the 50,000 files of ``.venv``, which takes seconds.
     """
-    from fedsub_app.config import TABLE
-    from fedsub_app.methods import BUILT_IN
-    from fedsub_app.problem import own_code
+    from fedsub_app.runs.config import TABLE
+    from fedsub_app.runs.methods import BUILT_IN
+    from fedsub_app.training.problem import own_code
 
     own = {key: text for key, text in own_code(settings.flat()).items() if text.rpartition(":")[0].endswith(".py")}
     included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]

@@ -9,11 +9,11 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import near
-from fedsub_app.config import defaults, register_installed, resolve
+from fedsub_app.common.tasks import Task, registered
 from fedsub_app.data import DataSettings, PartitionSettings
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import defaults, register_installed, resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Task, registered
 
 # What a strategy has no keyword for: the app's data and network are its own, `start` is told how long a run is.
 WITHOUT = {

@@ -7,12 +7,12 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.run_files import initial_file
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import read_tensors, write_tensors
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.strategy import LibraryStrategy
-from fedsub_app.run_files import initial_file
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import described_failures, run_rounds
 from fedsub_app.runs.recorded import settings_of

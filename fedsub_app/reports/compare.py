@@ -9,7 +9,7 @@ from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.common.text import markdown, three_digits
 from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.records import OPTIONAL, Group, costs_of, deviation, kinds_of
+from fedsub_app.reports.curves import OPTIONAL, Group, costs_of, deviation, kinds_of
 from fedsub_app.runs.rounds import OF_DEVICES
 
 TOTALS = {  # a column of the summary: key of the rounds' lines, unit

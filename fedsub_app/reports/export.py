@@ -9,10 +9,10 @@ from typing import Any
 
 from fedsub_app.common.errors import escaped
 from fedsub_app.common.section import Json
-from fedsub_app.reports.records import COSTS, Record
+from fedsub_app.reports.curves import COSTS, RunData
 
 
-def rows_of_rounds(runs: Mapping[str, Record]) -> list[Json]:
+def rows_of_rounds(runs: Mapping[str, RunData]) -> list[Json]:
     """Return a row a round: the numbers and words of every round of some runs, by name.
 
     Lists of numbers are one text, lists of anything else their length; each client's own numbers are left out
@@ -34,7 +34,7 @@ def _flat(line: Json) -> Json:
     return flat
 
 
-def rows_of_clients(runs: Mapping[str, Record]) -> list[Json]:
+def rows_of_clients(runs: Mapping[str, RunData]) -> list[Json]:
     """Return a row a client and round in which it was evaluated."""
     return [
         {"run": name, "round": line["round"], "client": int(client)} | numbers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
-from fedsub_app.reports.records import COSTS, LOSS, Curve, Group, costs_of, curves, grouped, losses_of
+from fedsub_app.reports.curves import COSTS, LOSS, Curve, Group, costs_of, curves, losses_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -274,18 +274,3 @@ def draw_partition(folder: Path) -> Path:
     axes.set_title(f"training samples: the largest circle is {maximum}", fontsize="medium")
     drawing.savefig(folder / "partition.png", dpi=120)
     return folder / "partition.png"
-
-
-def draw_run(folder: Path) -> None:
-    """Draw one run's partition and, where anything was evaluated, its learning curves into its directory."""
-    if (folder / "partition.json").exists():  # there is none where the clients' data are their nodes' own
-        draw_partition(folder)
-    groups = grouped([folder])
-    if curves(groups):
-        draw_curves(groups, folder / "curve.png")
-
-
-if __name__ == "__main__":  # the process that a run leaves behind
-    import sys
-
-    draw_run(Path(sys.argv[1]))

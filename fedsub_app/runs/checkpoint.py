@@ -12,8 +12,8 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.models import load_tensors, tensors_of
-from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
+from fedsub_app.training.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import TEST, Task
 from fedsub_app.federation.wire import to_tensors
 from fedsub_app.models import load_tensors, narrowed, unit_groups, widths_of
-from fedsub_app.problem import Problem
 from fedsub_app.training.local import added, evaluate, evaluation_batches, sums_of
+from fedsub_app.training.problem import Problem
 
 QUICK_SAMPLES = 32
 

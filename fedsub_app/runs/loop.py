@@ -21,19 +21,19 @@ from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, held_out
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
-from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, base_bytes, base_digest
-from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import ended_by, plateau_lr
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.evaluation import by_width, evaluation_due

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsub_app.methods import METHODS
 from fedsub_app.models.groups import split
-from fedsub_app.problem import Problem
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.settings import Settings
+from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
 
 

@@ -7,11 +7,11 @@ import torch
 
 from fedsub_app.common.inputs import size_of
 from fedsub_app.common.text import human_bytes, markdown
-from fedsub_app.config import defaults
 from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Spec, formula_bytes
 from fedsub_app.models import base_bytes, trainable
+from fedsub_app.runs.config import defaults
 from fedsub_app.runs.console import stages_of
 from fedsub_app.runs.loop import check_devices, client_bytes, prepare
 from fedsub_app.settings import Settings

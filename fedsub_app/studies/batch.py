@@ -32,7 +32,7 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import LINE_SECONDS, human_seconds
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.config import resolve
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.runs.rounds import read_rounds
@@ -149,7 +149,7 @@ def _begin(turns: "SimpleQueue[str] | None") -> None:
 
 def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     """Run or continue one run in this process; returns why it failed, or nothing."""
-    from fedsub_app.engines import run_local
+    from fedsub_app.deployment.engines import run_local
 
     log = logging.getLogger("fedsub")
     keys = dict(overrides)

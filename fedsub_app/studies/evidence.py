@@ -14,7 +14,8 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.reports.records import COSTS, Record, read_run
+from fedsub_app.reports.curves import COSTS
+from fedsub_app.reports.records import Record, read_run
 from fedsub_app.runs.rounds import BUDGETS, spent
 
 COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds", "device-seconds")

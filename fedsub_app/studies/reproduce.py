@@ -17,12 +17,13 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.score import KINDS, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
-from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import costs_of_groups, served_table, summary_text, verdicts
 from fedsub_app.reports.cost_to_accuracy import about, columns
+from fedsub_app.reports.curves import Group, as_argument
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
-from fedsub_app.reports.records import Group, as_argument, read_run
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import applicable_keys
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.studies.batch import Job, facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence

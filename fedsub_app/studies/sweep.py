@@ -20,12 +20,13 @@ from optuna.distributions import CategoricalDistribution
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.text import markdown
-from fedsub_app.config import resolve
 from fedsub_app.reports.compare import summary_table
+from fedsub_app.reports.curves import Group
 from fedsub_app.reports.export import csv_text
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import svg
-from fedsub_app.reports.records import Group, read_run
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.settings import Settings
 from fedsub_app.studies.batch import facts, gpus_of, run_all

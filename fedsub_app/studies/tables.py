@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, CountOrZero, Value
-from fedsub_app.config import applicable_keys
+from fedsub_app.runs.config import applicable_keys
 
 
 class Entry(BaseModel):

@@ -24,7 +24,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.config import applicable_keys, defaults, is_list
+from fedsub_app.runs.config import applicable_keys, defaults, is_list
 from fedsub_app.studies.batch import Job
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)

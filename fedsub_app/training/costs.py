@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fedsub_app.common.inputs import blank
 from fedsub_app.models import UnitGroup, narrowed, trainable
-from fedsub_app.problem import Problem
+from fedsub_app.training.problem import Problem
 
 
 class _Counter(TorchDispatchMode):

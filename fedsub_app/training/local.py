@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator as seeded
+from fedsub_app.common.tasks import Sums, Task
 from fedsub_app.data import AnySamples
-from fedsub_app.tasks import Sums, Task
 
 EVALUATION_BATCH = 512  # samples, at most
 

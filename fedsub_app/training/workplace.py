@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.device import pick_device
+from fedsub_app.common.run_files import initial_model
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.data import AnySamples, Partition, make_partition
 from fedsub_app.models import Network, base_digest, narrowed, tensors_of, widths_of
-from fedsub_app.problem import Problem
-from fedsub_app.run_files import initial_model
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

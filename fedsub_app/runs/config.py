@@ -20,7 +20,7 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import section_of
 from fedsub_app.common.section import Listed, Section, Value, flatten
 from fedsub_app.common.spelling import check_experiment, check_keys, check_method
-from fedsub_app.methods import METHODS, Method, check_name, installed, register_outside
+from fedsub_app.runs.methods import METHODS, Method, check_name, installed, register_outside
 from fedsub_app.settings import Settings
 
 AnySection = TypeVar("AnySection", bound=Section)

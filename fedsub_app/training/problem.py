@@ -16,6 +16,7 @@ from fedsub_app.common.inputs import Shape
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tasks import Task, task_of
 from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
@@ -35,7 +36,6 @@ from fedsub_app.models import (
 )
 from fedsub_app.models.sources import PACKAGES, answer, check_network, with_logits
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Task, task_of
 
 FIRST_SAMPLES = 32  # whose loss is tried before round 1
 WHOLE = Trained()
