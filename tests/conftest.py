@@ -51,9 +51,13 @@ STARTERS = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start a run or a process: ``pytest -m "not run"`` leaves them out."""
+    known: dict[tuple[Any, ...], bool] = {}  # a test has many parameters
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if _names([item.obj, *(definitions[-1].func for definitions in fixtures)]) & STARTERS:  # type: ignore[attr-defined]
+        functions = (item.obj, *(definitions[-1].func for definitions in fixtures))  # type: ignore[attr-defined]
+        if functions not in known:
+            known[functions] = bool(_names([*functions]) & STARTERS)
+        if known[functions]:
             item.add_marker("run")
 
 
@@ -61,6 +65,8 @@ def _names(objects: list[Any]) -> set[str]:
     """Return the names in the code of the functions of tests/ among ``objects``, and of those that they name."""
     names, seen = set[str](), set[FunctionType]()
     for thing in objects:
+        if not callable(thing):  # a module such as fedsub looks its attributes up among all installed packages
+            continue
         function = inspect.unwrap(getattr(getattr(thing, "hypothesis", thing), "inner_test", thing))
         if isinstance(function, FunctionType) and function not in seen and _is_of_tests(function):
             seen.add(function)

@@ -620,7 +620,10 @@ def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     assert "vmap: called random operation" in unstackable(settings, Network(dropping))
 
 
-@pytest.mark.parametrize(("width", "parameters", "of_a_quarter"), [(64, 11_172_170, 701_018), (16, 701_018, 44_510)])
+@pytest.mark.parametrize(
+    ("width", "parameters", "of_a_quarter"),
+    [pytest.param(64, 11_172_170, 701_018, marks=pytest.mark.slow), (16, 701_018, 44_510)],
+)
 def test_the_preresnet_of_the_examples_has_heterofls_parameters(width: int, parameters: int, of_a_quarter: int) -> None:
     """At the levels a, c and e of HeteroFL's table; a quarter of the units, those of the stream too, is two levels."""
     network = "examples/own-network/preresnet.py:PreResNet18"
