@@ -33,19 +33,8 @@ from fedsub_app.federation.settings import DefenceSettings
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
 LOCATION_KEYS = (
-    "experiment",
-    "run-dir",
-    "resume",
-    "track",
-    "device",
-    "data-dir",
-    "backbone-dir",
-    "placement",
-    "message-clients",
-    "message-mb",
-    "min-nodes",
-    "node-timeout",
-    "round-timeout",
+    *("experiment", "run-dir", "resume", "track", "device", "data-dir", "backbone-dir", "placement"),
+    *("message-clients", "message-mb", "min-nodes", "node-timeout", "round-timeout"),
 )
 Evaluations = Annotated[
     tuple[Literal["global", "global-local", "personal"], ...],
@@ -253,17 +242,8 @@ class ScheduleSettings(Section):
         return self
 
 
-BY_EXAMPLES = (
-    "fedavg",
-    "fedprox",
-    "moon",
-    "fedala",
-    "ssfl",
-    "feddst",
-    "fedit",
-    "flexlora",
-    "flora",
-)  # their papers weigh so
+# Methods whose papers weigh by samples.
+BY_EXAMPLES = ("fedavg", "fedprox", "moon", "fedala", "ssfl", "feddst", "fedit", "flexlora", "flora")
 
 
 class AttackSettings(ClientsSettings):

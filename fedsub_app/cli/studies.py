@@ -74,14 +74,4 @@ def sweep(
     experiment, space = split(words, pairs)
     from fedsub_app.studies.sweep import sweep as run_sweep
 
-    return run_sweep(
-        experiment,
-        space,
-        trials=trials,
-        method=search,
-        metric=metric,
-        seeds=seeds,
-        workers=workers,
-        slurm=slurm or (),
-        out=out,
-    )
+    return run_sweep(experiment, space, trials, search, metric, seeds, workers, slurm or (), out)

@@ -38,19 +38,15 @@ TEST = ("global", "global-local", "personal")
 def sweep(
     experiment: str,
     pairs: Sequence[str],
-    *,
-    trials: int | None = None,
-    method: str | None = None,
-    metric: str | None = None,
-    seeds: int = 1,
-    workers: int | None = None,
-    slurm: Sequence[str] = (),
-    out: Path | None = None,
+    trials: int | None,
+    method: str | None,
+    metric: str | None,
+    seeds: int,
+    workers: int | None,
+    slurm: Sequence[str],
+    out: Path | None,
 ) -> int:
-    """Run or continue a sweep; write its tables, picture, page and best settings; returns the exit code.
-
-    The arguments are the command's options; ``pairs``: see :func:`~fedsub_app.studies.trials.read_space`.
-    """
+    """Run or continue a sweep, write its tables, pictures, page and best settings; returns the exit code."""
     fixed, space = read_space(pairs)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
     settings = [resolve(search.overrides(keys)) for keys in search.examples()]
