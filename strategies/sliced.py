@@ -38,10 +38,7 @@ class Sliced(SubnetStrategy):
 
     @abstractmethod
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only.
-
-        A group that is lacking has all its units.
-        """
+        """Return a client's units of this round: group name -> bool ``[group.size]``, read-only; others are all on."""
 
     def slices_of(self, client: int) -> dict[str, Index]:
         """Return a client's rows and columns of each tensor that it does not have whole."""

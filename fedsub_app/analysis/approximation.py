@@ -91,10 +91,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
 
 
 def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the cosine of the angle between ``one - start`` and ``other - start``, over all tensors of ``start``.
-
-    NaN where one of them has not moved.
-    """
+    """Return the cosine between ``one - start`` and ``other - start`` over all tensors; NaN where one has not moved."""
     a, b = (
         torch.cat([(to[name].cpu().double() - tensor.cpu().double()).flatten() for name, tensor in start.items()])
         for to in (one, other)

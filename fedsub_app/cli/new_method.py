@@ -26,10 +26,7 @@ def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in low
 
 
 def new_method(spelled: str, project: Path) -> list[Path]:
-    """Write the files of a method into the checkout ``project``, register it, and return the changed files.
-
-    ``spelled``: the method's name, with capitals where its classes have them: ``FedFoo`` or ``Fed-Foo``.
-    """
+    """Write a method's files into a checkout and register it; returns them. ``spelled``: with capitals, ``Fed-Foo``."""
     from fedsub_app.deployment.flower import PROJECT
     from fedsub_app.runs.methods import check_name
 

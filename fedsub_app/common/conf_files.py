@@ -8,10 +8,7 @@ from fedsub_app.common.errors import UserError
 
 
 def conf_folder() -> Path:
-    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
-
-    It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
-    """
+    """Return the folder of experiments and tables: beside the packages, or in a wheel inside fedsub_app."""
     here = Path(__file__).resolve().parents[1]
     return here / "conf" if (here / "conf").exists() else here.parent / "conf"
 

@@ -87,10 +87,7 @@ Shape = tuple[int, ...] | Form  # of one input; a tuple: one tensor of float32
 
 
 def form_of(*stored: Batch, tokens: int = 0) -> Shape:
-    """Return the form of one of some samples [n, ...] of the same form.
-
-    ``tokens``: the number that tokens stay below, else one above the last.
-    """
+    """Return the form of one of some samples [n, ...]; ``tokens``: tokens stay below it, else one above the last."""
     first = stored[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype == torch.uint8):
         return tuple(first.shape[1:])

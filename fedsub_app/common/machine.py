@@ -25,8 +25,7 @@ def cores() -> int:
 def keep_freed_memory() -> None:
     """Have malloc keep up to 256 MB that were freed, where it is glibc's.
 
-    By default it hands blocks of more than 32 MB back to the system, and every page of the next message costs a page
-    fault: six times the time of copying it.
+    By default blocks of 32 MB go back to the system; each page of the next message costs a fault, six times its copy.
     """
     with suppress(AttributeError, OSError):
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):

@@ -75,10 +75,7 @@ class Task(ABC):
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
         """Return y in the dtype that the loss takes, checked against the shape of a network's output for one sample.
 
-        Raises
-        ------
-        ValueError
-            What y is and what it must be.
+        ValueError: what y is and what it must be.
         """
         return y
 
@@ -237,10 +234,7 @@ class NextToken(Classification):
 
 
 def rank_counts(scores: Tensor, true: Tensor) -> Sums:
-    """Return counts of ``positive`` and ``negative`` samples by their score, in bins of 0.01 from -10 to 10.
-
-    Both are int64 [labels, bins]; ``scores`` is float [n, labels], ``true`` bool [n, labels].
-    """
+    """Return int64 [labels, bins] of positive and negative samples by ``scores`` [n, labels], bins of 0.01 to ±10."""
     offsets = torch.arange(true.shape[1], device=true.device) * BINS
     bins = ((scores / LARGEST + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
 

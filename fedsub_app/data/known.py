@@ -190,10 +190,7 @@ def _published(
 
 
 def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
-    """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
-
-    Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
-    """
+    """Read CIFAR-10-C (Hendrycks, Dietterich, ICLR 2019): ``<corruption>.npy``, a fifth of its rows a severity."""
     origin = "/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
     folder = _located(name, settings, "CIFAR-10-C", origin)
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")

@@ -41,10 +41,7 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
 
 
 def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[Any]]:
-    """Return the rows of another file as inputs, as the training rows are made ones, and the names of the classes.
-
-    The file needs no labels; where it has some, they are ignored.
-    """
+    """Return another file's rows as inputs, made as the training rows, and the classes; its labels are ignored."""
     train, test, notes = _rows(wanted, task)
     kind = file.suffix.removeprefix(".")
     if kind not in READERS:

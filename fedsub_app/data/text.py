@@ -67,10 +67,7 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, 
 
 
 def padded(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
-    """Return the first tokens of each text, int64 [n, length], and their mask, int64 [n, length] of 1 and 0.
-
-    The first position of an empty text counts, so that attention has one.
-    """
+    """Return each text's first tokens and their mask, 1 or 0, int64 [n, length]; an empty text's first one counts."""
     ids, mask = (torch.zeros(len(tokens), length, dtype=torch.int64) for _ in range(2))
     for row, text in enumerate(tokens):
         some = torch.tensor(text[:length], dtype=torch.int64)

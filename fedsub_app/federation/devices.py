@@ -93,10 +93,7 @@ def presets() -> dict[str, Path]:
 
 
 def checked(text: str) -> str:
-    """Return the setting ``devices`` with the content of a user's file, as JSON, in place of its name.
-
-    Raises ValueError, or UserError for invalid TOML, with the class and the key that are wrong.
-    """
+    """Return ``devices``, a file's content as JSON; ValueError or UserError (TOML) names the wrong class and key."""
     classes = _classes(text) if text else ()
     contents = [device.model_dump(by_alias=True, exclude_defaults=True) for device in classes]
     return json.dumps(contents) if is_file(text) else text

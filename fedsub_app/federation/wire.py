@@ -209,8 +209,7 @@ def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
 def unpack_reply(content: RecordDict, asked: Mapping[int, Mapping[str, Spec]]) -> tuple[Json, list[Part]]:
     """Return a reply's header and its parts, whose tensors :func:`read_update` decodes.
 
-    ``asked``: client -> tensors that it was asked for, which bound the reply's size. :class:`BadReply` where the
-    records are not of this format, or larger than any valid reply.
+    ``asked``: client -> its tensors, which bound the size. :class:`BadReply`: another format, or too large.
     """
     return _open(content, MAX_HEADER + sum(MAX_PART + MAX_ENTRY * len(expected) for expected in asked.values()))
 

@@ -173,10 +173,7 @@ class WorkerProcess:
             _send(self.socket, about, message.content)
 
     def receive(self) -> Message:
-        """Return the next reply.
-
-        EOFError, ConnectionError: the process is dead; OSError: one of the two had no memory or descriptor left for it.
-        """
+        """Return the next reply. EOFError, ConnectionError: the process is dead; OSError: no memory or descriptor."""
         about, content = _receive(self.socket)
         if about.get("errno"):
             raise OSError(about["errno"], os.strerror(about["errno"]))

@@ -76,8 +76,7 @@ def client_app(
 def private_data(context: Context) -> object:
     """Return the samples of a node's own file: a ``data`` of :func:`client_app` for SuperNodes.
 
-    ``private-data`` of the node's ``--node-config`` is the path of an .npz file or image folder, normalised by its own
-    training samples.
+    ``private-data`` of ``--node-config`` is an .npz file or image folder, normalised by its own training samples.
     """
     path = Path(str(context.node_config.get("private-data", "")))
     data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)

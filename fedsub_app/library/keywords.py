@@ -27,10 +27,7 @@ MANY = 100_000  # clients, before the roll call has told how many there are
 
 @cache
 def keywords(method: str) -> dict[str, str]:
-    """Return the keywords of a method's strategy and the keys that they stand for, the method's own first.
-
-    A key of the method that has the name of a general one is ``<method>_<key>``: ``fedadam_lr``.
-    """
+    """Return keyword -> key of a method's strategy, its own first, ``fedadam_lr`` where a general key has the name."""
     general = {_keyword(str(field.alias)): str(field.alias) for field in _general().values()}
     own = {key.partition(".")[2]: key for key in defaults() if key.startswith(f"{method}.")}
     named = {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own}

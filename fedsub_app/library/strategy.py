@@ -150,10 +150,7 @@ class LibraryStrategy(Strategy):
         return strategy, initial
 
     def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
-        """Make the method's strategy, for the nodes that have answered the roll call.
-
-        ``header`` goes into all messages: the run's id, where simulated clients keep their state.
-        """
+        """Make the method's strategy for the nodes that answered; ``header`` goes into all messages."""
         strategy, initial = self.build(settings, initial_arrays)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
         header |= {"base": base_digest(strategy.model)} if settings.trainable else {}

@@ -89,8 +89,7 @@ def costs_to_accuracy(
 ) -> tuple[float, dict[str, Cost]]:
     """Return the threshold that the best of some runs sets, and what it has cost each of them.
 
-    ``runs``: name -> the lines of its rounds, of which one after round 0 at least has ``key``. Where a low score is
-    good the threshold is the best value over ``FRACTION``.
+    ``runs``: name -> lines, one after round 0 at least with ``key``; where low is good: the best over ``FRACTION``.
     """
     smooth = {name: averages(lines, key) for name, lines in runs.items()}
     top = score.best(best(means, score) for means in smooth.values())

@@ -135,8 +135,7 @@ class Group:
 class Curve(NamedTuple):
     """A score against rounds and costs, over the seeds of a group.
 
-    ``x``: ``round`` and ``COSTS`` -> the mean over the seeds at each point. ``low``, ``high``: mean ∓ one standard
-    deviation, the mean itself where there is one seed.
+    ``x``: ``round`` and ``COSTS`` -> mean over the seeds at each point; ``low``, ``high``: mean ∓ a standard deviation.
     """
 
     label: str

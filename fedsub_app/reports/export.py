@@ -15,8 +15,7 @@ from fedsub_app.reports.curves import COSTS, RunData
 def rows_of_rounds(runs: Mapping[str, RunData]) -> list[Json]:
     """Return a row a round: the numbers and words of every round of some runs, by name.
 
-    Lists of numbers are one text, lists of anything else their length; each client's own numbers are left out
-    (:func:`rows_of_clients`).
+    Lists of numbers are one text, other lists their length; clients' numbers are in :func:`rows_of_clients`.
     """
     return [{"run": name} | _flat(line) for name, record in runs.items() for line in record.lines]
 

@@ -136,10 +136,7 @@ def draw_curves(groups: Sequence[Group], target: Path) -> Path:
 
 
 def figure_of_curves(groups: Sequence[Group]) -> "Figure":
-    """Return the score against rounds, bytes, FLOPs and seconds, a curve a group.
-
-    One group, whose curves are alike but for the axis, has score and loss against rounds.
-    """
+    """Return the score against rounds, bytes, FLOPs and seconds, a curve a group; of one group score and loss."""
     rows = curves(groups)
     if not rows:
         folders = ", ".join(str(record.folder) for group in groups for record in group.records)
@@ -192,10 +189,7 @@ def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
 
 
 def draw_against_bytes(groups: Sequence[Group], target: Path | None = None) -> str:
-    """Return the score against bytes, what a sub-network saves, as SVG; "" where there is no picture.
-
-    ``target``: a file for it as well.
-    """
+    """Return the score against bytes as SVG, "" where there is no picture; ``target``: a file for it as well."""
     with _as_text():
         drawing = _against_bytes(groups)
         if drawing and target:
@@ -247,8 +241,7 @@ def svg(drawing: "Figure", title: str, lines: Sequence[Curve] = ()) -> str:
 def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
     """Return what a page's script needs to show the curves' values under the pointer; "" without curves.
 
-    ``data-box``: left, top, width, height of the plot as fractions; ``data-x``, ``data-y``: what its axes span;
-    ``data-labels``: number -> label.
+    ``data-box``: left, top, width, height as fractions; ``data-x``, ``data-y``: the axes' spans; ``data-labels``.
     """
     if not lines:
         return ""

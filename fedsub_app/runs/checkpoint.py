@@ -84,10 +84,7 @@ def start_file(settings: Settings) -> Path:
 def started(problem: Problem, settings: Settings) -> Problem:
     """Return the problem with the initial global model that ``start-from`` names.
 
-    Raises
-    ------
-    UserError
-        The file is not there or damaged, or its tensors are not those of the network.
+    UserError: the file is not there or damaged, or its tensors are not those of the network.
     """
     said, path = f"start-from = {settings.start_from!r}:", start_file(settings)
     try:

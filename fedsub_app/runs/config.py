@@ -110,10 +110,7 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def as_toml() -> str:
-    """Return ``[tool.flwr.app.config]`` of pyproject.toml: Flower refuses a key that is not there.
-
-    Every key with its default, the words that are allowed and the first line of what it means.
-    """
+    """Return ``[tool.flwr.app.config]`` of pyproject.toml, with all keys: Flower refuses one that is not there."""
     lines = ["# A copy of the defaults that stand in the classes; made by `make settings`."]
     for prefix, section in _sections().items():
         if section.model_fields:
@@ -150,10 +147,7 @@ def canonical(key: str, value: Value) -> Value:
 
 
 def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
-    """Return an experiment's keys on top of those of the experiment that it ``extends``.
-
-    ``extending``: the experiments that led to this one, each of which extends the next.
-    """
+    """Return an experiment's keys on top of those of the one that it ``extends``; ``extending``: those before it."""
     source = f"{conf_name(experiment_file(extending[-1]))}: extends" if extending else "experiment"
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")

@@ -22,10 +22,7 @@ def strategy_of(settings: Settings) -> SubnetStrategy:
 
 
 def overlap(masks: Sequence[Tensor]) -> Tensor:
-    """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
-
-    ``masks``: bool, all of one shape.
-    """
+    """Return intersection over union of every pair of bool masks of one shape, float [N, N]; 1 where both are empty."""
     return _over_union(_in_both(torch.stack([mask.flatten() for mask in masks])))
 
 

@@ -93,10 +93,7 @@ def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int)
 
 
 def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) -> str:
-    """Return in words the memory of the tensors on the server and in a process that trains.
-
-    Python, torch and activations come on top.
-    """
+    """Return in words the memory of the tensors on the server and in a training process, without activations."""
     settings, model = strategy.settings, formula_bytes(strategy.current)
     base = base_bytes(strategy.model)
     data = base + sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))

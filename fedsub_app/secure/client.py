@@ -92,10 +92,7 @@ class Secrets:
 def answer(folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
     """Answer a step: with public keys, shares for neighbours, a masked vector, or revealed shares.
 
-    Raises
-    ------
-    UserError, ProtocolError
-        The client has lost its secrets, or the server asks for what the protocol does not allow.
+    UserError, ProtocolError: the client has lost its secrets, or the server asks for what the protocol does not allow.
     """
     client, step = task["client"], header["secure"]
     store = Secrets(folder, header["round"], client)

@@ -23,11 +23,8 @@ PARTS = 2**20  # the fraction of clipped values is counted in parts of this size
 class Layout:
     """The positions of a round's vectors, the same for all clients.
 
-    Attributes
-    ----------
-    shapes : tensor name -> shape.
-    absolute : names of the tensors whose values are summed, not their changes: the clients are not sent the values that
-        they start from.
+    ``shapes``: tensor name -> shape. ``absolute``: names of the tensors whose values are summed, not their changes: the
+    clients are not sent the values that they start from.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -96,11 +93,8 @@ class Layout:
 class Scale:
     """The form of a vector's integers.
 
-    Attributes
-    ----------
-    clients : upper bound on the vectors in a sum, >= 1.
-    limit : bound of a position's change, > 0; larger ones are clipped.
-    norm : bound of a client's whole change, L2; 0: none.
+    ``clients``: upper bound on the vectors in a sum, >= 1. ``limit``: bound of a position's change, > 0; larger ones
+    are clipped. ``norm``: bound of a client's whole change, L2; 0: none.
     """
 
     clients: int

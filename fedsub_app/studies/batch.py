@@ -237,10 +237,7 @@ class SlurmPool(ThreadPoolExecutor):
 
 
 class BatchProgress:
-    """Says how far several runs are: a line for each that ends and, now and then, one about all of them.
-
-    ``total``: how many there are at most.
-    """
+    """Says how far several runs, at most ``total``, are: a line for each that ends and, now and then, one about all."""
 
     def __init__(self, total: int) -> None:
         self._total = total

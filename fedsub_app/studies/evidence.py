@@ -25,10 +25,7 @@ MEASURED = ("seed", "commit", "versions", "machine", "device")
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's metric over ``n`` seeds; ``sd`` is 0 with one.
-
-    ``values``: seed -> its number; empty where only mean and standard deviation were kept.
-    """
+    """A row's metric over ``n`` seeds; ``sd`` is 0 with one; ``values``: seed -> number, empty where none were kept."""
 
     mean: float
     sd: float

@@ -175,10 +175,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search whose trials and their runs are kept in the folder ``out``, and ranked by a metric.
-
-    ``metric``: a kind of score at the end of a run, such as ``"personal-validation"``.
-    """
+    """A search with its trials and runs in ``out``, ranked by a final ``metric`` such as ``"personal-validation"``."""
 
     search: Search
     metric: str

@@ -149,8 +149,7 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
 def last_share(pruned: float, target: float, share: float, hybrid: bool) -> float:
     """Return the share of an event: ``share``, or less where ``target`` is nearer.
 
-    The share of the remaining weights (as published) is ``(target - pruned) / (1 - pruned)``; unstructured pruning
-    limits it to 0.05, hybrid pruning subtracts 0.05 if it is above 0.16.
+    It is ``(target - pruned) / (1 - pruned)``, unstructured at most 0.05, hybrid less 0.05 above 0.16 (as published).
     """
     if target - pruned >= share:
         return share

@@ -21,10 +21,7 @@ from fedsub_app.training.problem import Problem
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of the operations that run in it, by torch's formulas.
-
-    torch's own FlopCounterMode imports torch._dynamo, which takes longer than a short run.
-    """
+    """Adds up FLOPs by torch's formulas; torch's FlopCounterMode imports torch._dynamo, longer than a short run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

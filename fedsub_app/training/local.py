@@ -18,8 +18,7 @@ def epoch(
 ) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
-    One copy moves all of them to ``device``. ``skip_single`` leaves out a last batch of one sample, on which batch
-    normalisation cannot train.
+    One copy moves all to ``device``. ``skip_single``: without a last batch of one, on which BatchNorm cannot train.
     """
     parts = torch.randperm(count, generator=generator).to(device).split(batch_size)
     return [part for part in parts if not (skip_single and len(part) == 1 < count)]

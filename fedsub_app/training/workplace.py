@@ -84,8 +84,7 @@ class Workplace:
 def workplace(settings: Settings, problem: Problem | None = None, state: Path | None = None) -> Workplace:
     """Load data, partition and model once per process and settings.
 
-    ``problem``: in the place of the named one. ``state``: the node's folder of the run, where the initial global model
-    of ``start-from`` is.
+    ``problem``: in the place of the named one; ``state``: the node's folder of the run, with the initial model.
     """
     problem = problem or Problem.of(settings)
     partition = make_partition(problem.data, settings.partitioning)
