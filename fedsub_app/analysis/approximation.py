@@ -148,9 +148,7 @@ def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch
     x, y, batches = [], [], []
     first = 0
     for step, taken in enumerate(zip_longest(*(worker.batches() for worker in workers))):
-        taking_part = [
-            (worker, index.to(place.device)) for worker, index in zip(workers, taken, strict=True) if index is not None
-        ]
+        taking_part = [(w, i.to(place.device)) for w, i in zip(workers, taken, strict=True) if i is not None]
         x += [worker.x[index] for worker, index in taking_part]
         y += [worker.y[index] for worker, index in taking_part]
         size = sum(len(index) for _, index in taking_part)

@@ -17,14 +17,7 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
 
-
-class Kind(StrEnum):
-    METHODS = "methods"
-    DATASETS = "datasets"
-    MODELS = "models"
-    EXPERIMENTS = "experiments"
-    TABLES = "tables"
-    SETTINGS = "settings"
+Kind = StrEnum("Kind", "METHODS DATASETS MODELS EXPERIMENTS TABLES SETTINGS")
 
 
 def list_names(what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None) -> None:
@@ -96,9 +89,7 @@ def explain(
     assert isinstance(group, click.Group)
     command = group.get_command(parent, topic) if topic else group
     if command:
-        with command.make_context(
-            f"fedsub {topic}" if topic else "fedsub", ["--help"], parent=parent if topic else None
-        ):
+        with command.make_context(f"fedsub {topic or ''}".rstrip(), ["--help"], parent=parent if topic else None):
             return
     check({"method": str(topic)})
     if topic not in METHODS:

@@ -36,10 +36,7 @@ def reproduce(
     return run_table(name, seeds, overrides, workers, out, only or (), check, dry_run, slurm or ())
 
 
-class SearchMethod(StrEnum):
-    GRID = "grid"
-    RANDOM = "random"
-    OPTUNA = "optuna"
+SearchMethod = StrEnum("SearchMethod", "GRID RANDOM OPTUNA")
 
 
 def sweep(

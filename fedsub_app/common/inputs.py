@@ -102,14 +102,12 @@ def form_of(*stored: Batch, tokens: int = 0) -> Shape:
     return Form(tuple(parts), first.names if isinstance(first, Inputs) else (), isinstance(first, Tensor))
 
 
-def blank(
-    count: int, shape: Shape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> Batch:
+def blank(n: int, shape: Shape, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batch:
     """Return inputs of zeros, masks of ones; ``dtype``: of floating-point tensors."""
 
     def made(part: Part) -> Tensor:
         kind = dtype if dtype and part.dtype.is_floating_point else part.dtype
-        return torch.full((count, *part.shape), int(_is_mask(part)), dtype=kind, device=device)
+        return torch.full((n, *part.shape), int(_is_mask(part)), dtype=kind, device=device)
 
     return _batch(shape, made)
 

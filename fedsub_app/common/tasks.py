@@ -276,12 +276,7 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
     return y
 
 
-TASKS: dict[str, Task] = {
-    "classification": Classification(),
-    "multi-label": MultiLabel(),
-    "regression": Regression(),
-    "next-token": NextToken(),
-}
+TASKS: dict[str, Task] = dict(zip(SCORES, (Classification(), MultiLabel(), Regression(), NextToken()), strict=True))
 
 
 def registered(task: Task) -> str:

@@ -130,9 +130,7 @@ def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
     domains = chosen_domains(settings, known)
-    return {
-        name: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for name, path in domains.items()
-    }
+    return {n: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for n, path in domains.items()}
 
 
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:

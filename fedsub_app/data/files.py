@@ -299,11 +299,7 @@ def _in_splits(
 
 
 def _stack(
-    path: Path,
-    encoded: Iterator[tuple[tuple[str, ...], bytes]],
-    total: int,
-    image_size: int | None,
-    classes: Sequence[str],
+    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], total: int, side: int | None, classes: Sequence[str]
 ) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
@@ -311,7 +307,7 @@ def _stack(
     progress = Progress(f"reading {path.name}", total)
     for parts, content in encoded:
         where = f"{path}: image {'/'.join(parts)}"
-        images[parts] = _decode(content, where, image_size)
+        images[parts] = _decode(content, where, side)
         pixels += images[parts].nbytes
         progress.update(len(images))
         check_memory(str(path), pixels)

@@ -36,6 +36,7 @@ class NotHere(UserError):
     """The files of a known data set are missing and cannot be downloaded."""
 
 
+Labelled = Iterable[tuple[Path, int]]
 Loader = Callable[[str, DataSettings], Source | dict[str, Source]]
 
 
@@ -210,13 +211,7 @@ def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
     return sources
 
 
-def _files(
-    settings: DataSettings,
-    folder: Path,
-    train: Iterable[tuple[Path, int]],
-    test: Iterable[tuple[Path, int]],
-    num_classes: int,
-) -> Source:
+def _files(settings: DataSettings, folder: Path, train: Labelled, test: Labelled, num_classes: int) -> Source:
     """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
     splits = (("train", train), ("test", test))
     listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]

@@ -122,11 +122,9 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
         raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.label_count}, the number of classes")
 
 
-def _split(
-    indices: Tensor, fraction: float, at_least: int, seed: int, client: int, purpose: str
-) -> tuple[Tensor, Tensor]:
+def _split(indices: Tensor, fraction: float, least: int, seed: int, client: int, purpose: str) -> tuple[Tensor, Tensor]:
     """Return ``(rest, part)``, both sorted; the part is random and ``fraction`` of the indices, rounded down."""
-    size = min(max(int(len(indices) * fraction), at_least), len(indices))
+    size = min(max(int(len(indices) * fraction), least), len(indices))
     order = torch.randperm(len(indices), generator=generator(seed, client, purpose))
     return indices[order[size:]].sort().values, indices[order[:size]].sort().values
 

@@ -216,9 +216,7 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
     columns = [[_column(rows, wanted, name) for name in wanted.label] for rows in both]
     if not task.classes:
         try:
-            return [
-                torch.from_numpy(np.stack([c.to_numpy(dtype=np.float64) for c in part], 1)).float() for part in columns
-            ]
+            return [torch.from_numpy(np.stack([c.to_numpy(np.float64) for c in part], 1)).float() for part in columns]
         except ValueError as error:
             raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
     if len(wanted.label) != 1:

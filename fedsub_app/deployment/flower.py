@@ -321,9 +321,7 @@ def _status(connection: str, run_id: str) -> tuple[str, str]:
 
 def ask(*arguments: str) -> dict[str, Any]:
     """Run one of Flower's commands; returns its answer. :class:`UserError`: Flower says it failed, or nothing."""
-    done = subprocess.run(
-        flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True)
     answer: dict[str, Any] = {}
     with suppress(json.JSONDecodeError):
         answer = json.loads(done.stdout[max(0, done.stdout.find("{")) :])

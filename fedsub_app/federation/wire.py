@@ -232,10 +232,7 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
 
 
 def read_update(
-    part: Part,
-    expected: Mapping[str, Spec],
-    metrics: Mapping[str, Range],
-    examples: tuple[int, int] = (1, MAX_EXAMPLES),
+    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], samples: tuple[int, int] = (1, MAX_EXAMPLES)
 ) -> Update:
     """Return the update in a part, checked against the tensors and metrics that its client may answer with.
 
@@ -258,7 +255,7 @@ def read_update(
         if stack.squares:
             distances[name] = stack.squares[number]
     count = config.get("num-examples")
-    low, high = examples
+    low, high = samples
     if type(count) is not int or not low <= count <= high:
         allowed = f"an integer from {low} to {high}" if low < high else high
         raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be {allowed}")

@@ -233,10 +233,7 @@ def _fault(model: nn.Module, x: Batch, groups: Sequence[UnitGroup]) -> str:
     One unit less, and half of the units: half of attention's features may happen to be whole heads.
     """
     whole = model(x)
-    for widths in (
-        {group.name: group.size - 1 for group in groups},
-        {group.name: (group.size + 1) // 2 for group in groups},
-    ):
+    for widths in ({g.name: g.size - 1 for g in groups}, {g.name: (g.size + 1) // 2 for g in groups}):
         first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
         zeroed = dict(tensors_of(model))
         for (name, axis), kept in kept_positions(groups, first).items():

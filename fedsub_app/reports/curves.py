@@ -160,9 +160,7 @@ def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curv
     points = [[lines[number] for lines in measured] for number in rounds]
     mean = [statistics.fmean(line[key] for line in lines) for lines in points]
     spread = [deviation([line[key] for line in lines]) for lines in points]
-    x = {
-        axis: [statistics.fmean(line.get(axis, 0) for line in lines) for lines in points] for axis in ("round", *COSTS)
-    }
+    x = {of: [statistics.fmean(line.get(of, 0) for line in lines) for lines in points] for of in ("round", *COSTS)}
     low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
     return Curve(label, number, x, mean, low, high, score)
 

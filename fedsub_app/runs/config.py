@@ -83,10 +83,7 @@ def check(values: Mapping[str, Value], source: str = "") -> None:
 
 def describe() -> dict[str, tuple[str, str, str]]:
     """Return every key with its default, its allowed values and its meaning, as text."""
-    return {
-        key: (json.dumps(defaults()[key]), _allowed(field).strip(), " ".join(_about(key)))
-        for key, field in fields().items()
-    }
+    return {k: (json.dumps(defaults()[k]), _allowed(f).strip(), " ".join(_about(k))) for k, f in fields().items()}
 
 
 def _about(key: str) -> list[str]:

@@ -241,21 +241,16 @@ def _auditor(strategy: SubnetStrategy, run: Run) -> Callable[..., None]:
 
 
 def _evaluate(
-    grid: Grid,
-    strategy: SubnetStrategy,
-    number: int,
-    arrays: ArrayRecord,
-    config: ConfigRecord,
-    global_test: Measure | None,
+    grid: Grid, strategy: SubnetStrategy, number: int, arrays: ArrayRecord, config: ConfigRecord, test: Measure | None
 ) -> Json:
     """Make the evaluations that are due after a round; returns their entries for the round's line."""
     if not evaluation_due(strategy, number, config):
         return {}
     start = time.perf_counter()
-    metrics: Json = dict(global_test(arrays)) if global_test else {}
+    metrics: Json = dict(test(arrays)) if test else {}
     if (phase := strategy.configure_evaluate(number, arrays, config, grid)).clients:
         strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
         metrics = phase.report | metrics
-    if isinstance(global_test, GlobalTest) and (widths := by_width(strategy, metrics, global_test.narrow)):
+    if isinstance(test, GlobalTest) and (widths := by_width(strategy, metrics, test.narrow)):
         metrics["served"] = widths | metrics.get("served", {})
     return metrics | {"evaluate-seconds": time.perf_counter() - start}

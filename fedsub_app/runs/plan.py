@@ -69,11 +69,8 @@ def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
         up = sum(_max_bytes(specs) for specs in expected)
         exact = not any(spec.up_to or spec.optional for specs in expected for spec in specs.values())
         bound = "" if exact else "at most "
-        yield (
-            number,
-            name,
-            f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula, {len(clients)} clients",
-        )
+        sizes = f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula"
+        yield number, name, f"{sizes}, {len(clients)} clients"
 
 
 def _max_bytes(specs: Mapping[str, Spec]) -> int:
@@ -105,10 +102,8 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
     client = client_bytes(settings, model, samples)
     worker = data + together * client + messages
-    frozen = f", {human_bytes(base)} of them the frozen base" if base else ""
-    return (
-        f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{frozen}"
-    )
+    part = f", {human_bytes(base)} of them the frozen base" if base else ""
+    return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{part}"
 
 
 def _clients(dataset: Dataset, partition: Partition) -> str:
@@ -122,16 +117,9 @@ def _clients(dataset: Dataset, partition: Partition) -> str:
             f"{int(classes.min())} to {int(classes.max())} classes"
         )
     header = ("client", "training", "validation", "test", "classes: samples")
-    return markdown(
-        header,
-        [
-            [
-                str(client),
-                str(size),
-                str(len(partition.validation[client])),
-                str(len(partition.test[client])),
-                ", ".join(f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist()),
-            ]
-            for client, (size, labels) in enumerate(zip(sizes, counts, strict=True))
-        ],
-    )
+    rows = []
+    for client, (size, labels) in enumerate(zip(sizes, counts, strict=True)):
+        held = (client, size, len(partition.validation[client]), len(partition.test[client]))
+        classes = (f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist())
+        rows.append([*map(str, held), ", ".join(classes)])
+    return markdown(header, rows)

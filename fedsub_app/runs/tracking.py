@@ -139,11 +139,7 @@ class Tracking:
 
 def numbers_of(line: Json) -> dict[str, float]:
     """Return the numbers of a round's line, with the number of dropped replies; the round itself comes last."""
-    numbers = {
-        key: float(value)
-        for key, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     numbers["dropped"] = float(len(line.get("dropped", ())))
     numbers[LAST] = numbers.pop(LAST)
     return numbers

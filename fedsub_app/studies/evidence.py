@@ -69,17 +69,15 @@ def t_interval(values: Sequence[float]) -> Estimate:
     return Estimate(mean, half_width(statistics.stdev(values) / math.sqrt(n), n - 1) if n > 1 else math.inf, n)
 
 
-def difference(
-    first: Sample, second: Sample, of: Callable[[float, float], float] = lambda a, b: a - b
-) -> Estimate | None:
+def difference(one: Sample, other: Sample, of: Callable[[float, float], float] = lambda a, b: a - b) -> Estimate | None:
     """Return the difference of two rows: paired over their common seeds, else Welch's; ``None`` where neither is."""
-    if seeds := sorted(first.values.keys() & second.values.keys()):
-        return t_interval([of(first.values[seed], second.values[seed]) for seed in seeds])
-    parts = [each.sd**2 / each.n for each in (first, second)]
-    if min(first.n, second.n) < 2 or not sum(parts):
+    if seeds := sorted(one.values.keys() & other.values.keys()):
+        return t_interval([of(one.values[seed], other.values[seed]) for seed in seeds])
+    parts = [each.sd**2 / each.n for each in (one, other)]
+    if min(one.n, other.n) < 2 or not sum(parts):
         return None
-    freedom = sum(parts) ** 2 / sum(part**2 / (each.n - 1) for part, each in zip(parts, (first, second), strict=True))
-    return Estimate(first.mean - second.mean, half_width(math.sqrt(sum(parts)), freedom), min(first.n, second.n))
+    freedom = sum(parts) ** 2 / sum(part**2 / (each.n - 1) for part, each in zip(parts, (one, other), strict=True))
+    return Estimate(one.mean - other.mean, half_width(math.sqrt(sum(parts)), freedom), min(one.n, other.n))
 
 
 def pooled(samples: Sequence[Sample]) -> tuple[float, int]:

@@ -227,9 +227,7 @@ def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
     cells = []
     for row, _ in runs:
         texts = of_row.get((row.setting, row.label), ["failed", *[""] * len(names)])
-        cells.append(
-            [row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]
-        )
+        cells += [[row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]]
     return header, cells
 
 
@@ -266,10 +264,8 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
     groups = _groups(runs)
     names, served = served_table(groups)
     if served:
-        shown = [
-            [group.section, label, *(cell.text for cell in row)]
-            for group, (label, row) in zip(groups, served, strict=True)
-        ]
+        both = zip(groups, served, strict=True)
+        shown = [[group.section, label, *(cell.text for cell in row)] for group, (label, row) in both]
         tables[f"{name}-served"] = (("setting", "method", *names), shown)
         lines += ["## Who is served", "", _filled_columns(*tables[f"{name}-served"]), ""]
     out.mkdir(parents=True, exist_ok=True)

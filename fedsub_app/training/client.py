@@ -182,12 +182,7 @@ class ClientTools:
         return itertools.chain.from_iterable(self.epochs(epochs, purpose))
 
     def fit(
-        self,
-        names: Collection[str] | None = None,
-        *,
-        epochs: int | None = None,
-        purpose: str = "batches",
-        **how: Any,
+        self, names: Collection[str] | None = None, *, epochs: int | None = None, purpose: str = "batches", **how: Any
     ) -> "Training":
         """Train all tensors, or ``names``, for some epochs with a fresh optimizer; ``how`` is :class:`Training`'s."""
         training = Training(self, names, **how)

@@ -95,14 +95,12 @@ def published_flops(forward: float, contrastive: bool) -> float:
     return forward / 2 * (2 if contrastive else 1)
 
 
-def subnet_flops(
-    problem: Problem, model: nn.Module, groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]
-) -> int:
+def subnet_flops(problem: Problem, model: nn.Module, groups: Sequence[UnitGroup], masks: Mapping[str, Tensor]) -> int:
     """Return the FLOPs of training the network of the units that are on, as if it were physically that small.
 
     Executed with masks (as FedPeWS does) the full network costs :func:`training_flops`.
 
-    ``unit_masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit at least, all without a mask.
+    ``masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit at least, all without a mask.
     """
-    widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
+    widths = {name: max(1, int(mask.sum())) for name, mask in masks.items()}
     return training_flops(problem, narrowed(model, groups, widths))

@@ -13,14 +13,12 @@ from fedsub_app.data import AnySamples
 EVALUATION_BATCH = 512  # samples, at most
 
 
-def epoch(
-    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device
-) -> list[Tensor]:
+def epoch(count: int, batch_size: int, draws: torch.Generator, skip_single: bool, device: torch.device) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
     One copy moves all to ``device``. ``skip_single``: without a last batch of one, on which BatchNorm cannot train.
     """
-    parts = torch.randperm(count, generator=generator).to(device).split(batch_size)
+    parts = torch.randperm(count, generator=draws).to(device).split(batch_size)
     return [part for part in parts if not (skip_single and len(part) == 1 < count)]
 
 
