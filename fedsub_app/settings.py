@@ -69,8 +69,7 @@ class MethodSettings(Section):
     @property
     def epochs(self) -> int:
         """Epochs of a client beside ``local-epochs``: the sum of the keys of type ``Epochs``."""
-        fields = type(self).model_fields.items()
-        return sum(getattr(self, name) for name, field in fields if EPOCHS in field.metadata)
+        return sum(getattr(self, name) for name, field in type(self).model_fields.items() if EPOCHS in field.metadata)
 
     def hidden_width(self, settings: "Settings") -> int | None:
         """Return the units of every hidden layer of the global network, ``None`` for the model's own."""

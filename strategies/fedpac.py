@@ -63,8 +63,7 @@ class FedPAC(SubnetStrategy):
         return super().contribution(update)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
-        return {**super().norms(update, contribution), **statistics}
+        return {**super().norms(update, contribution), **{name: norm([update.tensors[name]]) for name in (MEANS, H, V)}}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Keep the head as well, for every client's own combination."""

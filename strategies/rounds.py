@@ -213,8 +213,7 @@ def _privacy(strategy: Hooks) -> Json:
     for number in range(1, strategy.round + 1):
         for client in strategy.federation.sample(number):
             asked[client] += 1
-    spent = epsilon(settings.dp_noise_multiplier, max(asked), settings.dp_delta)
-    return {"epsilon": spent, "delta": settings.dp_delta}
+    return {"epsilon": epsilon(settings.dp_noise_multiplier, max(asked), settings.dp_delta), "delta": settings.dp_delta}
 
 
 def lost_states(strategy: Hooks, key: str, updates: Sequence[Update]) -> Json:

@@ -73,8 +73,7 @@ class SecureMerging(Merging):
         return replace(task, tensors={**task.tensors, **prefixed(AT, self._strategy.known_positions(client))})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        size = sum(self._layout.sizes)
-        return {COVERED: Spec((size,), torch.bool)} if self._masks == "public" else {}
+        return {COVERED: Spec((sum(self._layout.sizes),), torch.bool)} if self._masks == "public" else {}
 
     def contribution(self, update: Update) -> Contribution:
         return Contribution({}, None, 0.0)

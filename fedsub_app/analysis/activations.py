@@ -55,8 +55,7 @@ def analyse(folder: Path) -> list[Path]:
         log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
     strategy = strategy_of(settings)
     staged = [line["round"] for line in lines if "stage" in line]
-    files = _activations(folder, strategy, paths, max(staged, default=0))
-    return [*files, *_overlap(folder, strategy, paths, lines)]
+    return [*_activations(folder, strategy, paths, max(staged, default=0)), *_overlap(folder, strategy, paths, lines)]
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:

@@ -70,8 +70,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
         central = start.model
         for number, of_round in enumerate(clients, start.round + 1):
             central = train_centrally(place, central, number, of_round)
-        trained = {name: start.model[name] for name in place.network.parameters}
-        similarity = cosine(trained, federated, central)
+        similarity = cosine({name: start.model[name] for name in place.network.parameters}, federated, central)
         recent = [value for _, value, _ in rows[1 - WINDOW :]] + [similarity]
         rows.append((start.round, similarity, sum(recent) / len(recent)))
     files = [folder / "approximation.csv", folder / "approximation.png"]

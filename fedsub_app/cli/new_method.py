@@ -77,7 +77,6 @@ def write_defaults(project: Path) -> None:
     toml = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
     text = path.read_text()
     start = text.index(toml.partition("\n")[0])
-    rest = text[start:]
-    other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", rest)
+    other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", text[start:])
     end = start + other.start() if other else len(text)
     write_atomic(path, f"{text[:start]}{toml}\n{text[end:]}".encode())

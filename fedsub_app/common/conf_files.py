@@ -20,8 +20,7 @@ def experiments() -> dict[str, Path]:
 
 def tables() -> dict[str, Path]:
     """Return the tables' files by name, ``<paper>-<name>``."""
-    paths = sorted(conf_folder().glob("*/tables/*.toml"))
-    return {f"{path.parent.parent.name}-{path.stem}": path for path in paths}
+    return {f"{path.parent.parent.name}-{path.stem}": path for path in sorted(conf_folder().glob("*/tables/*.toml"))}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -120,8 +120,7 @@ class FurtherMetrics(Classification):
         pairs = torch.bincount(y * classes + output.argmax(1), minlength=classes**2).view(classes, classes)
         sums: Sums = super().sums(output, y) | {"pairs": pairs}
         if "auc" in self.others:
-            odds = torch.logit(output.double().softmax(1), eps=1e-9)
-            sums |= rank_counts(odds, F.one_hot(y, classes).bool())
+            sums |= rank_counts(torch.logit(output.double().softmax(1), eps=1e-9), F.one_hot(y, classes).bool())
         return sums
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:

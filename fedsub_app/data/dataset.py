@@ -191,8 +191,7 @@ def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:
         shape = (channels, settings.image_size or height, settings.image_size or width)
     same = all(part.dtype == torch.uint8 and part.shape[1:] == shape for part in parts)
     values, size = math.prod(shape), 1 if same else torch.float32.itemsize
-    needed = size * values * sum(map(len, parts))
-    check_memory(f"dataset = {settings.dataset!r}, samples of {values} values", needed)
+    check_memory(f"dataset = {settings.dataset!r}, samples of {values} values", size * values * sum(map(len, parts)))
     if len(shape) != 3 or same:
         return parts
     formed = []

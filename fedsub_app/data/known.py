@@ -69,8 +69,7 @@ def _diabetes(name: str, settings: DataSettings) -> Source:
 
 def _python_sources(name: str, settings: DataSettings) -> dict[str, Source]:
     packages = chosen_domains(settings, text.python_packages())
-    size = len(text.ALPHABET) + 2
-    return {name: Source(*text.source_samples(folder), size) for name, folder in packages.items()}
+    return {name: Source(*text.source_samples(folder), len(text.ALPHABET) + 2) for name, folder in packages.items()}
 
 
 def chosen_domains(settings: DataSettings, known: Mapping[str, Path]) -> dict[str, Path]:
@@ -138,8 +137,7 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
 
 def _cub200(name: str, settings: DataSettings) -> Source:
     """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
-    origin = "/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-    folder = _located(name, settings, "CUB_200_2011", origin)
+    folder = _located(name, settings, "CUB_200_2011", "/ (unpacked from https://data.caltech.edu/records/65de6-vp158)")
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
@@ -215,8 +213,7 @@ def _files(settings: DataSettings, folder: Path, train: Labelled, test: Labelled
     """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
     splits = (("train", train), ("test", test))
     listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]
-    classes = [f"{label:04}" for label in range(num_classes)]
-    return Source(*read_files(settings, folder, classes, listed), num_classes)
+    return Source(*read_files(settings, folder, [f"{label:04}" for label in range(num_classes)], listed), num_classes)
 
 
 def _torchvision(kind_name: str) -> Any:

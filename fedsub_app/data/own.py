@@ -141,8 +141,7 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
 
     def batch(positions: list[int]) -> tuple[Batch, Tensor]:
         try:
-            items = [data[position] for position in positions]
-            x, y = _pair((collate or default_collate)(items), name)
+            x, y = _pair((collate or default_collate)([data[position] for position in positions]), name)
             return _inputs(x, name), y
         except UserError:
             raise

@@ -164,8 +164,7 @@ def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
         if settings.partition == "iid":
             found = draws.integers(len(dataset.train_y), size=size)
         else:
-            shares = draws.dirichlet([settings.dirichlet_alpha] * dataset.label_count)
-            counts = np.round(shares * size).astype(int)
+            counts = np.round(draws.dirichlet([settings.dirichlet_alpha] * dataset.label_count) * size).astype(int)
             counts[-1] = max(size - counts[:-1].sum(), 0)
             found = np.concatenate([draws.choice(own, n) for own, n in zip(of_class, counts, strict=True) if n])
         clients.append(torch.from_numpy(found).sort().values)
@@ -210,8 +209,7 @@ def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> lis
         needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
         key = f"classes-per-client = {settings.classes_per_client}"
         raise UserError(f"{key}: partition = 'source-classes' needs {needs}")
-    lists = deal_classes(dataset.label_count, settings)
-    pairs = zip(of_source, lists, strict=True)
+    pairs = zip(of_source, deal_classes(dataset.label_count, settings), strict=True)
     return [own[torch.isin(dataset.train_labels[own], torch.tensor(labels))] for own, labels in pairs]
 
 

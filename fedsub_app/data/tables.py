@@ -46,8 +46,7 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
     kind = file.suffix.removeprefix(".")
     if kind not in READERS:
         raise UserError(f"{file}: must end in .{', .'.join(READERS)}, as the run's data are rows of a table")
-    filled = {name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name}
-    unseen = _read(kind, file).assign(**filled)
+    unseen = _read(kind, file).assign(**{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name})
     data = _dataset(wanted.model_copy(update={"dataset": str(file)}), task, train, unseen, notes)
     return data.test_x, _classes(wanted, (train, test)) if task.classes else list(wanted.label)
 

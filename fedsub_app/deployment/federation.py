@@ -235,8 +235,7 @@ class Starting:
 def last_error(log: Path) -> str:
     """Return the last line of a log with an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:] if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return printable((errors or lines or [""])[-1])
+    return printable(([line for line in lines if "error" in line.lower()] or lines or [""])[-1])
 
 
 def _variables(owner: Path, data_dir: str) -> dict[str, str]:

@@ -94,8 +94,7 @@ def presets() -> dict[str, Path]:
 
 def checked(text: str) -> str:
     """Return ``devices``, a file's content as JSON; ValueError or UserError (TOML) names the wrong class and key."""
-    classes = _classes(text) if text else ()
-    contents = [device.model_dump(by_alias=True, exclude_defaults=True) for device in classes]
+    contents = [device.model_dump(by_alias=True, exclude_defaults=True) for device in (_classes(text) if text else ())]
     return json.dumps(contents) if is_file(text) else text
 
 

@@ -126,8 +126,7 @@ class Stack:
             raise BadReply(f"tensor {self.name!r}: no row {number} of {len(rows)}")
         if isinstance(rows, np.ndarray):  # unpacked one at a time: they take eight times the bytes that were received
             sizes = self.array.shape[1:]
-            unpacked = np.unpackbits(rows[number], count=math.prod(sizes))
-            return torch.from_numpy(unpacked.view(bool)).reshape(sizes)
+            return torch.from_numpy(np.unpackbits(rows[number], count=math.prod(sizes)).view(bool)).reshape(sizes)
         if not self._good and spec:
             spec.check_values(self.name, rows[number])
         return rows[number]

@@ -30,8 +30,7 @@ def keywords(method: str) -> dict[str, str]:
     """Return keyword -> key of a method's strategy, its own first, ``fedadam_lr`` where a general key has the name."""
     general = {_keyword(str(field.alias)): str(field.alias) for field in _general().values()}
     own = {key.partition(".")[2]: key for key in defaults() if key.startswith(f"{method}.")}
-    named = {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own}
-    return named | general
+    return {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own} | general
 
 
 def _general() -> Mapping[str, Any]:

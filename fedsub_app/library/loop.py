@@ -65,8 +65,7 @@ def start(
             initial_arrays = to_arrays(read_tensors(first)[0])
         else:
             write_tensors(first, to_tensors(initial_arrays))
-        header = {"run": run.run_id, "state-dir": str(run.state_folder)}
-        connected = strategy.connect(settings, initial_arrays, header)
+        connected = strategy.connect(settings, initial_arrays, {"run": run.run_id, "state-dir": str(run.state_folder)})
 
         def measured(arrays: ArrayRecord) -> dict[str, float]:
             return dict((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})

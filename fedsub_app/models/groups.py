@@ -63,8 +63,7 @@ class UnitGroup:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
-        cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
-        return (*rows, *cols, *self.blocks)
+        return (*rows, *(Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols), *self.blocks)
 
     def kept(self, width: float) -> int:
         """Return the number of units of a network of this width, a fraction of the units, rounded up."""

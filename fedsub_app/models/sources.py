@@ -55,8 +55,7 @@ def from_source(model: str, in_shape: Shape, num_classes: int, options: Options)
     """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator."""
     source, _, name = model.partition(":")
     try:
-        build = PACKAGES.get(source) or _own
-        built = build(model, name, in_shape, num_classes, options)
+        built = (PACKAGES.get(source) or _own)(model, name, in_shape, num_classes, options)
     except UserError:
         raise
     except ImportError as error:

@@ -52,8 +52,7 @@ def csv_of(rows: Sequence[Json]) -> str:
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table as CSV. A text that a spreadsheet would compute gets a ``'`` before it."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([_cell(value) for value in row] for row in (header, *rows))
+    csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in (header, *rows))
     return text.getvalue()
 
 

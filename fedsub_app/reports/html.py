@@ -134,8 +134,7 @@ def _clients(groups: Sequence[Group]) -> list[str]:
         for number, group in enumerate(groups):
             values = sorted(c[key] for record in group.records for c in record.measured.values() if key in c)
             if values:
-                share = [100 * (k + 0.5) / len(values) for k in range(len(values))]
-                lines[number] = (group.label, share, values)
+                lines[number] = (group.label, [100 * (k + 0.5) / len(values) for k in range(len(values))], values)
         if lines:
             title = score.titled(f"{kind_of(key)} {score.name}")
             pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))

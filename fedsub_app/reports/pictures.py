@@ -254,8 +254,7 @@ def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
 
 def draw_partition(folder: Path) -> Path:
     """Draw client × class counts of the run's partition.json as circles; returns the picture."""
-    content = read_json(folder / "partition.json")
-    counts = content["counts"]
+    counts = read_json(folder / "partition.json")["counts"]
     clients, classes = len(counts), len(counts[0])
     drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
     axes = drawing.subplots()

@@ -88,8 +88,7 @@ def describe() -> dict[str, tuple[str, str, str]]:
 
 def _about(key: str) -> list[str]:
     section, _, own_key = key.rpartition(".")
-    text = _sections()[section and f"{section}."].docstrings().get(own_key, "")
-    return [line for line in text.splitlines() if line]
+    return [line for line in _sections()[section and f"{section}."].docstrings().get(own_key, "").splitlines() if line]
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -189,8 +188,7 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
     check_method(method, METHODS)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
-    kept = {key: value for key, value in keys.items() if _is_of(key, method)}
-    return kept | dict(METHODS[method].preset)
+    return {key: value for key, value in keys.items() if _is_of(key, method)} | dict(METHODS[method].preset)
 
 
 def _is_of(key: str, method: object) -> bool:
@@ -216,8 +214,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     """
     check(overrides)
     name = overrides.get("experiment", "")
-    chosen = _read_experiment(str(name)) if name else {}
-    given = chosen | dict(overrides)
+    given = (_read_experiment(str(name)) if name else {}) | dict(overrides)
     _check_values(given)
     values = defaults() | given
     method = values["method"]

@@ -73,5 +73,4 @@ def last_masks(folder: Path) -> Masks | None:
     alike = _over_union(torch.stack([_in_both(kept) for kept in layers.values()]).sum(0))  # a layer at a time in memory
     shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
     names = [name.removesuffix(".weight") for name in layers]
-    kind = "positions" if units is None else "units"
-    return Masks(kind, checkpoint.round, names, shares.tolist(), alike.tolist())
+    return Masks("positions" if units is None else "units", checkpoint.round, names, shares.tolist(), alike.tolist())

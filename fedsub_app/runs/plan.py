@@ -100,8 +100,7 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
     together = min(MAX_STACKED, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
     samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
-    client = client_bytes(settings, model, samples)
-    worker = data + together * client + messages
+    worker = data + together * client_bytes(settings, model, samples) + messages
     part = f", {human_bytes(base)} of them the frozen base" if base else ""
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{part}"
 
@@ -120,6 +119,6 @@ def _clients(dataset: Dataset, partition: Partition) -> str:
     rows = []
     for client, (size, labels) in enumerate(zip(sizes, counts, strict=True)):
         held = (client, size, len(partition.validation[client]), len(partition.test[client]))
-        classes = (f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist())
-        rows.append([*map(str, held), ", ".join(classes)])
+        each = (f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist())
+        rows.append([*map(str, held), ", ".join(each)])
     return markdown(header, rows)

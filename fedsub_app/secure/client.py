@@ -77,8 +77,7 @@ class Secrets:
         mark = sha256(json.dumps([alive, lost]).encode()).hexdigest()
         lines = path.read_text().splitlines() if path.exists() else []
         place = f"{self.path.parent.name}/{step}"
-        before = dict(line.split() for line in lines).get(place, mark)
-        if before != mark:
+        if dict(line.split() for line in lines).get(place, mark) != mark:
             raise ProtocolError("this round was opened before, with other clients")
         with open(path, "a", opener=private) as file:
             print(place, mark, file=file)
@@ -128,8 +127,7 @@ def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Upda
         return update
     layout = Layout(header["secure"]["shapes"], header["secure"]["absolute"])
     if broken := [name for name in layout.shapes if name in update.tensors and not finite(update.tensors[name])]:
-        error = f"tensor {broken[0]!r}: NaN or infinite values"
-        return Update(update.client, error=error, diverged=True)
+        return Update(update.client, error=f"tensor {broken[0]!r}: NaN or infinite values", diverged=True)
     change, covered = layout.change(update.tensors, sent, unprefixed(AT, sent), unprefixed(AT, update.tensors))
     Secrets(folder, header["round"], update.client).begin(change=change, covered=covered)
     return replace(update, tensors={COVERED: covered} if header["secure"]["public"] else {})

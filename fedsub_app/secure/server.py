@@ -110,8 +110,7 @@ class Session:
         """
         there = {*alive}
         sides = {c: [[o for o in self._graph[c] if (o in there) is kept] for kept in (True, False)] for c in alive}
-        lost = {o for _, others in sides.values() for o in others}
-        self._check((*alive, *lost), there)
+        self._check((*alive, *{o for _, others in sides.values() for o in others}), there)
 
         def question(client: int) -> Task:
             return Task(client, {}, dict(zip(("alive", "lost"), sides[client], strict=True)))

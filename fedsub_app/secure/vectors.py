@@ -122,8 +122,7 @@ class Scale:
     def change(self, total: Vector, clients: int) -> tuple[Tensor, float]:
         """Return the sum of the weighted changes of ``clients`` vectors, and the fraction of clipped values."""
         signed = torch.from_numpy(total.view(np.int32).astype(np.int64))
-        clipped = float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
-        return signed[:-1].double() * self.step, clipped
+        return signed[:-1].double() * self.step, float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
 
 
 def counting(covered: Tensor, clients: int) -> Vector:

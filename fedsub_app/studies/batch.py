@@ -74,8 +74,7 @@ class Job:
     def _begun(self) -> bool:
         """Say whether a run of these settings is on disk; a key that it did not know has its default."""
         with contextlib.suppress(UserError):
-            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
-            return recorded.digest() == self.settings.digest()
+            return settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest()
         return False
 
 

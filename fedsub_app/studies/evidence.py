@@ -182,8 +182,7 @@ def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
         before, after = old and sample_of(old), sample_of(row)
         if not old or not before or not after:
             continue
-        error = sd * math.sqrt(1 / before.n + 1 / after.n)
-        limit = half_width(error, freedom, len(new["rows"])) if freedom else 0.0
+        limit = half_width(sd * math.sqrt(1 / before.n + 1 / after.n), freedom, len(new["rows"])) if freedom else 0.0
         runs = {run["seed"]: run for run in old["runs"]}
         both = [_equal(run, runs[run["seed"]]) for run in row["runs"] if run["seed"] in runs]
         near = abs(after.mean - before.mean) <= limit

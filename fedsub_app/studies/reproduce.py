@@ -198,8 +198,7 @@ def _cells(row: Row, mine: list[Job], spread: str, apart: str) -> list[str]:
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     totals = [([summary[key] for summary in good if (key := f"total-{cost}") in summary], unit) for cost, unit in COSTS]
     costs = [f"{statistics.mean(each) / unit:.1f}" if each else "" for each, unit in totals]
-    reached_in = ", ".join(reached)
-    before = [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, apart]
+    before = [row.setting, row.label, ", ".join(reached), row.paper.rounds, final, row.paper.final, apart]
     return [*before, *others, validation, epsilon, *costs]
 
 
@@ -221,8 +220,7 @@ def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
     score, groups = first.score, _groups(runs, finished=True)
     names = columns(score, timed)
     header = ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
-    key = f"{first.evaluations[0]}-{score.name}"
-    costs = costs_of_groups(groups, key, timed) if groups else []
+    costs = costs_of_groups(groups, f"{first.evaluations[0]}-{score.name}", timed) if groups else []
     of_row = {(group.section, group.label): texts for group, texts in zip(groups, costs, strict=True)}
     cells = []
     for row, _ in runs:

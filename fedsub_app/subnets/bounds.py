@@ -77,8 +77,7 @@ def within(x: Tensor, start: Tensor, have: Size, bound: Size) -> Tensor:
     """
     if fits(have, bound):
         return x
-    change = (x - start).mul_(min(1.0, bound.rms / have.rms))
-    return change.clamp_(-bound.peak, bound.peak).add_(start)
+    return (x - start).mul_(min(1.0, bound.rms / have.rms)).clamp_(-bound.peak, bound.peak).add_(start)
 
 
 Sizes = Mapping[str, Size]  # tensor name -> size of its change

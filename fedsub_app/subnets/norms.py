@@ -54,8 +54,7 @@ def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
     """Return ``||mask (x - start)||²`` like :func:`squares`; ``mask``: bool that broadcasts, None for all positions."""
     if mask is None:
         return squares(x[None], start)[0]
-    difference = (x - start).mul_(mask)
-    return float(torch.linalg.vector_norm(difference)) ** 2
+    return float(torch.linalg.vector_norm((x - start).mul_(mask))) ** 2
 
 
 class NormGuard(Generic[T]):

@@ -33,8 +33,7 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator) -> Tenso
     padded[:, :, padding : padding + height, padding : padding + width] = x
     top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=generator)
     rows, columns = top + torch.arange(height), left + torch.arange(width)
-    flipped = torch.rand(n, 1, generator=generator) < 0.5
-    columns = torch.where(flipped, columns.flip(1), columns)
+    columns = torch.where(torch.rand(n, 1, generator=generator) < 0.5, columns.flip(1), columns)
     rows, columns = torch.cat((rows, columns), 1).to(x.device).split((height, width), 1)
     each = torch.arange(n, device=x.device).view(-1, 1, 1)
     picked = padded.permute(0, 2, 3, 1)[each, rows.view(n, -1, 1), columns.view(n, 1, -1)]
@@ -54,8 +53,7 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
     """
     size = evaluation_batch(count)
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules()):
-        order = torch.randperm(count, generator=seeded("order of evaluation"))
-        return list(order.to(device).split(size))
+        return list(torch.randperm(count, generator=seeded("order of evaluation")).to(device).split(size))
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -79,7 +77,6 @@ def evaluate(task: Task, model: nn.Module, x: Batch | AnySamples, y: Tensor) -> 
     """Return the task's metrics of ``model`` in evaluation mode, by name; restores the model's mode."""
     training = model.training
     model.eval()
-    batches = evaluation_batches(model, len(y), y.device)
-    sums = added(sums_of(task, model, x[batch], y[batch]) for batch in batches)
+    sums = added(sums_of(task, model, x[batch], y[batch]) for batch in evaluation_batches(model, len(y), y.device))
     model.train(training)
     return task.metrics(sums)
