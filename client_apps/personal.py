@@ -196,10 +196,8 @@ class PerFedAvgClient(Client):
 
         def correct(u: Tensors) -> None:
             batch = next(others)
-            (_, above), (_, below) = (
-                self.slopes({name: tensor + shift * u[name] for name, tensor in w.items()}, batch)
-                for shift in (delta, -delta)
-            )
+            moved = ({name: x + shift * u[name] for name, x in w.items()} for shift in (delta, -delta))
+            (_, above), (_, below) = (self.slopes(weights, batch) for weights in moved)
             for name in u:
                 u[name].sub_(alpha / (2 * delta) * (above[name] - below[name]))
 

@@ -148,10 +148,7 @@ class Hooks(Server):
 
     @property
     def chooses_positions(self) -> bool:
-        """Say whether clients choose the positions that they contribute in the running round.
-
-        They answer with whole tensors then, and name the positions (``AT``).
-        """
+        """Say whether clients choose their positions in this round: they send whole tensors then, and ``AT``."""
         return False
 
     def summed_weight(self, update: Update) -> float:

@@ -59,10 +59,7 @@ def analyse(folder: Path) -> list[Path]:
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
-    """Return every hidden unit's activation (ReLU of its layer's output), summed over a batch and over positions.
-
-    ``model`` is in the mode that it is to be run in. Each group has float ``[group.size]``.
-    """
+    """Return hidden units' activations (ReLU outputs) summed over batch and positions: float ``[group.size]`` each."""
     activations: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:

@@ -58,11 +58,8 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
         outputs, labels = _outputs(network, x), [[file] for file in files]
     first = ["file", "row"][: len(labels[0])]
     if task.classes:
-        best = outputs.softmax(1).max(1)
-        values = [
-            [names[number] if names else number, f"{score:.4f}"]
-            for score, number in zip(*map(Tensor.tolist, best), strict=True)
-        ]
+        best = zip(*map(Tensor.tolist, outputs.softmax(1).max(1)), strict=True)
+        values = [[names[number] if names else number, f"{score:.4f}"] for score, number in best]
         return [*first, "label", "score"], [a + b for a, b in zip(labels, values, strict=True)]
     flat = (outputs.sigmoid() if isinstance(task, MultiLabel) else outputs).flatten(1)
     names = names if len(names) == flat.shape[1] else [f"output-{number}" for number in range(flat.shape[1])]

@@ -177,12 +177,10 @@ def _published(
     try:
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
-        samples = {
-            split: [
-                (file, classes.index(listed.classes[label])) for file, label in (listed[n] for n in range(len(listed)))
-            ]
-            for split, listed in splits.items()
-        }
+        samples: dict[str, list[tuple[Path, int]]] = {}
+        for split, listed in splits.items():
+            items = (listed[n] for n in range(len(listed)))
+            samples[split] = [(file, classes.index(listed.classes[label])) for file, label in items]
     except Exception as error:  # torchvision and SciPy raise many types on damaged lists
         raise UserError(f"{root}: {one_line(error)}") from error
     return _files(settings, root, samples["train"], [s for split in test for s in samples[split]], len(classes))
@@ -247,6 +245,7 @@ def _located(
     return data / base
 
 
+CARS = ("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat")
 LOADERS: dict[str, Loader] = {  # of the names of names.py; several sources are domains
     **dict.fromkeys(synthetic.NAMES, lambda name, settings: Source(*synthetic.generate(name, settings.seed), 4)),
     "digits": _digits,
@@ -267,11 +266,6 @@ LOADERS: dict[str, Loader] = {  # of the names of names.py; several sources are 
     "fgvc-aircraft": partial(_published, kind_name="FGVCAircraft", base="fgvc-aircraft-2013b", holds=("data",)),
     "dtd": partial(_published, kind_name="DTD", base="dtd", holds=("dtd",)),
     "stanford-cars": partial(
-        _published,
-        kind_name="StanfordCars",
-        base="stanford_cars",
-        holds=("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat"),
-        test=("test",),
-        downloads=False,
+        _published, kind_name="StanfordCars", base="stanford_cars", holds=CARS, test=("test",), downloads=False
     ),
 }

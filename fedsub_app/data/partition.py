@@ -132,10 +132,8 @@ def _split(indices: Tensor, fraction: float, least: int, seed: int, client: int,
 def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
     shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
     tests = []
-    kinds, test_kinds = (
-        source * dataset.label_count + y
-        for source, y in ((dataset.train_source, dataset.train_labels), (dataset.test_source, dataset.test_labels))
-    )
+    kinds = dataset.train_source * dataset.label_count + dataset.train_labels
+    test_kinds = dataset.test_source * dataset.label_count + dataset.test_labels
     for client, indices in enumerate(train):
         own = kinds[indices].unique()
         key = tuple(own.tolist())

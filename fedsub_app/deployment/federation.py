@@ -84,10 +84,9 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
         federation.registered = []
     if has_door(federation):
         (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
-    federation.processes = {
-        name: Process(command, federation.processes[name].pid if name in before else 0)
-        for name, command in _commands(folder, federation, keys).items()
-    }
+    pids = {name: federation.processes[name].pid for name in before}
+    wanted = _commands(folder, federation, keys).items()
+    federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
     starting = Starting(folder, federation, report)
     try:
         starting.all()

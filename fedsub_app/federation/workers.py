@@ -269,6 +269,4 @@ def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
 
 
 def _file_in_memory() -> Any:
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("fedsub"), "w+b")
-    return tempfile.TemporaryFile()
+    return open(os.memfd_create("fedsub"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()

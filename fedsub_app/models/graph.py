@@ -178,14 +178,9 @@ def _arranged(name: str, size: int, places: Sequence[Place]) -> UnitGroup:
     """Return the group of these places: rows that it fills alone, columns that it fills, and the rest."""
     rows = [place for place in places if place == Place(place.name, 0, 0, 1, size)]
     cols = [place for place in places if place.axis == 1 and place.whole(size)]
-    return UnitGroup(
-        name,
-        size,
-        tuple(place.name for place in rows),
-        tuple((place.name, place.repeat) for place in cols),
-        tuple(place for place in places if place not in rows and place not in cols),
-        chain=False,
-    )
+    rest = tuple(place for place in places if place not in rows and place not in cols)
+    columns = tuple((place.name, place.repeat) for place in cols)
+    return UnitGroup(name, size, tuple(place.name for place in rows), columns, rest, chain=False)
 
 
 def _runs(tensor: str, of_units: Positions, together: int) -> list[tuple[int, int]]:

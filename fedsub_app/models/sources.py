@@ -120,9 +120,7 @@ def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 
 def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
     """Return what a network answers as its logits: transformers' outputs, torchvision's with auxiliary heads."""
-    if isinstance(output, Mapping):
-        return output.get("logits", output)
-    return getattr(output, "logits", output)
+    return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
 # --- the sources ----------------------------------------------------------------------------------------------------

@@ -47,12 +47,8 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     """Return the results and costs of some groups: the header, and rows."""
     records = [record for group in groups for record in group.records]
     scores, several = kinds_of(records), len({group.section for group in groups}) > 1
-    lines_of_all = [line for record in records for line in record.lines]
-    totals = {
-        name: (key, unit)
-        for name, (key, unit) in TOTALS.items()
-        if key not in OF_DEVICES or any(line.get(key) for line in lines_of_all)
-    }
+    spent = {key for record in records for line in record.lines for key in OF_DEVICES if line.get(key)}
+    totals = {name: (key, unit) for name, (key, unit) in TOTALS.items() if key not in OF_DEVICES or key in spent}
     alone = all(score.unit and score.name == next(iter(scores.values())).name for score in scores.values())
     titles = [score.titled(kind_of(key) if alone else f"{kind_of(key)} {score.name}") for key, score in scores.items()]
     rows = []

@@ -71,11 +71,8 @@ class RunData:
     @property
     def dropped(self) -> list[Json]:
         """Refused and missing replies: round, client, reason."""
-        return [
-            {"round": line["round"], **drop}
-            for line in self.lines
-            for drop in (*line.get("dropped", ()), *line.get("not-evaluated", ()))
-        ]
+        keys = ("dropped", "not-evaluated")
+        return [{"round": line["round"], **drop} for line in self.lines for key in keys for drop in line.get(key, ())]
 
     @property
     def measured(self) -> Json:
@@ -114,10 +111,7 @@ def costs_of(records: Iterable[RunData]) -> list[str]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but their seed, under one label.
-
-    Runs of different sections (data sets, settings of a table) are not drawn into one picture.
-    """
+    """Runs that differ in their seed alone, under one label; different sections are not drawn into one picture."""
 
     label: str
     records: tuple[RunData, ...]

@@ -37,12 +37,8 @@ def _sections() -> dict[str, type[Section]]:
 @cache
 def fields() -> dict[str, FieldInfo]:
     """Return every key with its field."""
-    return {
-        f"{prefix}{field.alias}": field
-        for prefix, section in _sections().items()
-        for field in section.model_fields.values()
-        if not field.exclude
-    }
+    every = [(prefix, field) for prefix, of in _sections().items() for field in of.model_fields.values()]
+    return {f"{prefix}{field.alias}": field for prefix, field in every if not field.exclude}
 
 
 @cache
@@ -70,10 +66,7 @@ def register_installed() -> None:
 
 
 def check(values: Mapping[str, Value], source: str = "") -> None:
-    """Register the methods from outside that keys name; raise :class:`UserError` for the first unknown key.
-
-    ``source``: the file that the keys are in, `` in my.toml``.
-    """
+    """Register outside methods that keys name; :class:`UserError`: an unknown key, of ``source`` (`` in my.toml``)."""
     named = [key.partition(".")[0] for key in values if "." in key and ":" not in key]  # a key runs no code
     for name in [*named, values.get("method")]:
         if isinstance(name, str) and register_outside(name):

@@ -53,10 +53,7 @@ def plan(settings: Settings) -> str:
 
 
 def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
-    """Yield the number, the name and the bytes of the first round of each stage of the method.
-
-    Bytes down and up are counted by the papers' formula, from the tensors of ``task`` and ``expected``.
-    """
+    """Yield number, name, and bytes down and up by the formula of the first round of each of the method's stages."""
     seen = set()
     for number in range(1, strategy.settings.num_rounds + 1):
         if (name := strategy.stage(number)) in seen:

@@ -69,10 +69,7 @@ class Secrets:
         return Member(**content | secrets | tables)
 
     def open_once(self, step: str, alive: list[int], lost: list[int]) -> None:
-        """Raise :class:`ProtocolError` where a step was opened before, before a resume, with other clients.
-
-        The difference of the two sums would be those clients' contributions. ``step``: what is opened.
-        """
+        """Raise ProtocolError for a ``step`` opened before with other clients: the two sums' difference is theirs."""
         path = self.path.parents[1] / f"{self.path.stem}.opened"
         mark = sha256(json.dumps([alive, lost]).encode()).hexdigest()
         lines = path.read_text().splitlines() if path.exists() else []

@@ -107,10 +107,7 @@ def run_entry(folder: Path, metric: str) -> Json:
 
 
 def at_budgets(record: Record, metric: str) -> Json:
-    """Return the last evaluated round within each budget of a run with ``all-budgets``: "150 MB" -> its numbers.
-
-    ``spent``: fraction of the budget at the end of the run, below 1 where ``num-rounds`` came first.
-    """
+    """Return the last evaluated round in each budget: "150 MB" -> its numbers; ``spent``: fraction of it, at most 1."""
     found, lines = {}, record.lines
     evaluated = [number for number, line in enumerate(lines) if metric in line]
     for key in [key for key in BUDGETS if record.settings.get(key)]:

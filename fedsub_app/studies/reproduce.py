@@ -231,10 +231,8 @@ def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
 
 def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Runs, content: Json) -> None:
     spread, score = table.spread, runs[0][1][0].settings.score
-    of_rows = [
-        _cells(row, mine, spread, compared(content, entry))
-        for (row, mine), entry in zip(runs, content["rows"], strict=True)
-    ]
+    entries = zip(runs, content["rows"], strict=True)
+    of_rows = [_cells(row, mine, spread, compared(content, entry)) for (row, mine), entry in entries]
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {name: (table_header(score), of_rows)}
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in made.items()), ""]
     lines += [

@@ -94,16 +94,12 @@ class Table(Entry):
 
     @property
     def rows(self) -> list["Row"]:
-        return [
-            Row(
-                setting.name,
-                method.label,
-                applicable_keys({"experiment": setting.experiment} | setting.overrides | method.overrides),
-                setting.paper.get(method.label, Paper()),
-            )
-            for setting in self.settings
-            for method in self.methods
-        ]
+        rows = []
+        for setting in self.settings:
+            for method in self.methods:
+                keys = applicable_keys({"experiment": setting.experiment} | setting.overrides | method.overrides)
+                rows.append(Row(setting.name, method.label, keys, setting.paper.get(method.label, Paper())))
+        return rows
 
 
 @dataclass(frozen=True)

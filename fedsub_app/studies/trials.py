@@ -131,10 +131,7 @@ class Search:
         return grid[: self.trials]
 
     def examples(self) -> list[dict[str, Value]]:
-        """Return searched keys in which each value of a list and both ends of each range occur.
-
-        A key of a method that is itself searched is tried with that method.
-        """
+        """Return searched keys with each value of a list and both ends of each range, each key with its method."""
         values: dict[str, list[Any]] = {
             key: list(of.choices) if isinstance(of, CategoricalDistribution) else [of.low, of.high]
             for key, of in self.space.items()

@@ -95,15 +95,11 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     weights = tuple(f"{name}.weight" for name in layers if f"{name}.weight" in shapes)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    scales = {
-        group.name: row
-        for group in (() if pruning == "unstructured" else unit_groups(model))
-        for row in group.rows
-        if row in norms
-    }
+    every = () if pruning == "unstructured" else unit_groups(model)
+    scales = {group.name: row for group in every for row in group.rows if row in norms}
     if pruning != "unstructured" and not scales:
         raise ValueError("no layer has a BatchNorm behind it whose scaling factors could say which channels go")
-    groups = tuple(group for group in unit_groups(model) if group.name in scales) if scales else ()
+    groups = tuple(group for group in every if group.name in scales)
     sizes = {name: p.numel() for name, p in model.named_parameters() if name in shapes}
     return Prunable(groups, scales, weights, shapes, sizes)
 

@@ -105,9 +105,7 @@ class ClientTools:
 
     def augmentation(self) -> torch.Generator | None:
         """Return the generator of the next run's augmentation, ``None`` without any."""
-        if self.settings.augment == "none":
-            return None
-        return self.generator(f"augmentation {next(self._runs)}")
+        return None if self.settings.augment == "none" else self.generator(f"augmentation {next(self._runs)}")
 
     # --- models -----------------------------------------------------------------------------------------------------
 

@@ -75,9 +75,7 @@ class Workplace:
 
     def initial(self, seed: int | None = None) -> Tensors:
         """Return the initial global model, from the seed or as the server sent it, or another seed's model."""
-        if self.first and seed is None:
-            return self.first()
-        return tensors_of(self.problem.network(seed))
+        return self.first() if self.first and seed is None else tensors_of(self.problem.network(seed))
 
 
 @lru_cache(maxsize=1)
