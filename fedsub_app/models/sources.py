@@ -59,7 +59,8 @@ def from_source(model: str, in_shape: Shape, num_classes: int, options: Options)
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"model = {model!r}: {one_line(error)}; `pip install {error.name or source}` may help") from error
+        package = error.name or source
+        raise UserError(f"model = {model!r}: {one_line(error)}; `pip install {package}` may help") from error
     except Exception as error:  # code of others
         raise UserError(f"model = {model!r}: {one_line(error)[:300]}") from error
     if not isinstance(built, nn.Module):
