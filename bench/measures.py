@@ -20,12 +20,12 @@ from bench.flower_box import PROJECT, FlowerBox, run_command
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import CONNECTION
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.wire import HEADER
 from fedsub_app.federation.workers import local_grid
 from fedsub_app.models import build_model, tensors_of
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 
@@ -344,7 +344,7 @@ def wire_over_formula(effort: Effort, device: str) -> Result:
 
 
 def _wire_over_formula(device: str) -> Result:
-    from fedsub_app.methods import METHODS
+    from fedsub_app.runs.methods import METHODS
 
     clients, rounds, found = 4, 4, {}
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:

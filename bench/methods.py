@@ -31,9 +31,9 @@ from client_apps.base import Client
 from client_apps.subfedavg import SubFedAvgClient
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, layer_groups
+from fedsub_app.runs.config import resolve
 from fedsub_app.training.workplace import workplace
 
 ROUNDS = 6  # of each kind

@@ -28,12 +28,12 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
-from fedsub_app.config import applicable_keys
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.models.sources import for_channels
+from fedsub_app.runs.config import applicable_keys
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed, settings_of
 
 OUT = PROJECT / "bench/results/networks.json"

@@ -25,10 +25,7 @@ class Client(ClientTools):
         return self.trained()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model: the one that it was sent; where nothing is sent, the one that it keeps.
-
-        Before its first training it keeps the initial model.
-        """
+        """Return the client's own model: the one sent, else the one that it keeps, at first the initial one."""
         return sent or self.own or self.initial()
 
     def measure(self, sent: Tensors, config: Json) -> Tensors:
@@ -60,10 +57,7 @@ class Client(ClientTools):
         return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
-        """Return the scores named in ``wanted`` on the client's own test and, if any, validation samples.
-
-        ``flops`` are the FLOPs that a method spends on its personal model only, such as on fine-tuning.
-        """
+        """Return the ``wanted`` scores on the client's test and validation samples; ``flops``: its own model's."""
         splits = {"": self.samples("test"), "validation-": self.samples("validation")}
         personal = {name: tensor for name, tensor in sent.items() if not name.startswith(GLOBAL)}
         both = personal | unprefixed(GLOBAL, sent)

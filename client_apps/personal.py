@@ -39,8 +39,7 @@ class MTLClient(Client):
 
         def pull(gradients: dict[str, Tensor]) -> None:
             for name, gradient in gradients.items():
-                weight = self.network.tensors[name].detach()
-                gradient.add_(2 * weight - mean[name], alpha=2 * self.options.lambda_)
+                gradient.add_(2 * self.network.tensors[name].detach() - mean[name], alpha=2 * self.options.lambda_)
 
         self.fit(correct=pull)
         return self.keep_own()
@@ -76,8 +75,7 @@ class APFLClient(Client):
         def step(training: Training, x: Batch, y: Tensor) -> Tensor:
             w = {name: tensor.detach() for name, tensor in network.parameters.items()}
             mixture = {name: torch.lerp(w[name], v[name], alpha).requires_grad_() for name in v}
-            loss = self.loss(network(x, own | mixture), y)
-            slopes = Optimizer(self.settings, mixture, 0).gradients(loss)
+            slopes = Optimizer(self.settings, mixture, 0).gradients(self.loss(network(x, own | mixture), y))
             training.spend(len(y), v)
             slope = sum(((v[name] - w[name]) * slopes[name]).sum() for name in v)
             trained = training.descend(x, y)
@@ -97,8 +95,7 @@ class APFLClient(Client):
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return ``alpha v + (1 - alpha) w`` with the global w; v is the initial model at first."""
         own = self.own or self.initial()
-        mixture = {name: torch.lerp(sent[name], own[name], self.alpha) for name in self.network.parameters}
-        return own | mixture
+        return own | {name: torch.lerp(sent[name], own[name], self.alpha) for name in self.network.parameters}
 
 
 WEIGHT = "merge/"  # prefix of W in the state
@@ -199,10 +196,8 @@ class PerFedAvgClient(Client):
 
         def correct(u: Tensors) -> None:
             batch = next(others)
-            (_, above), (_, below) = (
-                self.slopes({name: tensor + shift * u[name] for name, tensor in w.items()}, batch)
-                for shift in (delta, -delta)
-            )
+            moved = ({name: x + shift * u[name] for name, x in w.items()} for shift in (delta, -delta))
+            (_, above), (_, below) = (self.slopes(weights, batch) for weights in moved)
             for name in u:
                 u[name].sub_(alpha / (2 * delta) * (above[name] - below[name]))
 

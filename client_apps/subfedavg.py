@@ -44,8 +44,7 @@ class SubFedAvgClient(Client):
         early: list[Tensors] = []
         Training(self, keep=keep).run(self.watched(early), ahead=False)
         last = plan.widen(self.trained(), masks)
-        first = plan.widen(early[0], masks) if early else last
-        new = self.prune(masks, first, last)
+        new = self.prune(masks, plan.widen(early[0], masks) if early else last, last)
         self.state = prefixed(OWN, last) | prefixed(MASK, pack_bits(new))
         positions = plan.positions(new)
         if self.settings.secure_aggregation:
@@ -117,8 +116,7 @@ class SubFedAvgClient(Client):
         if not all(kept.any() for kept in self.plan.positions(masks).values()):
             return False
         self.load(self.plan.cut(model, masks))
-        score = self.place.problem.task.about
-        return score.better(self.score(self.options.gate_data), self.options.score)
+        return self.place.problem.task.about.better(self.score(self.options.gate_data), self.options.score)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the client's model after its last training, pruned; at first the initial one."""

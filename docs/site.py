@@ -32,20 +32,24 @@ PUBLIC = {
     "In a Flower app": ["fedsub_app.library.client.client_app", "fedsub_app.library.loop.start"],
     "Runs from Python": ["fedsub_app.run", "fedsub_app.register"],
     "Finished runs": [
-        *("fedsub_app.reports.records.read_run", "fedsub_app.reports.records.Record"),
+        *(
+            "fedsub_app.reports.records.read_run",
+            "fedsub_app.reports.records.Record",
+            "fedsub_app.reports.curves.RunData",
+        ),
         *("fedsub_app.reports.records.grouped", "fedsub_app.reports.html.write_html"),
         *(
             "fedsub_app.analysis.clients.client_of",
             "fedsub_app.models.networks.load_tensors",
-            "fedsub_app.config.resolve",
-            "fedsub_app.problem.Problem",
+            "fedsub_app.runs.config.resolve",
+            "fedsub_app.training.problem.Problem",
         ),
     ],
     "Errors": ["fedsub_app.common.errors.UserError", "fedsub_app.runs.directory.RunFailed"],
 }
 SHORT = {name: f"fedsub.{name.rpartition('.')[2]}" for name in PUBLIC["In a Flower app"]}  # as a user imports them
 INTERNAL = {
-    "What is learned": ["fedsub_app.problem", "fedsub_app.tasks"],
+    "What is learned": ["fedsub_app.training.problem", "fedsub_app.common.tasks"],
     "Methods on the server": ["strategies.base", "strategies.hooks", "strategies.server", "strategies.defences"],
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
     "Masks, means": [
@@ -179,7 +183,7 @@ def bent(text: str, source: str, target: str) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the methods' pages to the menu, a group a family; a method without a family is in the last one."""
-    from fedsub_app.methods import METHODS
+    from fedsub_app.runs.methods import METHODS
 
     groups = {family: names.split() for family, names in FAMILIES.items()}
     named = {name for names in groups.values() for name in names}
@@ -213,8 +217,8 @@ class Described(griffe.Extension):
 
 def methods() -> dict[str, str]:
     """Return a page for every method: idea, cost, settings, result, deviations from its paper."""
-    from fedsub_app.config import describe
-    from fedsub_app.methods import METHODS
+    from fedsub_app.runs.config import describe
+    from fedsub_app.runs.methods import METHODS
 
     known, pages = describe(), {}
     families = {name: family for family, names in FAMILIES.items() for name in names.split()}
@@ -242,7 +246,7 @@ def methods() -> dict[str, str]:
 def _cost(name: str) -> str:
     """Return a method's bytes and FLOPs on the quickstart, as ``--dry-run`` counts them, or why it cannot run."""
     from fedsub_app.common.errors import UserError
-    from fedsub_app.config import resolve
+    from fedsub_app.runs.config import resolve
     from fedsub_app.runs.plan import plan
 
     try:
@@ -272,7 +276,7 @@ def _sent(lines: list[list[str]]) -> str:
 
 def settings() -> str:
     """Return the page of all settings: a section a class of keys, then one a method."""
-    from fedsub_app.config import describe
+    from fedsub_app.runs.config import describe
     from fedsub_app.settings import Settings
 
     known = describe()

@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from fedsub_app import register as register
     from fedsub_app import run as run
     from fedsub_app.common.errors import UserError as UserError
+    from fedsub_app.common.tasks import Task as Task
     from fedsub_app.library.client import client_app as client_app
     from fedsub_app.library.client import private_data as private_data
     from fedsub_app.library.loop import start as start
-    from fedsub_app.methods import Method as Method
+    from fedsub_app.runs.methods import Method as Method
     from fedsub_app.runs.recorded import RunFailed as RunFailed
     from fedsub_app.settings import MethodSettings as MethodSettings
-    from fedsub_app.tasks import Task as Task
     from strategies.base import SubnetStrategy as SubnetStrategy
     from strategies.hooks import Merged as Merged
 
 _HOMES = {
     "Client": "client_apps.base",
     "Merged": "strategies.hooks",
-    "Method": "fedsub_app.methods",
+    "Method": "fedsub_app.runs.methods",
     "MethodSettings": "fedsub_app.settings",
     "RunFailed": "fedsub_app.runs.recorded",
     "SubnetStrategy": "strategies.base",
-    "Task": "fedsub_app.tasks",
+    "Task": "fedsub_app.common.tasks",
     "UserError": "fedsub_app.common.errors",
     "client_app": "fedsub_app.library.client",
     "private_data": "fedsub_app.library.client",
@@ -56,6 +56,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return the public names, those of the methods' strategies among them."""
     from fedsub_app.library.keywords import title
-    from fedsub_app.methods import METHODS
+    from fedsub_app.runs.methods import METHODS
 
     return sorted([*_HOMES, *map(title, METHODS)])

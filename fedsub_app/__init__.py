@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch takes seconds
     from fedsub_app.common.section import Value
-    from fedsub_app.methods import Method
-    from fedsub_app.problem import Model
+    from fedsub_app.common.tasks import Task
     from fedsub_app.reports.records import Record
-    from fedsub_app.tasks import Task
+    from fedsub_app.runs.methods import Method
+    from fedsub_app.training.problem import Model
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
     RunFailed
         The run could not go on; its ``folder`` may hold a checkpoint to resume from.
     """
-    from fedsub_app.engines import run_local
+    from fedsub_app.deployment.engines import run_local
     from fedsub_app.reports.records import read_run
 
     return read_run(Path(run_local(settings, workers, model, data, wait=True, task=task)["run-dir"]))
@@ -55,6 +55,6 @@ def register(name: str, method: "Method") -> None:
     UserError
         The name is none, or that of a method of the package.
     """
-    from fedsub_app import config
+    from fedsub_app.runs import config
 
     config.register(name, method)

@@ -1,4 +1,4 @@
-"""The ClientApp, the same for all methods: Flower's door to a node (node.py)."""
+"""The ClientApp, the same for all methods: Flower's door to a node (runs/node.py)."""
 
 import sys
 from importlib import import_module
@@ -9,9 +9,9 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedsub_app import node
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.federation.wire import pack, unpack
+from fedsub_app.runs import node
 
 
 class NodeApp(ClientApp):

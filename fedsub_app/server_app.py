@@ -10,12 +10,12 @@ from flwr.serverapp import Grid, ServerApp
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.own_code import bundled
+from fedsub_app.deployment.engines import log_to_stdout, run_and_report
 from fedsub_app.deployment.ray_pool import mend
-from fedsub_app.engines import log_to_stdout, run_and_report
 from fedsub_app.federation.roll import wake
-from fedsub_app.problem import own_code
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
+from fedsub_app.training.problem import own_code
 
 log = logging.getLogger("fedsub")
 app = ServerApp()

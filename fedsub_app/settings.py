@@ -1,7 +1,8 @@
-"""The settings of a run as one frozen, typed, validated object. Where they come from is :mod:`fedsub_app.config`'s."""
+"""The settings of a run as one frozen, typed, validated object. runs/config.py says where they come from."""
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -28,30 +29,19 @@ from fedsub_app.common.section import (
 )
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.federation.settings import DefenceSettings
-from fedsub_app.training.schedule import ScheduleSettings
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
 LOCATION_KEYS = (
-    "experiment",
-    "run-dir",
-    "resume",
-    "track",
-    "device",
-    "data-dir",
-    "backbone-dir",
-    "placement",
-    "message-clients",
-    "message-mb",
-    "min-nodes",
-    "node-timeout",
-    "round-timeout",
+    *("experiment", "run-dir", "resume", "track", "device", "data-dir", "backbone-dir", "placement"),
+    *("message-clients", "message-mb", "min-nodes", "node-timeout", "round-timeout"),
 )
 Evaluations = Annotated[
     tuple[Literal["global", "global-local", "personal"], ...],
     Field(min_length=1),
     Listed("allowed are global, global-local, personal, comma-separated"),
 ]
+Rounds = Annotated[tuple[Count, ...], Listed("must be rounds from 1 on, such as '200, 400', or ''", read=int)]
 
 
 def digest(flat: Mapping[str, Value]) -> str:
@@ -79,8 +69,7 @@ class MethodSettings(Section):
     @property
     def epochs(self) -> int:
         """Epochs of a client beside ``local-epochs``: the sum of the keys of type ``Epochs``."""
-        fields = type(self).model_fields.items()
-        return sum(getattr(self, name) for name, field in fields if EPOCHS in field.metadata)
+        return sum(getattr(self, name) for name, field in type(self).model_fields.items() if EPOCHS in field.metadata)
 
     def hidden_width(self, settings: "Settings") -> int | None:
         """Return the units of every hidden layer of the global network, ``None`` for the model's own."""
@@ -222,17 +211,38 @@ class TrainingSettings(Section):
     """
 
 
-BY_EXAMPLES = (
-    "fedavg",
-    "fedprox",
-    "moon",
-    "fedala",
-    "ssfl",
-    "feddst",
-    "fedit",
-    "flexlora",
-    "flora",
-)  # their papers weigh so
+class ScheduleSettings(Section):
+    """The learning rate and how it falls."""
+
+    lr: Positive = 0.05
+    """Learning rate of the first round."""
+    lr_schedule: Literal["step", "cosine", "plateau"] = "step"
+    """How lr falls: at some rounds, along a cosine to 0 behind num-rounds, or where the score gets no better.
+
+    cosine is torch's CosineAnnealingLR; such a run gets no more rounds when it is resumed. plateau is torch's
+    ReduceLROnPlateau on the first score of ``evaluate``; it multiplies lr by lr-decay.
+    """
+    lr_decay_at: Rounds = ()
+    """Rounds that multiply lr by lr-decay, from then on: "200, 400"."""
+    lr_decay_every: CountOrNone = None
+    """Rounds from one multiplication of lr by lr-decay to the next; 0: those of lr-decay-at alone."""
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor of lr each time that it falls."""
+    lr_patience: CountOrZero = 10
+    """Evaluations in a row without a better score that lr-schedule = "plateau" lets pass."""
+
+    @model_validator(mode="after")
+    def _schedule_agrees(self) -> "ScheduleSettings":
+        for key in ("lr_decay_at", "lr_decay_every") if self.lr_schedule != "step" else ():
+            if getattr(self, key):
+                raise ValueError(f"{key.replace('_', '-')}: does nothing with lr-schedule = {self.lr_schedule!r}")
+        if self.lr_schedule == "plateau" and self.lr_decay == 1:
+            raise ValueError("lr-decay = 1: must be below 1 with lr-schedule = 'plateau'")
+        return self
+
+
+# Methods whose papers weigh by samples.
+BY_EXAMPLES = ("fedavg", "fedprox", "moon", "fedala", "ssfl", "feddst", "fedit", "flexlora", "flora")
 
 
 class AttackSettings(ClientsSettings):
@@ -277,7 +287,7 @@ class Settings(
         """The score of the task; the code of a task of your own is run for it."""
         if self.task in SCORES:
             return SCORES[self.task]._replace(others=SCORES[self.task].others + further_metrics(self.metrics))
-        from fedsub_app.tasks import task_of  # which loads torch
+        from fedsub_app.common.tasks import task_of  # which loads torch
 
         return task_of(self.task).about
 
@@ -297,6 +307,14 @@ class Settings(
         """Whether a client's weight in a mean is its number of training samples (``weighting``)."""
         plain = self.mean == "average" and not self.dp_noise_multiplier
         return self.weighting == "examples" or (self.weighting == "auto" and plain and self.method in BY_EXAMPLES)
+
+    def lr_at(self, server_round: int) -> float:
+        """Return the learning rate of a round; with ``plateau`` that of the first one, after it the scores decide."""
+        if self.lr_schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * (server_round - 1) / self.num_rounds)) / 2
+        falls = sum(server_round >= number for number in self.lr_decay_at)
+        falls += (server_round - 1) // self.lr_decay_every if self.lr_decay_every else 0
+        return float(self.lr * self.lr_decay**falls)
 
     def flat(self) -> dict[str, Value]:
         """Return all keys and values in TOML spelling, the chosen method's own as ``method.key``."""

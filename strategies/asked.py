@@ -128,8 +128,7 @@ class FedTiny(Asked):
         return Task(client, self.current | masks, {"candidates": len(self.candidates)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        losses = {LOSSES: Spec((self.options.candidates,), low=0)}
-        return losses if self.stage(self.round) else super().expected(client)
+        return {LOSSES: Spec((self.options.candidates,), low=0)} if self.stage(self.round) else super().expected(client)
 
     def findings(self) -> Mapping[str, Spec]:
         return {**super().findings(), **{f"{SLOPE}{name}": Spec((count,)) for name, count in self.counts.items()}}

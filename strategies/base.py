@@ -26,8 +26,7 @@ class SubnetStrategy(Hooks, Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
         """Sample the round's clients; returns the phase, which makes the messages with their tasks one at a time.
 
-        ``config["checkpoints"]`` are the rounds that a resume may start from, ``config["lr"]`` is the learning rate
-        where scores decide it.
+        ``config["checkpoints"]``: rounds that a resume may start from; ``config["lr"]``: where scores decide it.
         """
         self.round, self.plateau_lr = server_round, config.get("lr")
         clients = [client for client in self.federation.sample(server_round) if self.fits(client)]

@@ -45,14 +45,8 @@ def reach(strategy: Hooks, clients: Sequence[int]) -> dict[int, float]:
 class Bounds:
     """The bounds of one round.
 
-    Parameters
-    ----------
-    reached : client -> :func:`reach`.
-
-    Attributes
-    ----------
-    usual : tensor name -> usual sizes of its change in the last rounds and, after :meth:`bounded`, in this one.
-    report : entries for the round's line.
+    ``reached``: client -> :func:`reach`. ``usual``: tensor name -> usual sizes of its change in the last rounds and,
+    after :meth:`bounded`, in this one. ``report``: entries for the round's line.
     """
 
     def __init__(self, strategy: Hooks, reached: Mapping[int, float]) -> None:

@@ -59,8 +59,6 @@ def agreeing(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
         means[clients] = (means[clients] + now) / 2
     worst = sorted(clients, key=lambda client: float(means[client]))[: (len(updates) - 1) // 2]
     opposed = {client: float(means[client]) for client in worst if means[client] < OPPOSED}
-    dropped = [
-        Dropped(client, f"opposed: its mean cosine with the others' updates is {mean:.2f}")
-        for client, mean in opposed.items()
-    ]
+    said = "opposed: its mean cosine with the others' updates is"
+    dropped = [Dropped(client, f"{said} {mean:.2f}") for client, mean in opposed.items()]
     return [valid for valid in updates if valid.update.client not in opposed], dropped, means

@@ -74,8 +74,7 @@ def _further_metrics(strategy: Hooks, names: object) -> dict[str, Range]:
     if strategy.settings.model != OWN or not isinstance(names, dict):
         return {}
     word = re.compile(rf"({'|'.join(strategy.settings.evaluations)})-[a-z]\w{{0,40}}", re.ASCII)
-    fitting = [name for name in names if word.fullmatch(str(name))]
-    return dict.fromkeys(fitting[:MAX_FURTHER], FURTHER)
+    return dict.fromkeys([name for name in names if word.fullmatch(str(name))][:MAX_FURTHER], FURTHER)
 
 
 def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

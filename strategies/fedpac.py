@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.models import head_names
 from fedsub_app.models.units import head_layer
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
-from fedsub_app.tasks import task_of
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.memory import Memory
 from strategies.settings import FedPACSettings
@@ -63,8 +63,7 @@ class FedPAC(SubnetStrategy):
         return super().contribution(update)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        statistics = {name: norm([update.tensors[name]]) for name in (MEANS, H, V)}
-        return {**super().norms(update, contribution), **statistics}
+        return {**super().norms(update, contribution), **{name: norm([update.tensors[name]]) for name in (MEANS, H, V)}}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Keep the head as well, for every client's own combination."""

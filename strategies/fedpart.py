@@ -120,10 +120,7 @@ class FedPart(SubnetStrategy):
         return clients | dict.fromkeys((*refused, "secure-aggregation") if refused else (), reason)
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
-        """Merge the trained group and its moments; record the groups that the clients have now.
-
-        With ``momentum = "similarity"`` (Algorithm 2) the similarity of the clients' moments weights both.
-        """
+        """Merge the trained group and moments (by similarity: Algorithm 2); record the groups that clients have."""
         momentum, weights = self.options.momentum, [1.0] * len(updates)
         report: Json = {}
         trained = slice(None) if self.group is None else self.group

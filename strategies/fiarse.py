@@ -59,8 +59,7 @@ class FIARSE(WidthBased, Masked):
         return self.submodel(self.width(client))[0]
 
     def network_at(self, width: float) -> Tensors:
-        masks = self.submodel(width)[0]
-        return self.current | {name: self.current[name] * mask for name, mask in masks.items()}
+        return self.current | {name: self.current[name] * mask for name, mask in self.submodel(width)[0].items()}
 
     def task(self, client: int) -> Task:
         masks, thetas = self.submodel(self.width(client))

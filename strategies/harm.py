@@ -57,8 +57,7 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
         return _loss(strategy, kept[:number] + kept[number + 1 :])
 
     for number in reversed(range(len(kept))):
-        recent = _recent(strategy, watched, kept[number].update.client)
-        if recent and len(kept) > 1 and (loss := without(number)) < now:
+        if _recent(strategy, watched, kept[number].update.client) and len(kept) > 1 and (loss := without(number)) < now:
             now = leave_out(number, loss)
     few = len(updates) < MAJORITY
     while (now > limit or few) and len(kept) > 1 and 2 * (len(kept) - 1) >= len(updates):

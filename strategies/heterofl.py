@@ -70,8 +70,7 @@ class HeteroFL(Narrow):
             raise UserError(f"model = {self.settings.model!r}: {error}") from None
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        rows = self.current[self.output[0]].shape[:1]
-        return {**super().expected(client), CLASSES: Spec(tuple(rows), torch.bool)}
+        return {**super().expected(client), CLASSES: Spec(tuple(self.current[self.output[0]].shape[:1]), torch.bool)}
 
     def contribution(self, update: Update) -> Contribution:
         added, classes = super().contribution(update), update.tensors[CLASSES].nonzero().flatten()

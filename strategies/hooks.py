@@ -56,10 +56,7 @@ class Hooks(Server):
         return self.specs
 
     def contribution(self, update: Update) -> Contribution:
-        """Return the part of an update, checked against :meth:`expected`, that enters the mean: the model's tensors.
-
-        The method makes its own checks here: :class:`BadReply` drops the update.
-        """
+        """Return what of a checked update enters the mean, the model's tensors; :class:`BadReply` drops the update."""
         tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
         return Contribution(tensors, None, self.weight(update))
 
@@ -151,10 +148,7 @@ class Hooks(Server):
 
     @property
     def chooses_positions(self) -> bool:
-        """Say whether clients choose the positions that they contribute in the running round.
-
-        They answer with whole tensors then, and name the positions (``AT``).
-        """
+        """Say whether clients choose their positions in this round: they send whole tensors then, and ``AT``."""
         return False
 
     def summed_weight(self, update: Update) -> float:

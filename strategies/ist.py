@@ -68,8 +68,7 @@ class IST(Sliced):
     def _deal(self, server_round: int) -> dict[int, dict[str, Tensor]]:
         clients = sample(self.settings, server_round)
         draws = generator(self.settings.seed, server_round, "units")
-        widths = [self.held_width(client) for client in clients]
-        return dict(zip(clients, deal(self.units, widths, draws), strict=True))
+        return dict(zip(clients, deal(self.units, [self.held_width(client) for client in clients], draws), strict=True))
 
     def contribution(self, update: Update) -> Contribution:
         """Average the tensors that all clients have; a unit's values are those of the one client that has it."""

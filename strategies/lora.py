@@ -88,8 +88,7 @@ class FedIT(SubnetStrategy):
         every = [(share, self.current | update.tensors) for share, update in zip(shares, updates, strict=True)]
         every += [(1 - self.settings.server_lr, self.current)] if self.settings.server_lr != 1 else []
         b = [share * tensors[adapter.b].double().flatten(1) for share, tensors in every]
-        a = [tensors[adapter.a].double().flatten(1) for _, tensors in every]
-        return torch.cat(b, 1), torch.cat(a)
+        return torch.cat(b, 1), torch.cat([tensors[adapter.a].double().flatten(1) for _, tensors in every])
 
     def change(self, adapter: Adapter, model: Mapping[str, Tensor]) -> Tensor:
         """Return what an adapter of a model computes, [out, in] over alpha / r, with the change of W in this round."""

@@ -45,8 +45,7 @@ class Measurement(Hooks):
     def run(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:
         """Ask the clients; returns the new model, or the merged one where too few replies are valid.
 
-        Costs are added to the costs of the round's training. The rest, and the costs that budgets count, go into the
-        round's line as ``measurement``.
+        Costs count as the round's training; the rest, and what budgets count, is the line's ``measurement``.
         """
         method, report = self.method, self.method.phase.report
         self.connect(method.federation, method.facts)

@@ -80,10 +80,7 @@ def kept_rounds(strategy: Hooks, config: ConfigRecord) -> Json:
 def merge_answers(
     strategy: Hooks, server_round: int, replies: Iterable[Message]
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-    """Check the replies, merge the valid updates as they come, commit the outcome or abandon the round.
-
-    Returns the model and the clients' metrics; ``(None, metrics)``: the round is abandoned.
-    """
+    """Check and merge replies as they come, commit or abandon; returns model (None: abandoned) and metrics."""
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
     # With privacy the answer of one client must not decide whether another one's counts, unless it has its noise.
     limit = math.inf if settings.server_noise else settings.max_update_norm
@@ -213,8 +210,7 @@ def _privacy(strategy: Hooks) -> Json:
     for number in range(1, strategy.round + 1):
         for client in strategy.federation.sample(number):
             asked[client] += 1
-    spent = epsilon(settings.dp_noise_multiplier, max(asked), settings.dp_delta)
-    return {"epsilon": spent, "delta": settings.dp_delta}
+    return {"epsilon": epsilon(settings.dp_noise_multiplier, max(asked), settings.dp_delta), "delta": settings.dp_delta}
 
 
 def lost_states(strategy: Hooks, key: str, updates: Sequence[Update]) -> Json:

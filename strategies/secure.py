@@ -23,10 +23,7 @@ from strategies.merging import Merging, Valid
 
 
 def refusal(strategy: Hooks) -> str:
-    """Return the reason why a method's server cannot do with sums; "": it can.
-
-    A class that changes what the server makes of the answers has to say it itself, in ``secure``.
-    """
+    """Return why a method's server cannot do with sums, "" if it can; a class with a merge of its own says so."""
     for of in type(strategy).__mro__:
         if "secure" in vars(of) or {"merge", "contribution", "weight"} & vars(of).keys():
             return str(vars(of).get("secure", Hooks.secure))
@@ -73,8 +70,7 @@ class SecureMerging(Merging):
         return replace(task, tensors={**task.tensors, **prefixed(AT, self._strategy.known_positions(client))})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        size = sum(self._layout.sizes)
-        return {COVERED: Spec((size,), torch.bool)} if self._masks == "public" else {}
+        return {COVERED: Spec((sum(self._layout.sizes),), torch.bool)} if self._masks == "public" else {}
 
     def contribution(self, update: Update) -> Contribution:
         return Contribution({}, None, 0.0)

@@ -140,10 +140,7 @@ class Server:
         return self.current | gather(self.current, masks)
 
     def contribution_at(self, update: Update, masks: Tensors) -> Contribution:
-        """Return the contribution of an update that holds, of tensors with a mask, the values at its positions alone.
-
-        :class:`BadReply` where a mask covers another number of positions than there are values.
-        """
+        """Return the contribution of values at a mask's positions; :class:`BadReply` where their number differs."""
         for name, mask in masks.items():
             if (count := update.tensors[name].numel()) != (covered := int(mask.sum())):
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
+from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import available
 from fedsub_app.models import UnitGroup
 from fedsub_app.subnets.slices import Index, indices, position, select, sliced_shape
-from fedsub_app.tasks import task_of
 from strategies.base import Contribution, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
 from strategies.evaluation import evaluation_due
@@ -38,10 +38,7 @@ class Sliced(SubnetStrategy):
 
     @abstractmethod
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return the units of a client in the running round: group name -> bool ``[group.size]``; read-only.
-
-        A group that is lacking has all its units.
-        """
+        """Return a client's units of this round: group name -> bool ``[group.size]``, read-only; others are all on."""
 
     def slices_of(self, client: int) -> dict[str, Index]:
         """Return a client's rows and columns of each tensor that it does not have whole."""

@@ -18,12 +18,12 @@ from hypothesis import settings
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import applicable_keys
 from fedsub_app.data import features
 from fedsub_app.data.features import Backbone
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import applicable_keys
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: runs would inherit it
@@ -51,9 +51,13 @@ STARTERS = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start a run or a process: ``pytest -m "not run"`` leaves them out."""
+    known: dict[tuple[Any, ...], bool] = {}  # a test has many parameters
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if _names([item.obj, *(definitions[-1].func for definitions in fixtures)]) & STARTERS:  # type: ignore[attr-defined]
+        functions = (item.obj, *(definitions[-1].func for definitions in fixtures))  # type: ignore[attr-defined]
+        if functions not in known:
+            known[functions] = bool(_names([*functions]) & STARTERS)
+        if known[functions]:
             item.add_marker("run")
 
 
@@ -61,6 +65,8 @@ def _names(objects: list[Any]) -> set[str]:
     """Return the names in the code of the functions of tests/ among ``objects``, and of those that they name."""
     names, seen = set[str](), set[FunctionType]()
     for thing in objects:
+        if not callable(thing):  # a module such as fedsub looks its attributes up among all installed packages
+            continue
         function = inspect.unwrap(getattr(getattr(thing, "hypothesis", thing), "inner_test", thing))
         if isinstance(function, FunctionType) and function not in seen and _is_of_tests(function):
             seen.add(function)

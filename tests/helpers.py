@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedsub_app import config
 from fedsub_app.common.section import Value
+from fedsub_app.common.tasks import Classification
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Dataset, Samples
 from fedsub_app.deployment.flower import PROJECT
@@ -34,11 +34,11 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
-from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
-from fedsub_app.problem import Problem
+from fedsub_app.runs import config
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.subnets.norms import NormGuard
-from fedsub_app.tasks import Classification
+from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
 from strategies.merging import Merging, Valid
 
@@ -53,7 +53,7 @@ PRELOADED = [
     "fedsub_app.cli.main",
     "fedsub_app.client_app",
     "fedsub_app.federation.local_grid",
-    "fedsub_app.engines",
+    "fedsub_app.deployment.engines",
     "fedsub_app.runs.loop",
     "flwr_datasets.partitioner",
     "matplotlib.pyplot",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fedsub_app.common.seeds import derive, generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.sparsity import kept_counts, worth_their_time
 from strategies.asked import FedTiny

@@ -15,11 +15,11 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import applicable_keys, resolve
-from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.reports.pictures import figure, legend_beside
+from fedsub_app.runs.config import applicable_keys, resolve
 from fedsub_app.runs.masks import overlap
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import unpack_bits
 from strategies.base import SubnetStrategy

@@ -23,8 +23,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import Update
-from fedsub_app.methods import METHODS
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed, settings_of
 
 RunLocal = Callable[..., tuple[Json, Path]]

@@ -8,7 +8,7 @@ import pytest
 
 import bench
 from bench import networks
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.methods import METHODS
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(bench.__path__)])

@@ -9,12 +9,12 @@ import torch
 from helpers import rounds
 from safetensors.torch import load_file
 
-from fedsub_app import node
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.blocks import BLOCK, MANY, block_parts, blocks_of
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import Update
+from fedsub_app.runs import node
 
 Run = Callable[..., tuple[Json, Path]]
 START = {"w": torch.zeros(3), "b": torch.zeros(())}

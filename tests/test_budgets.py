@@ -10,8 +10,8 @@ from helpers import rounds
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.reports.records import Record
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.recorded import _allows_more
 from fedsub_app.runs.rounds import ended_by, read_rounds
 from fedsub_app.studies.evidence import at_budgets

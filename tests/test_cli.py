@@ -25,9 +25,9 @@ from fedsub_app.cli.arguments import checked, split
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.deployment import flower
 from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.runs.config import applicable_keys, resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.studies import reproduce
 from fedsub_app.studies.batch import Job, run_job

@@ -10,9 +10,9 @@ import pytest
 CLIENTS = """
 import gc, json, resource, sys
 import torch
-from fedsub_app.config import resolve
+from fedsub_app.runs.config import resolve
 from fedsub_app.federation.wire import pack, update_part, wire_bytes
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.models import base_bytes
 from fedsub_app.training.workplace import workplace
 

@@ -12,8 +12,8 @@ from fedsub_app.cli.listing import about_method
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
-from fedsub_app.config import resolve
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 
 FAST = {
     "--help": 0,

@@ -19,7 +19,9 @@ from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.config import (
+from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.runs.config import (
     applicable_keys,
     as_toml,
     canonical,
@@ -28,10 +30,8 @@ from fedsub_app.config import (
     flatten,
     resolve,
 )
-from fedsub_app.deployment.flower import PROJECT
-from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.methods import METHODS
 from fedsub_app.runs.loop import run_experiment
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy

@@ -27,7 +27,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import summary_table
-from fedsub_app.reports.records import Group, read_run
+from fedsub_app.reports.curves import Group
+from fedsub_app.reports.records import read_run
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.runs.rounds import read_rounds

@@ -19,17 +19,17 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.devices import Device, checked, devices_of, presets
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import available, draw, held_out
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.methods import METHODS
 from fedsub_app.reports.compare import served_table, summary_table
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.records import grouped, read_run
 from fedsub_app.runs import console
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.loop import prepare
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.plan import plan
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution

@@ -15,8 +15,8 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
-from fedsub_app.config import resolve
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import Run, new_folder, open_run
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.settings import digest

@@ -22,10 +22,10 @@ from helpers import METHOD_KEYS, PATIENCE, fedsub, free_port, result, rounds, ru
 
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.deployment import flower as deployment
 from fedsub_app.deployment.flower import PROJECT, environment
 from fedsub_app.federation.blocks import MANY
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 
 KEYS = {

@@ -26,7 +26,7 @@ from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.deployment.flower import flwr as command
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.library.keywords import title
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.methods import METHODS
 
 PLAIN, OURS = PROJECT / "examples/quickstart", PROJECT / "examples/quickstart-fedsub"
 CONFIG = {"num-server-rounds": 1, "learning-rate": 0.2, "local-epochs": 2}

@@ -15,14 +15,14 @@ import torch
 from helpers import result, rounds
 
 import fedsub_app.common.failures
-import fedsub_app.node
+import fedsub_app.runs.node
 from fedsub_app.cli import main as cli
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation import workers
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.workers import WorkerGrid
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed
 
 Run = Callable[..., Any]
@@ -162,7 +162,7 @@ def test_on_a_real_node_it_is_that_clients_loss(
     run_local: Run, spoil: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FEDSUB_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(fedsub_app.node, "simulated", lambda: False)
+    monkeypatch.setattr(fedsub_app.runs.node, "simulated", lambda: False)
     spoil("fedavg", no_gpu_memory)
     summary, folder = run_local(method="fedavg", num_clients=3)
     assert summary["status"] == "completed"
@@ -172,14 +172,14 @@ def test_on_a_real_node_it_is_that_clients_loss(
 
 def test_a_real_node_cannot_end_the_run(run_local: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDSUB_STATE", str(tmp_path / "state"))
-    content = fedsub_app.node._content
-    monkeypatch.setattr(fedsub_app.node, "simulated", lambda: False)
+    content = fedsub_app.runs.node._content
+    monkeypatch.setattr(fedsub_app.runs.node, "simulated", lambda: False)
 
     def failing(header: Json, parts: Any, stamp: Json, *rest: Any) -> Any:
         failure = stamp | {"error": "out of memory, says it", "fatal": True}
-        return fedsub_app.node.pack(failure, []) if header["round"] == 2 else content(header, parts, stamp, *rest)
+        return fedsub_app.runs.node.pack(failure, []) if header["round"] == 2 else content(header, parts, stamp, *rest)
 
-    monkeypatch.setattr(fedsub_app.node, "_content", failing)
+    monkeypatch.setattr(fedsub_app.runs.node, "_content", failing)
     _, folder = run_local(method="fedavg", num_clients=2)
     assert [line["status"] for line in rounds(folder)[1:]] == ["ok", "abandoned", "ok"]
     assert rounds(folder)[2]["dropped"][0]["reason"] == "node failed: out of memory, says it"

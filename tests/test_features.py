@@ -21,10 +21,10 @@ from torchvision import models
 from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.data import Dataset, DataSettings, features, load_dataset
 from fedsub_app.data.features import RANDOM, SIZES, Pictures, backbones, extracted
 from fedsub_app.models.sources import from_source
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 
 Run = Callable[..., tuple[Json, Path]]

@@ -15,15 +15,14 @@ from flwr.supercore.task_identity import TaskIdentity
 from helpers import rounds
 
 import fedsub_app.common.code
+import fedsub_app.common.run_files
 import fedsub_app.federation.roll
-import fedsub_app.node
-import fedsub_app.run_files
+import fedsub_app.runs.node
 from fedsub_app.client_app import app
 from fedsub_app.common.code import code_digest, settings_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid, named
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped, Phase
@@ -38,6 +37,7 @@ from fedsub_app.federation.wire import (
     unpack,
     wire_bytes,
 )
+from fedsub_app.runs.config import resolve
 
 RunLocal = Callable[..., tuple[Json, Path]]
 
@@ -614,7 +614,7 @@ def test_a_wrong_node_config(config: dict[str, Any], said: str) -> None:
 def test_a_node_of_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     fed = federation()
     grid = LocalGrid(app, {})
-    monkeypatch.setattr(fedsub_app.node, "code_digest", lambda: "f00d")
+    monkeypatch.setattr(fedsub_app.runs.node, "code_digest", lambda: "f00d")
     with pytest.raises(UserError, match=r"^node 2: this node runs other code \(digest f00d\) than the server \("):
         fed.meet(grid)
 
@@ -624,8 +624,8 @@ def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytes
     grid = LocalGrid(app, {}, 2)
     fed.meet(grid)
     phase = ask(fed, [0])
-    fedsub_app.run_files._texts.clear()
-    for module in (fedsub_app.node, fedsub_app.common.code):
+    fedsub_app.common.run_files._texts.clear()
+    for module in (fedsub_app.runs.node, fedsub_app.common.code):
         monkeypatch.setattr(module, "code_digest", lambda: "f00d")
     assert list(fed.answers(phase, fed.exchange(grid, phase), nothing)) == []
     assert phase.dropped[0].reason.startswith("node failed: this node runs other code (digest f00d)")
@@ -840,7 +840,7 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
         header, _ = unpack(message.content)
         headers.append(header)
         if len(headers) in (2, 4):
-            fedsub_app.run_files._texts.clear()
+            fedsub_app.common.run_files._texts.clear()
             for file in tmp_path.rglob(".settings-*"):
                 file.unlink()
         return app(message=message, context=context)

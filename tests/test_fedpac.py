@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, tensors_of
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.collaboration import combination, feature_statistics
 from strategies.fedpac import COUNTS, MEANS, FedPAC, H, V

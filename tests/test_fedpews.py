@@ -16,11 +16,11 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, build_model, tensors_of, unit_groups
 from fedsub_app.models.groups import split
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import gather

@@ -14,9 +14,9 @@ from test_personal import Slow
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model, tensors_of
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from strategies.fedpm import signed_constants
 

@@ -9,11 +9,9 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedsub_app import node
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Inputs, form_of
-from fedsub_app.config import resolve
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.models import (
     Network,
@@ -32,8 +30,10 @@ from fedsub_app.models import (
 )
 from fedsub_app.models.frozen import blocks_of
 from fedsub_app.models.sources import base_names
-from fedsub_app.problem import Problem
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.training.costs import forward_flops, training_flops
+from fedsub_app.training.problem import Problem
 
 KEYS = {"model": "fedpews-cnn", "method": "fedavg"}
 

@@ -20,7 +20,7 @@ from fedsub_app.common.device import VISIBLE, device_facts, pick_device, visible
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.federation.workers import WorkerGrid
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., Any]
@@ -137,7 +137,7 @@ def test_a_run_goes_on_on_another_device_only_when_told_so(run_local: Run) -> No
 
 def test_a_simulated_node_that_sees_no_gpu_is_refused(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended_gpu():
-        monkeypatch.setattr("fedsub_app.node.sees_gpu", lambda: False)
+        monkeypatch.setattr("fedsub_app.runs.node.sees_gpu", lambda: False)
         with pytest.raises(UserError, match="it sees no GPU, the server uses one: its connection needs a share"):
             run_local("run", method="fedavg")
 

@@ -17,10 +17,10 @@ from client_apps.heterofl import HeteroFLClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.methods import METHODS
 from fedsub_app.models import load_tensors
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.training.costs import training_flops

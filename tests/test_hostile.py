@@ -20,18 +20,18 @@ from helpers import METHOD_KEYS, rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedsub_app import node
 from fedsub_app.client_app import app
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Range, Update
 from fedsub_app.federation.wire import HEADER, STYPE, TENSORS, deflated, inflated, to_arrays, to_tensors
-from fedsub_app.methods import METHODS
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.evaluation import GlobalTest
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import Settings
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy

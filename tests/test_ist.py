@@ -18,11 +18,11 @@ from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Update, formula_bytes
 from fedsub_app.models import UnitGroup, build_model, mlp, narrowed, tensors_of, unit_groups
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import deal, expand
 from fedsub_app.training.costs import training_flops

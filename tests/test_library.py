@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fedsub
-from fedsub_app.config import resolve
+from fedsub_app.common.tasks import TASKS, Regression
 from fedsub_app.data import PartitionSettings, load_dataset, make_partition, own_dataset
 from fedsub_app.data.partition import whole_set
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.wire import to_tensors
 from fedsub_app.library.keywords import keywords, title
-from fedsub_app.methods import METHODS
 from fedsub_app.models import mlp
-from fedsub_app.problem import Problem
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import MethodSettings
-from fedsub_app.tasks import TASKS, Regression
+from fedsub_app.training.problem import Problem
 
 KEYS = {"num-clients": 4, "train-per-class": 40, "test-per-class": 10, "validation-fraction": 0.2}
 DATA = load_dataset(resolve(KEYS).data)

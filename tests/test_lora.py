@@ -12,10 +12,10 @@ from torch import Tensor
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.methods import METHODS
 from fedsub_app.models import adapters, tensors_of
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.lora import PRUNES

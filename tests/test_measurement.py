@@ -20,13 +20,13 @@ from client_apps.base import Client
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import MEASURE, Spec, Update
 from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
-from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import load_tensors
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings, Settings
 from fedsub_app.training.workplace import Workplace, workplace

@@ -19,8 +19,8 @@ from fedsub_app.analysis.clients import client_of
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Epochs
+from fedsub_app.common.tasks import Classification
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import register, resolve
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Answer, Federation
@@ -28,12 +28,12 @@ from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.federation.workers import WorkerGrid
-from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model
 from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import register, resolve
+from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
-from fedsub_app.tasks import Classification
 from fedsub_app.training.client import Training
 from fedsub_app.training.local import evaluate, evaluation_batch, evaluation_batches
 from fedsub_app.training.objectives import Moon, Objective

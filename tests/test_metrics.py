@@ -10,10 +10,10 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
-from fedsub_app.tasks import task_of
 from fedsub_app.training.local import added
 
 ALL = ("auc", "f1", "balanced-accuracy")

@@ -17,10 +17,10 @@ from torch import Tensor
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.methods import METHODS, Method
 from fedsub_app.models import build_model, narrowed, unit_groups
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
 from fedsub_app.subnets.masks import expand

@@ -38,7 +38,7 @@ def test_what_it_writes_passes_at_once(project: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"{project / 'strategies/fed_foo.py'}\n" in done.stdout
     assert "class FedFOOSettings(MethodSettings):" in (project / "strategies/fed_foo.py").read_text()
-    new = ["strategies/fed_foo.py", "client_apps/fed_foo.py", "tests/test_fed_foo.py", "fedsub_app/methods.py"]
+    new = ["strategies/fed_foo.py", "client_apps/fed_foo.py", "tests/test_fed_foo.py", "fedsub_app/runs/methods.py"]
     for arguments in (("check", *new), ("format", "--check", *new)):
         linted = in_copy(project, "ruff", *arguments)
         assert linted.returncode == 0, linted.stdout
@@ -55,7 +55,7 @@ def test_classes_keep_the_capitals_of_the_name(project: Path) -> None:
     for package, classes in (("strategies", ("FedBARSettings", "FedBAR")), ("client_apps", ("FedBARClient",))):
         text = (project / package / "fedbar.py").read_text()
         assert all(f"class {name}(" in text for name in classes)
-    register = (project / "fedsub_app/methods.py").read_text()
+    register = (project / "fedsub_app/runs/methods.py").read_text()
     assert (
         '"fedbar": Method("authors and year", "fedbar:FedBARSettings", "fedbar:FedBAR", "fedbar:FedBARClient"),'
         in register

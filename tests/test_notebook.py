@@ -20,11 +20,11 @@ from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Fraction
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import defaults, describe, resolve
 from fedsub_app.deployment.flower import PROJECT
-from fedsub_app.methods import BUILT_IN, METHODS, Method
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.records import grouped, read_run
+from fedsub_app.runs.config import defaults, describe, resolve
+from fedsub_app.runs.methods import BUILT_IN, METHODS, Method
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy

@@ -24,11 +24,11 @@ from torch import Tensor
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import STYPE, read_update
-from fedsub_app.methods import METHODS
 from fedsub_app.models.groups import split
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.bounds import FLOOR, Size, remembered, size, usual, within
 from fedsub_app.subnets.masks import expand, gather

@@ -10,16 +10,16 @@ import pytest
 from flwr.app import Message, MessageType
 from helpers import METHOD_KEYS, ends_as_if_never_stopped, rounds
 
-from fedsub_app import node
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import draw, sample
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, unpack
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.console import round_line
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import NormGuard

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
 import fedsub_app
-from fedsub_app import node
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Inputs, blank, drawn, form_of, joined
-from fedsub_app.config import resolve
+from fedsub_app.common.tasks import TASKS
 from fedsub_app.data import LazySamples, load_dataset, make_partition, own
 from fedsub_app.data.own import own_dataset
 from fedsub_app.data.text import next_tokens, padded, python_packages, tokenizer_of
 from fedsub_app.deployment.flower import local_paths
 from fedsub_app.models import adopted, layer_groups, unit_groups
-from fedsub_app.tasks import TASKS
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 
 CLASSES, TOKENS = TASKS["classification"], TASKS["next-token"]
 

@@ -111,7 +111,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
 MY_CODE = """
 import torch
 from fedsub import Task
-from fedsub_app.tasks import Regression
+from fedsub_app.common.tasks import Regression
 
 class Largest(Regression):
     score = "worst"

@@ -17,16 +17,16 @@ from helpers import ends_as_if_never_stopped, fedsub, forget, rounds
 
 import fedsub as library
 import fedsub_app
-from fedsub_app import node
 from fedsub_app.cli.listing import about_method
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.own_code import named_code
-from fedsub_app.config import check, resolve
 from fedsub_app.deployment.flower import PROJECT, bundle
-from fedsub_app.methods import BUILT_IN, METHODS, Method
-from fedsub_app.node import settings_from
+from fedsub_app.runs import node
+from fedsub_app.runs.config import check, resolve
 from fedsub_app.runs.directory import open_run
+from fedsub_app.runs.methods import BUILT_IN, METHODS, Method
+from fedsub_app.runs.node import settings_from
 from fedsub_app.runs.plan import plan
 
 Run = Callable[..., tuple[Any, Path]]

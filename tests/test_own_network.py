@@ -20,14 +20,11 @@ from torchvision.models.vgg import make_layers
 from torchvision.ops import StochasticDepth
 
 import fedsub_app
-from fedsub_app import node
 from fedsub_app.common import own_code
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Part, Shape, blank
 from fedsub_app.common.own_code import bundled
-from fedsub_app.config import resolve
 from fedsub_app.deployment.flower import PROJECT, bundle
-from fedsub_app.methods import METHODS
 from fedsub_app.models import (
     Network,
     adopted,
@@ -45,16 +42,19 @@ from fedsub_app.models import (
     with_head,
 )
 from fedsub_app.models.groups import Place, split
-from fedsub_app.node import settings_from
-from fedsub_app.problem import Problem
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import prepare
+from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.node import settings_from
 from fedsub_app.runs.plan import plan
 from fedsub_app.server_app import refuse_own_code
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import expand
 from fedsub_app.subnets.slices import put, take
 from fedsub_app.training.costs import forward_flops
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import unstackable
 
 NETWORK = """
@@ -620,7 +620,10 @@ def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     assert "vmap: called random operation" in unstackable(settings, Network(dropping))
 
 
-@pytest.mark.parametrize(("width", "parameters", "of_a_quarter"), [(64, 11_172_170, 701_018), (16, 701_018, 44_510)])
+@pytest.mark.parametrize(
+    ("width", "parameters", "of_a_quarter"),
+    [pytest.param(64, 11_172_170, 701_018, marks=pytest.mark.slow), (16, 701_018, 44_510)],
+)
 def test_the_preresnet_of_the_examples_has_heterofls_parameters(width: int, parameters: int, of_a_quarter: int) -> None:
     """At the levels a, c and e of HeteroFL's table; a quarter of the units, those of the stream too, is two levels."""
     network = "examples/own-network/preresnet.py:PreResNet18"

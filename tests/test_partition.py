@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.config import resolve
 from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
 from fedsub_app.data.partition import deal_classes
 from fedsub_app.data.samples import pooled
-from fedsub_app.problem import Problem
+from fedsub_app.runs.config import resolve
+from fedsub_app.training.problem import Problem
 
 DIGITS = DataSettings(dataset="digits", normalise="none")
 SAMPLES = 1438

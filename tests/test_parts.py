@@ -15,10 +15,10 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
-from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, head_names, part_names, tensors_of
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 from fedsub_app.training.workplace import workplace

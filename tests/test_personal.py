@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
-from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from strategies.fedbn import normalisation_names
 

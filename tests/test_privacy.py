@@ -17,12 +17,12 @@ from test_methods import made, play
 from torch import Tensor
 
 from client_apps.base import Client
-from fedsub_app import node
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.library.client import client_app
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.console import round_line, summary_table
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution

@@ -11,16 +11,16 @@ import pytest
 from flwr.app import Message
 from helpers import rounds
 
-from fedsub_app import node
 from fedsub_app.analysis.activations import analyse
 from fedsub_app.analysis.approximation import approximation
 from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.plan import plan
 
 RunLocal = Callable[..., tuple[Json, Path]]

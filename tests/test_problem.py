@@ -4,11 +4,11 @@ import torch
 from helpers import problem_of
 from torch.nn import functional as F
 
-from fedsub_app.config import resolve
+from fedsub_app.common.tasks import Classification
 from fedsub_app.models import tensors_of
-from fedsub_app.problem import Problem
-from fedsub_app.tasks import Classification
+from fedsub_app.runs.config import resolve
 from fedsub_app.training.costs import forward_flops
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.workplace import workplace
 
 KEYS = {"model": "feature-mlp", "method": "fedavg"}

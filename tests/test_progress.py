@@ -13,7 +13,7 @@ from PIL import Image
 from fedsub_app.common import progress
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import DataSettings, load_dataset
-from fedsub_app.engines import log_to_stdout
+from fedsub_app.deployment.engines import log_to_stdout
 from fedsub_app.studies import batch
 from fedsub_app.studies.batch import BatchProgress, Job
 

@@ -25,9 +25,9 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import summary_table, summary_text, verdicts
+from fedsub_app.reports.curves import Group, curve
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import (
     DASHES,
@@ -39,7 +39,8 @@ from fedsub_app.reports.pictures import (
     spread_out,
     svg_of_lines,
 )
-from fedsub_app.reports.records import Group, Record, curve, grouped, read_run
+from fedsub_app.reports.records import Record, grouped, read_run
+from fedsub_app.runs.config import applicable_keys, resolve
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from helpers import fedsub, forked
 
-from fedsub_app import config
 from fedsub_app.cli import main as cli
 from fedsub_app.common import conf_files
 from fedsub_app.common.files import write_json
@@ -21,6 +20,7 @@ from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
+from fedsub_app.runs import config
 from fedsub_app.settings import digest
 from fedsub_app.studies import batch, reproduce
 from fedsub_app.studies.evidence import t_interval

@@ -17,9 +17,9 @@ from torch import Tensor
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets import robust
 from fedsub_app.subnets.averaging import Contribution, masked_mean

@@ -10,9 +10,9 @@ import torch
 from client_apps.personal import LocalClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy
 from strategies.hooks import Merged

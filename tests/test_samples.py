@@ -15,9 +15,9 @@ import fedsub_app.common.machine
 import fedsub_app.data.dataset
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.config import resolve
 from fedsub_app.data import Samples, load_dataset
 from fedsub_app.data.samples import normalised
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.training.workplace import workplace
 

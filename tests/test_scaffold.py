@@ -16,10 +16,10 @@ from client_apps.scaffold import ScaffoldClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
-from fedsub_app.config import resolve
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, build_model, tensors_of
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Value
 from fedsub_app.subnets.averaging import Contribution

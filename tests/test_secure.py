@@ -23,14 +23,13 @@ from scipy.stats import hypergeom
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import applicable_keys, resolve
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid
 from fedsub_app.federation.nodes import draw
 from fedsub_app.federation.protocol import SECURE, Update
 from fedsub_app.federation.wire import unpack
 from fedsub_app.federation.workers import WorkerGrid
-from fedsub_app.methods import METHODS
-from fedsub_app.problem import Problem
+from fedsub_app.runs.config import applicable_keys, resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.secure import secagg
@@ -53,6 +52,7 @@ from fedsub_app.secure.server import Session
 from fedsub_app.secure.vectors import LARGEST, Layout, Scale, counted, counting
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Mean
+from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
 from strategies.hooks import Hooks, Merged
 from strategies.rounds import check_defences

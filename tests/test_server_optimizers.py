@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.methods import METHODS
 from fedsub_app.models import build_model, tensors_of
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy

@@ -10,8 +10,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from fedsub_app.cli.main import GROUPS
-from fedsub_app.config import describe
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import describe
+from fedsub_app.runs.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 

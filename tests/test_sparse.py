@@ -17,8 +17,8 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
 from strategies.bounding import parts

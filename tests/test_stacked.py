@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.config import resolve
 from fedsub_app.data import Samples
 from fedsub_app.federation.protocol import Update
-from fedsub_app.methods import METHODS
 from fedsub_app.models import Network
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.training import stacked
 from fedsub_app.training.workplace import Workplace, workplace
 

@@ -5,18 +5,18 @@ import sys
 
 from client_apps.base import Client
 from fedsub_app.deployment.flower import PROJECT
-from fedsub_app.methods import METHODS
 from fedsub_app.models import model_names
 from fedsub_app.models.networks import _CONV_NETS, _MLPS
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 
 NAMES = """
-from fedsub_app.config import as_toml, describe, resolve
+from fedsub_app.runs.config import as_toml, describe, resolve
 from fedsub_app.data import dataset_names
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.models import model_names
-from fedsub_app.engines import log_to_stdout
+from fedsub_app.deployment.engines import log_to_stdout
 from fedsub_app.reports import pictures
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.studies import tables
@@ -51,8 +51,8 @@ def test_flops_need_no_compiler() -> None:
     """torch._dynamo takes longer to import than a short run takes."""
 
     program = """
-from fedsub_app.config import resolve
-from fedsub_app.problem import Problem
+from fedsub_app.runs.config import resolve
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.costs import forward_flops
 problem = Problem.of(resolve({}))
 assert forward_flops(problem, problem.network())

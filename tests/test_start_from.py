@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensor_files import read_tensors
-from fedsub_app.config import resolve
 from fedsub_app.models import tensors_of
-from fedsub_app.problem import Problem
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.plan import plan
 from fedsub_app.subnets.norms import norm
+from fedsub_app.training.problem import Problem
 
 Run = Callable[..., tuple[Any, Path]]
 BATCH_NORM: dict[str, Any] = {"model": "lenet5-bn", "image-size": 16, "method": "fedavg", "partition": "iid"}

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.models import build_model
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from strategies.base import SubnetStrategy

@@ -16,12 +16,12 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from fedsub_app import config
 from fedsub_app.cli import main as cli
 from fedsub_app.common.files import write_json
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
+from fedsub_app.runs import config
 from fedsub_app.studies import batch, sweep
 from fedsub_app.studies.trials import Search, Space, Sweep, Trial, read_space
 

@@ -13,14 +13,15 @@ from torch.nn import functional as F
 import fedsub_app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
-from fedsub_app.config import resolve
+from fedsub_app.common.tasks import TASKS, MultiLabel, NextToken, Regression, Task, task_of
 from fedsub_app.data import load_dataset
 from fedsub_app.library.client import with_loss, with_metrics
 from fedsub_app.reports.compare import cost_text, summary_text
 from fedsub_app.reports.cost_to_accuracy import costs_to_accuracy
-from fedsub_app.reports.records import Group, read_run
+from fedsub_app.reports.curves import Group
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import ended_by, summarise
-from fedsub_app.tasks import TASKS, MultiLabel, NextToken, Regression, Task, task_of
 
 RMSE = TASKS["regression"].about
 

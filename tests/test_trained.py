@@ -20,11 +20,11 @@ from fedsub_app.analysis.prediction import model_of, write_adapter
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Inputs
+from fedsub_app.common.tasks import Classification
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Samples
-from fedsub_app.problem import Problem, _named
 from fedsub_app.runs.evaluation import GlobalTest
-from fedsub_app.tasks import Classification
+from fedsub_app.training.problem import Problem, _named
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 Run = Callable[..., tuple[Json, Path]]

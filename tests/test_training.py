@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
-from fedsub_app.config import resolve
 from fedsub_app.models import Network, build_model, tensors_of
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import plateau_lr
 from fedsub_app.training.local import crop_and_flip

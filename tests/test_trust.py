@@ -17,7 +17,6 @@ from fedsub_app.cli.main import main
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
-from fedsub_app.config import resolve
 from fedsub_app.data import DataSettings
 from fedsub_app.data.files import FORMATS, IMAGES, read_files, read_idx
 from fedsub_app.deployment import commands
@@ -25,9 +24,10 @@ from fedsub_app.deployment import federation as machine
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation import nodes as federation_nodes
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.node import settings_from
 from fedsub_app.reports.export import csv_text
 from fedsub_app.runs.audit import append, verify
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.node import settings_from
 
 # --- who reads what ---------------------------------------------------------------------------------------------------
 

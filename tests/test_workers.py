@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import METHOD_KEYS, PATIENCE, fedsub, result, rounds
 
-import fedsub_app.node
+import fedsub_app.runs.node
 from fedsub_app.federation import workers
 from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
@@ -92,7 +92,7 @@ def test_workers_test_the_global_model(model, run_local, grids, monkeypatch):
             raise RuntimeError("lost")
         return sums_of(task, network, x, y)
 
-    for module in ("fedsub_app.node", "fedsub_app.runs.evaluation"):
+    for module in ("fedsub_app.runs.node", "fedsub_app.runs.evaluation"):
         monkeypatch.setattr(f"{module}.sums_of", counted)
     for count, lost in ((2, False), (3, False), (2, True)):
         here.clear()
@@ -171,7 +171,7 @@ def test_an_exception_in_a_worker_is_one_line(run_local, grids, monkeypatch):
     def broken(*_: Any) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(fedsub_app.node, "update_part", broken)
+    monkeypatch.setattr(fedsub_app.runs.node, "update_part", broken)
     with pytest.raises(Exception, match="node failed: RuntimeError: no memory left"):
         run_local(grid=grids(2), num_clients=4)
 

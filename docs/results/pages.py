@@ -25,9 +25,10 @@ from rule import SIGMAS, VERDICTS, judged, relative  # noqa: E402
 
 from fedsub_app.common.conf_files import tables  # noqa: E402
 from fedsub_app.common.text import markdown  # noqa: E402
-from fedsub_app.config import resolve  # noqa: E402
+from fedsub_app.reports.curves import Curve, deviation  # noqa: E402
 from fedsub_app.reports.pictures import colour, draw_lines, figure, limits_of, svg  # noqa: E402
-from fedsub_app.reports.records import NOT_COMPARED, Curve, Record, deviation, read_run  # noqa: E402
+from fedsub_app.reports.records import NOT_COMPARED, Record, read_run  # noqa: E402
+from fedsub_app.runs.config import resolve  # noqa: E402
 from fedsub_app.studies.evidence import (  # noqa: E402
     Estimate,
     difference,

@@ -12,9 +12,9 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from fedsub_app.common.section import Value  # noqa: E402
-from fedsub_app.config import resolve  # noqa: E402
 from fedsub_app.data import load_dataset  # noqa: E402
-from fedsub_app.methods import METHODS  # noqa: E402
+from fedsub_app.runs.config import resolve  # noqa: E402
+from fedsub_app.runs.methods import METHODS  # noqa: E402
 from fedsub_app.studies.evidence import read_evidence, row_of, write_evidence  # noqa: E402
 from fedsub_app.studies.tables import read_table  # noqa: E402
 from fedsub_app.training.workplace import workplace  # noqa: E402

@@ -21,13 +21,13 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
 from fedsub_app.models import UnitGroup, load_tensors
 from fedsub_app.models.groups import split
-from fedsub_app.problem import Problem
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.masks import overlap, strategy_of
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
 
 log = logging.getLogger("fedsub")
@@ -55,15 +55,11 @@ def analyse(folder: Path) -> list[Path]:
         log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
     strategy = strategy_of(settings)
     staged = [line["round"] for line in lines if "stage" in line]
-    files = _activations(folder, strategy, paths, max(staged, default=0))
-    return [*files, *_overlap(folder, strategy, paths, lines)]
+    return [*_activations(folder, strategy, paths, max(staged, default=0)), *_overlap(folder, strategy, paths, lines)]
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
-    """Return every hidden unit's activation (ReLU of its layer's output), summed over a batch and over positions.
-
-    ``model`` is in the mode that it is to be run in. Each group has float ``[group.size]``.
-    """
+    """Return hidden units' activations (ReLU outputs) summed over batch and positions: float ``[group.size]`` each."""
     activations: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:

@@ -36,10 +36,10 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.wire import to_arrays, to_tensors
-from fedsub_app.methods import METHODS
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Objective
@@ -70,8 +70,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
         central = start.model
         for number, of_round in enumerate(clients, start.round + 1):
             central = train_centrally(place, central, number, of_round)
-        trained = {name: start.model[name] for name in place.network.parameters}
-        similarity = cosine(trained, federated, central)
+        similarity = cosine({name: start.model[name] for name in place.network.parameters}, federated, central)
         recent = [value for _, value, _ in rows[1 - WINDOW :]] + [similarity]
         rows.append((start.round, similarity, sum(recent) / len(recent)))
     files = [folder / "approximation.csv", folder / "approximation.png"]
@@ -91,10 +90,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
 
 
 def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the cosine of the angle between ``one - start`` and ``other - start``, over all tensors of ``start``.
-
-    NaN where one of them has not moved.
-    """
+    """Return the cosine between ``one - start`` and ``other - start`` over all tensors; NaN where one has not moved."""
     a, b = (
         torch.cat([(to[name].cpu().double() - tensor.cpu().double()).flatten() for name, tensor in start.items()])
         for to in (one, other)
@@ -151,9 +147,7 @@ def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch
     x, y, batches = [], [], []
     first = 0
     for step, taken in enumerate(zip_longest(*(worker.batches() for worker in workers))):
-        taking_part = [
-            (worker, index.to(place.device)) for worker, index in zip(workers, taken, strict=True) if index is not None
-        ]
+        taking_part = [(w, i.to(place.device)) for w, i in zip(workers, taken, strict=True) if i is not None]
         x += [worker.x[index] for worker, index in taking_part]
         y += [worker.y[index] for worker, index in taking_part]
         size = sum(len(index) for _, index in taking_part)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
-from fedsub_app.methods import METHODS
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.client_state import ClientState
 from fedsub_app.training.workplace import workplace

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Inputs, blank
+from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
 from fedsub_app.data.files import read_pixels
@@ -20,12 +21,11 @@ from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import unseen_rows
 from fedsub_app.models import adapters, base_digest, other_base, scale_of, tensors_of
-from fedsub_app.problem import Problem, own_code
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import read_recorded, settings_of
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import MultiLabel, NextToken
 from fedsub_app.training.local import evaluation_batches
+from fedsub_app.training.problem import Problem, own_code
 
 
 def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, Problem, Settings]:
@@ -58,11 +58,8 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
         outputs, labels = _outputs(network, x), [[file] for file in files]
     first = ["file", "row"][: len(labels[0])]
     if task.classes:
-        best = outputs.softmax(1).max(1)
-        values = [
-            [names[number] if names else number, f"{score:.4f}"]
-            for score, number in zip(*map(Tensor.tolist, best), strict=True)
-        ]
+        best = zip(*map(Tensor.tolist, outputs.softmax(1).max(1)), strict=True)
+        values = [[names[number] if names else number, f"{score:.4f}"] for score, number in best]
         return [*first, "label", "score"], [a + b for a, b in zip(labels, values, strict=True)]
     flat = (outputs.sigmoid() if isinstance(task, MultiLabel) else outputs).flatten(1)
     names = names if len(names) == flat.shape[1] else [f"output-{number}" for number in range(flat.shape[1])]

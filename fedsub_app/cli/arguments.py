@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    from fedsub_app.methods import METHODS, installed
+    from fedsub_app.runs.methods import METHODS, installed
 
     return [name for name in dict.fromkeys([*METHODS, *installed().names]) if name.startswith(incomplete)]
 
 
 def complete_keys(incomplete: str) -> list[str]:
-    from fedsub_app.config import defaults  # on demand: pydantic is half of the start
+    from fedsub_app.runs.config import defaults  # on demand: pydantic is half of the start
 
     if incomplete.startswith("method="):
         return [f"method={name}" for name in complete_methods(incomplete.removeprefix("method="))]
@@ -71,7 +71,7 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
 
 def checked(pairs: Iterable[str]) -> "dict[str, Value]":
     """Return settings of ``key=value`` words; :class:`UserError` where one is no pair, or a key is unknown."""
-    from fedsub_app.config import check
+    from fedsub_app.runs.config import check
 
     values = parse_pairs(pairs)
     check(values)

@@ -17,14 +17,7 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
 
-
-class Kind(StrEnum):
-    METHODS = "methods"
-    DATASETS = "datasets"
-    MODELS = "models"
-    EXPERIMENTS = "experiments"
-    TABLES = "tables"
-    SETTINGS = "settings"
+Kind = StrEnum("Kind", "METHODS DATASETS MODELS EXPERIMENTS TABLES SETTINGS")
 
 
 def list_names(what: Annotated[Kind | None, Argument(help="default: all but the settings")] = None) -> None:
@@ -41,8 +34,8 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
     """Return the names of a kind, each with its cells; these packages are loaded without torch, but on demand."""
     match kind:
         case Kind.METHODS:
-            from fedsub_app.config import register_installed
-            from fedsub_app.methods import METHODS
+            from fedsub_app.runs.config import register_installed
+            from fedsub_app.runs.methods import METHODS
 
             register_installed()
             return {name: [method.description] for name, method in METHODS.items()}
@@ -51,7 +44,7 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
 
             return {name: [about] for name, about in model_names().items()}
         case Kind.SETTINGS:
-            from fedsub_app.config import describe
+            from fedsub_app.runs.config import describe
 
             return {key: [*cells] for key, cells in describe().items()}
         case Kind.DATASETS:
@@ -88,17 +81,15 @@ def explain(
     topic: Annotated[str | None, Argument(help="a method or a command", autocompletion=complete_methods)] = None,
 ) -> None:
     """Explain a method (idea, paper, settings, example) or a command."""
-    from fedsub_app.config import check
-    from fedsub_app.methods import METHODS
+    from fedsub_app.runs.config import check
+    from fedsub_app.runs.methods import METHODS
 
     parent = context.find_root()
     group = parent.command
     assert isinstance(group, click.Group)
     command = group.get_command(parent, topic) if topic else group
     if command:
-        with command.make_context(
-            f"fedsub {topic}" if topic else "fedsub", ["--help"], parent=parent if topic else None
-        ):
+        with command.make_context(f"fedsub {topic or ''}".rstrip(), ["--help"], parent=parent if topic else None):
             return
     check({"method": str(topic)})
     if topic not in METHODS:
@@ -110,8 +101,8 @@ def explain(
 def about_method(name: str) -> str:
     """Return a method's idea, paper, settings and an example, as Markdown."""
     from fedsub_app.common.own_code import section_of
-    from fedsub_app.config import describe
-    from fedsub_app.methods import METHODS
+    from fedsub_app.runs.config import describe
+    from fedsub_app.runs.methods import METHODS
 
     method = METHODS[name]
     rows = [[key, *cells] for key, cells in describe().items() if key.startswith(f"{section_of(name)}.")]

@@ -26,12 +26,9 @@ def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in low
 
 
 def new_method(spelled: str, project: Path) -> list[Path]:
-    """Write the files of a method into the checkout ``project``, register it, and return the changed files.
-
-    ``spelled``: the method's name, with capitals where its classes have them: ``FedFoo`` or ``Fed-Foo``.
-    """
+    """Write a method's files into a checkout and register it; returns them. ``spelled``: with capitals, ``Fed-Foo``."""
     from fedsub_app.deployment.flower import PROJECT
-    from fedsub_app.methods import check_name
+    from fedsub_app.runs.methods import check_name
 
     name = spelled.lower()
     check_name(name)
@@ -53,7 +50,8 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     places = ", ".join(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))
     line = f'    "{name}": Method("authors and year", {places}),\n'
     # The register's last line, and the first one of the tests' keys of each method.
-    texts["fedsub_app/methods.py"] = _with(project / "fedsub_app/methods.py", r"(?ms)(.*^)(}\n)", rf"\1{line}\2")
+    register = "fedsub_app/runs/methods.py"
+    texts[register] = _with(project / register, r"(?ms)(.*^)(}\n)", rf"\1{line}\2")
     keys = rf'\1    "{name}": {{}},\n'
     texts["tests/helpers.py"] = _with(project / "tests/helpers.py", r"(?m)(^METHOD_KEYS: .*= {\n)", keys)
     for path, text in texts.items():
@@ -72,14 +70,13 @@ def _with(path: Path, pattern: str, new: str) -> str:
 
 def write_defaults(project: Path) -> None:
     """Write the copy of the defaults that pyproject.toml has to hold; a fresh process knows the new ones."""
-    from fedsub_app.config import TABLE
+    from fedsub_app.runs.config import TABLE
 
     path = project / "pyproject.toml"
-    command = [sys.executable, "-c", "from fedsub_app.config import as_toml; print(as_toml(), end='')"]
+    command = [sys.executable, "-c", "from fedsub_app.runs.config import as_toml; print(as_toml(), end='')"]
     toml = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
     text = path.read_text()
     start = text.index(toml.partition("\n")[0])
-    rest = text[start:]
-    other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", rest)
+    other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", text[start:])
     end = start + other.start() if other else len(text)
     write_atomic(path, f"{text[:start]}{toml}\n{text[end:]}".encode())

@@ -81,7 +81,7 @@ def _set_keys(overrides: "dict[str, Value]", values: dict[str, str | bool], argu
 
 def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
     gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
-    from fedsub_app.engines import log_to_stdout, run_local
+    from fedsub_app.deployment.engines import log_to_stdout, run_local
     from fedsub_app.runs.recorded import RunFailed
 
     gc.freeze()

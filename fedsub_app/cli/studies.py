@@ -36,10 +36,7 @@ def reproduce(
     return run_table(name, seeds, overrides, workers, out, only or (), check, dry_run, slurm or ())
 
 
-class SearchMethod(StrEnum):
-    GRID = "grid"
-    RANDOM = "random"
-    OPTUNA = "optuna"
+SearchMethod = StrEnum("SearchMethod", "GRID RANDOM OPTUNA")
 
 
 def sweep(
@@ -74,14 +71,4 @@ def sweep(
     experiment, space = split(words, pairs)
     from fedsub_app.studies.sweep import sweep as run_sweep
 
-    return run_sweep(
-        experiment,
-        space,
-        trials=trials,
-        method=search,
-        metric=metric,
-        seeds=seeds,
-        workers=workers,
-        slurm=slurm or (),
-        out=out,
-    )
+    return run_sweep(experiment, space, trials, search, metric, seeds, workers, slurm or (), out)

@@ -1,1 +1,1 @@
-"""Tools of all packages: errors, seeds, tensors by name, files, the base of settings."""
+"""Tools of all packages: errors, seeds, tensors by name, files, tasks, the base of settings."""

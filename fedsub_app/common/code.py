@@ -11,9 +11,7 @@ from pathlib import Path
 def code_digest() -> str:
     """Hash of the source of our packages as it lay on disk at the first call."""
     root = Path(__file__).resolve().parents[2]
-    files = sorted(
-        path for name in ("fedsub", "fedsub_app", "strategies", "client_apps") for path in (root / name).rglob("*.py")
-    )
+    files = sorted(p for n in ("fedsub", "fedsub_app", "strategies", "client_apps") for p in (root / n).rglob("*.py"))
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

@@ -8,10 +8,7 @@ from fedsub_app.common.errors import UserError
 
 
 def conf_folder() -> Path:
-    """Return the folder of the experiments (``<paper>/<experiment>.toml``) and tables (``<paper>/tables/<name>.toml``).
-
-    It lies beside the packages in a checkout or bundle, inside fedsub_app in a wheel.
-    """
+    """Return the folder of experiments and tables: beside the packages, or in a wheel inside fedsub_app."""
     here = Path(__file__).resolve().parents[1]
     return here / "conf" if (here / "conf").exists() else here.parent / "conf"
 
@@ -23,8 +20,7 @@ def experiments() -> dict[str, Path]:
 
 def tables() -> dict[str, Path]:
     """Return the tables' files by name, ``<paper>-<name>``."""
-    paths = sorted(conf_folder().glob("*/tables/*.toml"))
-    return {f"{path.parent.parent.name}-{path.stem}": path for path in paths}
+    return {f"{path.parent.parent.name}-{path.stem}": path for path in sorted(conf_folder().glob("*/tables/*.toml"))}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

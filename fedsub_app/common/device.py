@@ -36,12 +36,8 @@ def device_facts(device: torch.device) -> Json:
     """Return what a run's ``settings.json`` says of the device that it was computed on."""
     if device.type == "cpu":
         return {"type": "cpu"}
-    return {
-        "type": device.type,
-        "name": torch.cuda.get_device_name(device),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return {"type": device.type, "name": torch.cuda.get_device_name(device), **versions}
 
 
 def visible_gpus() -> list[str]:

@@ -4,8 +4,7 @@
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed.
 
-    Any function may raise it. Names of files, classes and keys in it may be of unknown origin: letters that a terminal
-    would obey are escaped.
+    Any function may raise it. Letters of names of unknown origin that a terminal would obey are escaped.
     """
 
     def __init__(self, message: object = "") -> None:

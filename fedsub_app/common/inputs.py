@@ -87,10 +87,7 @@ Shape = tuple[int, ...] | Form  # of one input; a tuple: one tensor of float32
 
 
 def form_of(*stored: Batch, tokens: int = 0) -> Shape:
-    """Return the form of one of some samples [n, ...] of the same form.
-
-    ``tokens``: the number that tokens stay below, else one above the last.
-    """
+    """Return the form of one of some samples [n, ...]; ``tokens``: tokens stay below it, else one above the last."""
     first = stored[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype == torch.uint8):
         return tuple(first.shape[1:])
@@ -105,14 +102,12 @@ def form_of(*stored: Batch, tokens: int = 0) -> Shape:
     return Form(tuple(parts), first.names if isinstance(first, Inputs) else (), isinstance(first, Tensor))
 
 
-def blank(
-    count: int, shape: Shape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> Batch:
+def blank(n: int, shape: Shape, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batch:
     """Return inputs of zeros, masks of ones; ``dtype``: of floating-point tensors."""
 
     def made(part: Part) -> Tensor:
         kind = dtype if dtype and part.dtype.is_floating_point else part.dtype
-        return torch.full((count, *part.shape), int(_is_mask(part)), dtype=kind, device=device)
+        return torch.full((n, *part.shape), int(_is_mask(part)), dtype=kind, device=device)
 
     return _batch(shape, made)
 

@@ -17,16 +17,13 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 def cores() -> int:
     """Return the number of cores that this process may run on: in a batch job or container fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:
     """Have malloc keep up to 256 MB that were freed, where it is glibc's.
 
-    By default it hands blocks of more than 32 MB back to the system, and every page of the next message costs a page
-    fault: six times the time of copying it.
+    By default blocks of 32 MB go back to the system; each page of the next message costs a fault, six times its copy.
     """
     with suppress(AttributeError, OSError):
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):

@@ -87,10 +87,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Return ``"width=32, norm='group'"`` as names and values: Python's numbers, texts, True, False, None and lists.
-
-    ValueError says what is allowed.
-    """
+    """Return ``"width=32, norm='group'"`` as names and Python's literals; ValueError says what is allowed."""
     try:
         call = ast.parse(f"options({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):

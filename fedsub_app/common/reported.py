@@ -8,8 +8,7 @@ from dataclasses import dataclass
 class Reported:
     """A number of a round, or a list of numbers: heading and vertical axis of its picture.
 
-    ``scale``: factor from the number to the axis' unit; 100 shows a fraction in percent. ``curves``: names of a list's
-    curves; the last curve is the sum of all remaining elements.
+    ``scale``: factor to the axis' unit (100: percent); ``curves``: names of a list's, the last of them sums the rest.
     """
 
     title: str

@@ -8,10 +8,7 @@ import torch
 
 
 def derive(*purpose: int | str) -> int:
-    """Return a 63-bit seed that depends on every part of ``purpose``, e.g. ``(seed, round, client, "batches")``.
-
-    The same on every machine and Python version (SHA-256 of the parts' text).
-    """
+    """Return a 63-bit seed of every part of ``purpose``, as ``(seed, round, "batches")``, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in purpose)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -27,10 +27,7 @@ def round_file(folder: Path, number: int) -> Path:
 
 
 def round_files(folder: Path) -> dict[int, Path]:
-    """Return the files that :func:`round_file` names in a folder, by round, the oldest first; other files are left out.
-
-    Empty where there is no such folder.
-    """
+    """Return the files that :func:`round_file` names in a folder, by round, the oldest first; none without a folder."""
     try:
         with os.scandir(folder) as entries:  # a fifth of the time of Path.glob: every client of a round asks
             names = [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file()]
@@ -47,10 +44,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mappi
 
 
 def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors, in the order of the file, and the texts that :func:`write_tensors` wrote.
-
-    ValueError, one line: the file cannot be read, is truncated or damaged, or has no checksum.
-    """
+    """Return the tensors and texts that :func:`write_tensors` wrote; ValueError, one line: damaged, or no checksum."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -15,6 +15,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.seeds import generator
+from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.files import Pictures, Split, read_files, read_npz
 from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
@@ -22,7 +23,6 @@ from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, fo
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import DataSettings, is_source
 from fedsub_app.data.tables import load_source
-from fedsub_app.tasks import task_of
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 
@@ -130,9 +130,7 @@ def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
     classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
     domains = chosen_domains(settings, known)
-    return {
-        name: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for name, path in domains.items()
-    }
+    return {n: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for n, path in domains.items()}
 
 
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
@@ -193,8 +191,7 @@ def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:
         shape = (channels, settings.image_size or height, settings.image_size or width)
     same = all(part.dtype == torch.uint8 and part.shape[1:] == shape for part in parts)
     values, size = math.prod(shape), 1 if same else torch.float32.itemsize
-    needed = size * values * sum(map(len, parts))
-    check_memory(f"dataset = {settings.dataset!r}, samples of {values} values", needed)
+    check_memory(f"dataset = {settings.dataset!r}, samples of {values} values", size * values * sum(map(len, parts)))
     if len(shape) != 3 or same:
         return parts
     formed = []

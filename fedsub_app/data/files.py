@@ -113,8 +113,7 @@ def checked(file: Path, split: str, images: Array, labels: Array, classes: int =
         raise UserError(f"{prefix} has {len(labels)} labels for {len(images)} images")
     if not 0 <= labels.min() <= labels.max() < classes:
         raise UserError(f"{prefix} labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}")
-    channels_last = torch.from_numpy(images if images.ndim == 4 else images[..., None])
-    x = channels_last.permute(0, 3, 1, 2).contiguous()
+    x = torch.from_numpy(images if images.ndim == 4 else images[..., None]).permute(0, 3, 1, 2).contiguous()
     # With the strides of a new tensor: an axis of one channel may have any, and torch chooses convolutions by them.
     return x.flatten().view(x.shape), torch.from_numpy(labels.astype(np.int64))
 
@@ -299,11 +298,7 @@ def _in_splits(
 
 
 def _stack(
-    path: Path,
-    encoded: Iterator[tuple[tuple[str, ...], bytes]],
-    total: int,
-    image_size: int | None,
-    classes: Sequence[str],
+    path: Path, encoded: Iterator[tuple[tuple[str, ...], bytes]], total: int, side: int | None, classes: Sequence[str]
 ) -> dict[str, Array]:
     images: dict[tuple[str, ...], NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
@@ -311,7 +306,7 @@ def _stack(
     progress = Progress(f"reading {path.name}", total)
     for parts, content in encoded:
         where = f"{path}: image {'/'.join(parts)}"
-        images[parts] = _decode(content, where, image_size)
+        images[parts] = _decode(content, where, side)
         pixels += images[parts].nbytes
         progress.update(len(images))
         check_memory(str(path), pixels)

@@ -36,6 +36,7 @@ class NotHere(UserError):
     """The files of a known data set are missing and cannot be downloaded."""
 
 
+Labelled = Iterable[tuple[Path, int]]
 Loader = Callable[[str, DataSettings], Source | dict[str, Source]]
 
 
@@ -68,8 +69,7 @@ def _diabetes(name: str, settings: DataSettings) -> Source:
 
 def _python_sources(name: str, settings: DataSettings) -> dict[str, Source]:
     packages = chosen_domains(settings, text.python_packages())
-    size = len(text.ALPHABET) + 2
-    return {name: Source(*text.source_samples(folder), size) for name, folder in packages.items()}
+    return {name: Source(*text.source_samples(folder), len(text.ALPHABET) + 2) for name, folder in packages.items()}
 
 
 def chosen_domains(settings: DataSettings, known: Mapping[str, Path]) -> dict[str, Path]:
@@ -137,8 +137,7 @@ def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array],
 
 def _cub200(name: str, settings: DataSettings) -> Source:
     """Read CUB-200-2011 in its published form: lists of numbered images, of their classes and of the training part."""
-    origin = "/ (unpacked from https://data.caltech.edu/records/65de6-vp158)"
-    folder = _located(name, settings, "CUB_200_2011", origin)
+    folder = _located(name, settings, "CUB_200_2011", "/ (unpacked from https://data.caltech.edu/records/65de6-vp158)")
     names = _numbered(folder / "images.txt")
     labels, in_train = _numbered(folder / "image_class_labels.txt"), _numbered(folder / "train_test_split.txt")
     classes = {number: label for label, number in enumerate(_numbered(folder / "classes.txt"))}
@@ -178,22 +177,17 @@ def _published(
     try:
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
-        samples = {
-            split: [
-                (file, classes.index(listed.classes[label])) for file, label in (listed[n] for n in range(len(listed)))
-            ]
-            for split, listed in splits.items()
-        }
+        samples: dict[str, list[tuple[Path, int]]] = {}
+        for split, listed in splits.items():
+            items = (listed[n] for n in range(len(listed)))
+            samples[split] = [(file, classes.index(listed.classes[label])) for file, label in items]
     except Exception as error:  # torchvision and SciPy raise many types on damaged lists
         raise UserError(f"{root}: {one_line(error)}") from error
     return _files(settings, root, samples["train"], [s for split in test for s in samples[split]], len(classes))
 
 
 def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
-    """Read corruptions of CIFAR-10's test images: ``<corruption>.npy``, a fifth of its rows a severity from 1 to 5.
-
-    Hendrycks, Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR 2019.
-    """
+    """Read CIFAR-10-C (Hendrycks, Dietterich, ICLR 2019): ``<corruption>.npy``, a fifth of its rows a severity."""
     origin = "/<corruption>.npy, labels.npy (unpacked from https://zenodo.org/records/2535967)"
     folder = _located(name, settings, "CIFAR-10-C", origin)
     known = sorted(path.stem for path in folder.glob("*.npy") if path.stem != "labels")
@@ -213,18 +207,11 @@ def _cifar10_c(name: str, settings: DataSettings) -> dict[str, Source]:
     return sources
 
 
-def _files(
-    settings: DataSettings,
-    folder: Path,
-    train: Iterable[tuple[Path, int]],
-    test: Iterable[tuple[Path, int]],
-    num_classes: int,
-) -> Source:
+def _files(settings: DataSettings, folder: Path, train: Labelled, test: Labelled, num_classes: int) -> Source:
     """Return images that are files with labels from 0; ``folder``: where they are, for the messages."""
     splits = (("train", train), ("test", test))
     listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]
-    classes = [f"{label:04}" for label in range(num_classes)]
-    return Source(*read_files(settings, folder, classes, listed), num_classes)
+    return Source(*read_files(settings, folder, [f"{label:04}" for label in range(num_classes)], listed), num_classes)
 
 
 def _torchvision(kind_name: str) -> Any:
@@ -258,6 +245,7 @@ def _located(
     return data / base
 
 
+CARS = ("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat")
 LOADERS: dict[str, Loader] = {  # of the names of names.py; several sources are domains
     **dict.fromkeys(synthetic.NAMES, lambda name, settings: Source(*synthetic.generate(name, settings.seed), 4)),
     "digits": _digits,
@@ -278,11 +266,6 @@ LOADERS: dict[str, Loader] = {  # of the names of names.py; several sources are 
     "fgvc-aircraft": partial(_published, kind_name="FGVCAircraft", base="fgvc-aircraft-2013b", holds=("data",)),
     "dtd": partial(_published, kind_name="DTD", base="dtd", holds=("dtd",)),
     "stanford-cars": partial(
-        _published,
-        kind_name="StanfordCars",
-        base="stanford_cars",
-        holds=("devkit", "cars_train", "cars_test", "cars_test_annos_withlabels.mat"),
-        test=("test",),
-        downloads=False,
+        _published, kind_name="StanfordCars", base="stanford_cars", holds=CARS, test=("test",), downloads=False
     ),
 }

@@ -10,8 +10,8 @@ from torch.utils.data import default_collate
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of, joined, shape_shown
 from fedsub_app.common.own_code import OWN
+from fedsub_app.common.tasks import Task
 from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples
-from fedsub_app.tasks import Task
 
 Collate = Callable[[list[Any]], Any]  # items -> (x, y), or a mapping with "label" or "labels"
 ALLOWED = "must be (x, y), (x, y, groups), or a map-style data set of (x, y)"
@@ -141,8 +141,7 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
 
     def batch(positions: list[int]) -> tuple[Batch, Tensor]:
         try:
-            items = [data[position] for position in positions]
-            x, y = _pair((collate or default_collate)(items), name)
+            x, y = _pair((collate or default_collate)([data[position] for position in positions]), name)
             return _inputs(x, name), y
         except UserError:
             raise

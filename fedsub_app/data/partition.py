@@ -122,11 +122,9 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
         raise UserError(f"classes-per-client = {classes}: expected 1 to {dataset.label_count}, the number of classes")
 
 
-def _split(
-    indices: Tensor, fraction: float, at_least: int, seed: int, client: int, purpose: str
-) -> tuple[Tensor, Tensor]:
+def _split(indices: Tensor, fraction: float, least: int, seed: int, client: int, purpose: str) -> tuple[Tensor, Tensor]:
     """Return ``(rest, part)``, both sorted; the part is random and ``fraction`` of the indices, rounded down."""
-    size = min(max(int(len(indices) * fraction), at_least), len(indices))
+    size = min(max(int(len(indices) * fraction), least), len(indices))
     order = torch.randperm(len(indices), generator=generator(seed, client, purpose))
     return indices[order[size:]].sort().values, indices[order[:size]].sort().values
 
@@ -134,10 +132,8 @@ def _split(
 def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
     shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
     tests = []
-    kinds, test_kinds = (
-        source * dataset.label_count + y
-        for source, y in ((dataset.train_source, dataset.train_labels), (dataset.test_source, dataset.test_labels))
-    )
+    kinds = dataset.train_source * dataset.label_count + dataset.train_labels
+    test_kinds = dataset.test_source * dataset.label_count + dataset.test_labels
     for client, indices in enumerate(train):
         own = kinds[indices].unique()
         key = tuple(own.tolist())
@@ -166,8 +162,7 @@ def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
         if settings.partition == "iid":
             found = draws.integers(len(dataset.train_y), size=size)
         else:
-            shares = draws.dirichlet([settings.dirichlet_alpha] * dataset.label_count)
-            counts = np.round(shares * size).astype(int)
+            counts = np.round(draws.dirichlet([settings.dirichlet_alpha] * dataset.label_count) * size).astype(int)
             counts[-1] = max(size - counts[:-1].sum(), 0)
             found = np.concatenate([draws.choice(own, n) for own, n in zip(of_class, counts, strict=True) if n])
         clients.append(torch.from_numpy(found).sort().values)
@@ -212,8 +207,7 @@ def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> lis
         needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
         key = f"classes-per-client = {settings.classes_per_client}"
         raise UserError(f"{key}: partition = 'source-classes' needs {needs}")
-    lists = deal_classes(dataset.label_count, settings)
-    pairs = zip(of_source, lists, strict=True)
+    pairs = zip(of_source, deal_classes(dataset.label_count, settings), strict=True)
     return [own[torch.isin(dataset.train_labels[own], torch.tensor(labels))] for own, labels in pairs]
 
 

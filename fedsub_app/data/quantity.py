@@ -18,10 +18,7 @@ def least_samples(settings: PartitionSettings) -> int:
 
 
 def by_quantity(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Return each client's training samples, int64, of sizes that one Dirichlet draw gives.
-
-    Li, Diao, Chen, He: Federated Learning on Non-IID Data Silos, ICDE 2022, https://arxiv.org/abs/2102.02079.
-    """
+    """Return each client's samples, int64, sizes by one Dirichlet draw (Li et al., ICDE 2022, arXiv 2102.02079)."""
     samples, clients, least = len(dataset.train_y), settings.num_clients, least_samples(settings)
     order = torch.randperm(samples, generator=generator(settings.seed, "partition"))
     draws = np.random.default_rng(derive(settings.seed, "sizes"))

@@ -40,8 +40,7 @@ def sample(layout: Layout, num_points: int, random: torch.Generator) -> tuple[Te
     cell = torch.arange(16).repeat(num_points // 16)[torch.randperm(num_points, generator=random)]
     noise = torch.randn(num_points, 2, dtype=torch.float64, generator=random) * (layout.spacing / 10)
     x, y = (centres[cell] + noise).unbind(dim=1)
-    features = torch.stack((x, y, x * x, y * y, x * y), dim=1).float()
-    return features, torch.tensor(layout.classes).flatten()[cell]
+    return torch.stack((x, y, x * x, y * y, x * y), dim=1).float(), torch.tensor(layout.classes).flatten()[cell]
 
 
 def generate(name: str, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -16,13 +16,13 @@ from torch import Tensor
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of
 from fedsub_app.common.own_code import named_code
+from fedsub_app.common.tasks import NextToken, Task
 from fedsub_app.data.files import HOLD_OUT, hold_out
 from fedsub_app.data.names import data_folder, in_data_folder
 from fedsub_app.data.own import Split, dataset_of, own_dataset
 from fedsub_app.data.samples import AnySamples, Dataset, Samples, normalised
 from fedsub_app.data.settings import READERS, SOURCES, DataSettings
 from fedsub_app.data.text import next_tokens, padded, tokenizer_of
-from fedsub_app.tasks import NextToken, Task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,16 +41,12 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
 
 
 def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[Any]]:
-    """Return the rows of another file as inputs, as the training rows are made ones, and the names of the classes.
-
-    The file needs no labels; where it has some, they are ignored.
-    """
+    """Return another file's rows as inputs, made as the training rows, and the classes; its labels are ignored."""
     train, test, notes = _rows(wanted, task)
     kind = file.suffix.removeprefix(".")
     if kind not in READERS:
         raise UserError(f"{file}: must end in .{', .'.join(READERS)}, as the run's data are rows of a table")
-    filled = {name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name}
-    unseen = _read(kind, file).assign(**filled)
+    unseen = _read(kind, file).assign(**{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name})
     data = _dataset(wanted.model_copy(update={"dataset": str(file)}), task, train, unseen, notes)
     return data.test_x, _classes(wanted, (train, test)) if task.classes else list(wanted.label)
 
@@ -219,9 +215,7 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
     columns = [[_column(rows, wanted, name) for name in wanted.label] for rows in both]
     if not task.classes:
         try:
-            return [
-                torch.from_numpy(np.stack([c.to_numpy(dtype=np.float64) for c in part], 1)).float() for part in columns
-            ]
+            return [torch.from_numpy(np.stack([c.to_numpy(np.float64) for c in part], 1)).float() for part in columns]
         except ValueError as error:
             raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
     if len(wanted.label) != 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.own_code import packaged
-from fedsub_app.tasks import IGNORED
+from fedsub_app.common.tasks import IGNORED
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 PAD, UNKNOWN = 0, 1  # the first two tokens of a tokenizer that is made of the training texts
@@ -67,10 +67,7 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, 
 
 
 def padded(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
-    """Return the first tokens of each text, int64 [n, length], and their mask, int64 [n, length] of 1 and 0.
-
-    The first position of an empty text counts, so that attention has one.
-    """
+    """Return each text's first tokens and their mask, 1 or 0, int64 [n, length]; an empty text's first one counts."""
     ids, mask = (torch.zeros(len(tokens), length, dtype=torch.int64) for _ in range(2))
     for row, text in enumerate(tokens):
         some = torch.tensor(text[:length], dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""A SuperLink and SuperNodes: their keys, their commands, and all of them on one machine."""
+"""The engines: the local one, and a SuperLink and SuperNodes with their keys and commands."""

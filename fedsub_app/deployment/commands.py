@@ -13,10 +13,7 @@ NO_INSTALLATION = "--disable-runtime-dependency-installation"  # else: `uv sync`
 
 
 def superlink(port: int, database: str, keys: Path | None, host: str = LOOPBACK) -> list[str]:
-    """Return the command of the SuperLink on an interface; without a folder of keys: no encryption, anybody is a node.
-
-    ``database``: file with registered nodes, runs and messages; ":flwr-in-memory:" loses them at its end.
-    """
+    """Return the SuperLink's command; without keys anybody is a node; ``database``: a file or ":flwr-in-memory:"."""
     trust = ["--insecure"]
     if keys:
         trust = [f"--ssl-ca-certfile={keys / 'ca.crt'}", f"--ssl-certfile={keys / 'server.pem'}"]

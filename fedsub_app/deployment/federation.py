@@ -84,10 +84,9 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
         federation.registered = []
     if has_door(federation):
         (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
-    federation.processes = {
-        name: Process(command, federation.processes[name].pid if name in before else 0)
-        for name, command in _commands(folder, federation, keys).items()
-    }
+    pids = {name: federation.processes[name].pid for name in before}
+    wanted = _commands(folder, federation, keys).items()
+    federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
     starting = Starting(folder, federation, report)
     try:
         starting.all()
@@ -235,8 +234,7 @@ class Starting:
 def last_error(log: Path) -> str:
     """Return the last line of a log with an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:] if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return printable((errors or lines or [""])[-1])
+    return printable(([line for line in lines if "error" in line.lower()] or lines or [""])[-1])
 
 
 def _variables(owner: Path, data_dir: str) -> dict[str, str]:

@@ -156,10 +156,7 @@ def _simulation(nodes: int, gpus: int, cluster: bool) -> "dict[str, Value]":
 
 
 def gpu_share(workers: int, gpus: int) -> float:
-    """Return the GPUs that each of some workers gets, such that Ray can place them all: a share, or whole ones.
-
-    Ray takes a share from one GPU alone, and counts in steps of 1/10,000.
-    """
+    """Return the GPUs of each of some workers, a share of one or whole ones, in Ray's steps of 1/10,000."""
     if not gpus:
         return 0.0
     return float(gpus // workers) if gpus > workers else math.floor(10_000 / -(-workers // gpus)) / 10_000
@@ -178,10 +175,7 @@ def full_environment() -> dict[str, str]:
 
 
 def superlink() -> tuple[int, str] | None:
-    """Return process id and command of the SuperLink on this environment's ports; ``None`` where none runs.
-
-    One of another environment or user is refused.
-    """
+    """Return process id and command of this environment's SuperLink, or ``None``; that of another one is refused."""
     port = os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]
     for pid, user, *rest in processes.listed("pid", "user", "args"):
         command = "".join(rest)
@@ -265,9 +259,9 @@ def bundle(settings: "Settings") -> Iterator[Path]:
 
     In the checkout itself Flower would look at each of the 50,000 files of ``.venv``, which takes seconds.
     """
-    from fedsub_app.config import TABLE
-    from fedsub_app.methods import BUILT_IN
-    from fedsub_app.problem import own_code
+    from fedsub_app.runs.config import TABLE
+    from fedsub_app.runs.methods import BUILT_IN
+    from fedsub_app.training.problem import own_code
 
     own = {key: text for key, text in own_code(settings.flat()).items() if text.rpartition(":")[0].endswith(".py")}
     included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]
@@ -326,13 +320,8 @@ def _status(connection: str, run_id: str) -> tuple[str, str]:
 
 
 def ask(*arguments: str) -> dict[str, Any]:
-    """Run one of Flower's commands; returns its answer, which warnings may precede.
-
-    :class:`UserError`: Flower says that it has failed, or nothing.
-    """
-    done = subprocess.run(
-        flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True, check=False
-    )
+    """Run one of Flower's commands; returns its answer. :class:`UserError`: Flower says it failed, or nothing."""
+    done = subprocess.run(flwr(*arguments, "--format", "json"), env=full_environment(), capture_output=True, text=True)
     answer: dict[str, Any] = {}
     with suppress(json.JSONDecodeError):
         answer = json.loads(done.stdout[max(0, done.stdout.find("{")) :])

@@ -103,8 +103,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _node_key() -> bytes:
-    key = ec.generate_private_key(ec.SECP384R1())
-    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    return ec.generate_private_key(ec.SECP384R1()).private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
 
 
 def _public(path: Path) -> bytes:
@@ -158,8 +157,7 @@ def _serves(path: Path, names: x509.SubjectAlternativeName) -> bool:
     certificate = _read(path, x509.load_pem_x509_certificate)
     if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
         return False
-    names_served = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return set(names) <= set(names_served)
+    return set(names) <= set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:

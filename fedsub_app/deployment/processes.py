@@ -22,8 +22,7 @@ LOOK_S = 0.2
 class Process:
     """A process of a federation.
 
-    ``command``: argument vector; what it starts stays in its process group. ``pid``: its process id, which its group
-    has too; 0: it was never started.
+    ``command``: argument vector; ``pid``: its process id and group, in which what it starts stays; 0: never started.
     """
 
     command: list[str]
@@ -75,10 +74,7 @@ def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
 
 
 def stop(processes: Mapping[str, Process]) -> list[str]:
-    """End processes and all that they have started; returns the names of those that ran.
-
-    :class:`TimeoutError`: one of them is still there.
-    """
+    """End processes and all that they have started; returns the names of those that ran. TimeoutError: one stays."""
     alive = running(processes)
     names = list(alive)
     for number, patience in PATIENCE_S.items():

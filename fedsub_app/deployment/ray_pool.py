@@ -11,11 +11,7 @@ from typing import Any
 
 POLL_SECONDS = 0.5
 # Of Flower's log: the reply of a message that failed has its reason, and the round's line names its clients.
-SECOND_TELLING = (
-    "An exception was raised when processing a message",
-    "Traceback (most recent call last)",
-    "The actor ",
-)
+TOLD_AGAIN = ("An exception was raised when processing a message", "Traceback (most recent call last)", "The actor ")
 
 
 def mend() -> None:
@@ -50,4 +46,4 @@ def mend() -> None:
             changed.notify()
 
     flowers.submit, flowers.add_actor_back_to_pool = submit_when_available, put_back_or_replace
-    logging.getLogger("flwr").addFilter(lambda record: not record.getMessage().startswith(SECOND_TELLING))
+    logging.getLogger("flwr").addFilter(lambda record: not record.getMessage().startswith(TOLD_AGAIN))

@@ -93,12 +93,8 @@ def presets() -> dict[str, Path]:
 
 
 def checked(text: str) -> str:
-    """Return the setting ``devices`` with the content of a user's file, as JSON, in place of its name.
-
-    Raises ValueError, or UserError for invalid TOML, with the class and the key that are wrong.
-    """
-    classes = _classes(text) if text else ()
-    contents = [device.model_dump(by_alias=True, exclude_defaults=True) for device in classes]
+    """Return ``devices``, a file's content as JSON; ValueError or UserError (TOML) names the wrong class and key."""
+    contents = [device.model_dump(by_alias=True, exclude_defaults=True) for device in (_classes(text) if text else ())]
     return json.dumps(contents) if is_file(text) else text
 
 

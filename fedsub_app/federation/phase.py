@@ -36,8 +36,7 @@ class Dropped:
 class Outbox:
     """The messages of a phase; each is made when a node can take it.
 
-    ``blocks``: client -> number of its block; clients of a block follow one another, travel in one message, whatever
-    its bounds, and have one reply like that of a client (federation/blocks.py).
+    ``blocks``: client -> number of its block, whose clients travel in one message and have one reply (blocks.py).
     """
 
     header: Json  # of every message; has Flower's message type as ``phase``

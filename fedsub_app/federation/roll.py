@@ -37,10 +37,7 @@ class Node:
 
 
 class Roll:
-    """The nodes of a run, as they answered its roll call, which carries ``content``.
-
-    ``device``: ``"cuda"`` where the server computes on a GPU.
-    """
+    """The nodes that answered a run's roll call of this ``content``; ``device``: "cuda" if the server uses a GPU."""
 
     def __init__(self, settings: FederationSettings, content: Json, device: str = "cpu") -> None:
         self.settings, self.content, self.device = settings, content, device

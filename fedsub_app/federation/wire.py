@@ -126,8 +126,7 @@ class Stack:
             raise BadReply(f"tensor {self.name!r}: no row {number} of {len(rows)}")
         if isinstance(rows, np.ndarray):  # unpacked one at a time: they take eight times the bytes that were received
             sizes = self.array.shape[1:]
-            unpacked = np.unpackbits(rows[number], count=math.prod(sizes))
-            return torch.from_numpy(unpacked.view(bool)).reshape(sizes)
+            return torch.from_numpy(np.unpackbits(rows[number], count=math.prod(sizes)).view(bool)).reshape(sizes)
         if not self._good and spec:
             spec.check_values(self.name, rows[number])
         return rows[number]
@@ -209,8 +208,7 @@ def unpack(content: RecordDict) -> tuple[Json, list[tuple[Json, Tensors]]]:
 def unpack_reply(content: RecordDict, asked: Mapping[int, Mapping[str, Spec]]) -> tuple[Json, list[Part]]:
     """Return a reply's header and its parts, whose tensors :func:`read_update` decodes.
 
-    ``asked``: client -> tensors that it was asked for, which bound the reply's size. :class:`BadReply` where the
-    records are not of this format, or larger than any valid reply.
+    ``asked``: client -> its tensors, which bound the size. :class:`BadReply`: another format, or too large.
     """
     return _open(content, MAX_HEADER + sum(MAX_PART + MAX_ENTRY * len(expected) for expected in asked.values()))
 
@@ -233,10 +231,7 @@ def update_part(update: Update) -> tuple[Json, Tensors]:
 
 
 def read_update(
-    part: Part,
-    expected: Mapping[str, Spec],
-    metrics: Mapping[str, Range],
-    examples: tuple[int, int] = (1, MAX_EXAMPLES),
+    part: Part, expected: Mapping[str, Spec], metrics: Mapping[str, Range], samples: tuple[int, int] = (1, MAX_EXAMPLES)
 ) -> Update:
     """Return the update in a part, checked against the tensors and metrics that its client may answer with.
 
@@ -259,7 +254,7 @@ def read_update(
         if stack.squares:
             distances[name] = stack.squares[number]
     count = config.get("num-examples")
-    low, high = examples
+    low, high = samples
     if type(count) is not int or not low <= count <= high:
         allowed = f"an integer from {low} to {high}" if low < high else high
         raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be {allowed}")

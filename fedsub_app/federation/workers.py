@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -36,14 +36,11 @@ from fedsub_app.common.section import Value
 from fedsub_app.federation.local_grid import CLIENT_FAILED, LocalGrid, answer, named
 from fedsub_app.federation.wire import HEADER, TENSORS, unpack
 
-if TYPE_CHECKING:
-    from fedsub_app.client_app import NodeApp
-
 LENGTH = 8  # bytes of the number, little-endian, of the JSON's bytes at the start of a file
 MAPPED = 1 << 20  # bytes from which on a message is mapped, which uses a descriptor; a smaller one is read
 PARENT_LOOK_S = 0.5
 
-App: TypeAlias = "str | NodeApp"  # the module of a ClientApp ``app``, or one that forked processes inherit
+App: TypeAlias = str | ClientApp  # the module of ``app``, or one that forked processes inherit; it can ``prepare``
 
 
 def local_grid(app: App, overrides: Mapping[str, Value], workers: int = 1, fork: bool = True) -> LocalGrid:
@@ -176,10 +173,7 @@ class WorkerProcess:
             _send(self.socket, about, message.content)
 
     def receive(self) -> Message:
-        """Return the next reply.
-
-        EOFError, ConnectionError: the process is dead; OSError: one of the two had no memory or descriptor left for it.
-        """
+        """Return the next reply. EOFError, ConnectionError: the process is dead; OSError: no memory or descriptor."""
         about, content = _receive(self.socket)
         if about.get("errno"):
             raise OSError(about["errno"], os.strerror(about["errno"]))
@@ -275,6 +269,4 @@ def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
 
 
 def _file_in_memory() -> Any:
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("fedsub"), "w+b")
-    return tempfile.TemporaryFile()
+    return open(os.memfd_create("fedsub"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()

@@ -15,18 +15,18 @@ from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import shape_shown
+from fedsub_app.common.run_files import initial_model, state_folder
+from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
-from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, other_base
-from fedsub_app.node import Places, Source, settings_from
-from fedsub_app.problem import Model, Problem
-from fedsub_app.run_files import initial_model, state_folder
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.node import Places, Source, settings_from
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
+from fedsub_app.training.problem import Model, Problem
 from fedsub_app.training.workplace import Workplace
 
 Load = Callable[[Context], object]
@@ -76,8 +76,7 @@ def client_app(
 def private_data(context: Context) -> object:
     """Return the samples of a node's own file: a ``data`` of :func:`client_app` for SuperNodes.
 
-    ``private-data`` of the node's ``--node-config`` is the path of an .npz file or image folder, normalised by its own
-    training samples.
+    ``private-data`` of ``--node-config`` is an .npz file or image folder, normalised by its own training samples.
     """
     path = Path(str(context.node_config.get("private-data", "")))
     data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)

@@ -9,11 +9,11 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import near
-from fedsub_app.config import defaults, register_installed, resolve
+from fedsub_app.common.tasks import Task, registered
 from fedsub_app.data import DataSettings, PartitionSettings
-from fedsub_app.methods import METHODS
+from fedsub_app.runs.config import defaults, register_installed, resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Task, registered
 
 # What a strategy has no keyword for: the app's data and network are its own, `start` is told how long a run is.
 WITHOUT = {
@@ -27,14 +27,10 @@ MANY = 100_000  # clients, before the roll call has told how many there are
 
 @cache
 def keywords(method: str) -> dict[str, str]:
-    """Return the keywords of a method's strategy and the keys that they stand for, the method's own first.
-
-    A key of the method that has the name of a general one is ``<method>_<key>``: ``fedadam_lr``.
-    """
+    """Return keyword -> key of a method's strategy, its own first, ``fedadam_lr`` where a general key has the name."""
     general = {_keyword(str(field.alias)): str(field.alias) for field in _general().values()}
     own = {key.partition(".")[2]: key for key in defaults() if key.startswith(f"{method}.")}
-    named = {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own}
-    return named | general
+    return {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own} | general
 
 
 def _general() -> Mapping[str, Any]:

@@ -7,12 +7,12 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.run_files import initial_file
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import read_tensors, write_tensors
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.strategy import LibraryStrategy
-from fedsub_app.run_files import initial_file
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import described_failures, run_rounds
 from fedsub_app.runs.recorded import settings_of
@@ -65,8 +65,7 @@ def start(
             initial_arrays = to_arrays(read_tensors(first)[0])
         else:
             write_tensors(first, to_tensors(initial_arrays))
-        header = {"run": run.run_id, "state-dir": str(run.state_folder)}
-        connected = strategy.connect(settings, initial_arrays, header)
+        connected = strategy.connect(settings, initial_arrays, {"run": run.run_id, "state-dir": str(run.state_folder)})
 
         def measured(arrays: ArrayRecord) -> dict[str, float]:
             return dict((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})

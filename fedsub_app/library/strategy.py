@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.roll import Roll
 from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
-from fedsub_app.methods import METHODS
 from fedsub_app.models import base_digest, freeze, tensors_of
-from fedsub_app.problem import Model, built, trained_part, with_named_head
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import Settings
+from fedsub_app.training.problem import Model, built, trained_part, with_named_head
 from strategies.base import SubnetStrategy
 from strategies.rounds import check_defences
 from strategies.server import Facts
@@ -150,10 +150,7 @@ class LibraryStrategy(Strategy):
         return strategy, initial
 
     def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
-        """Make the method's strategy, for the nodes that have answered the roll call.
-
-        ``header`` goes into all messages: the run's id, where simulated clients keep their state.
-        """
+        """Make the method's strategy for the nodes that answered; ``header`` goes into all messages."""
         strategy, initial = self.build(settings, initial_arrays)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
         header |= {"base": base_digest(strategy.model)} if settings.trainable else {}

@@ -205,8 +205,7 @@ class _Cast:
         self.running: list[torch.autocast] = []
 
     def enter(self, module: nn.Module, inputs: object) -> None:
-        device = next(module.parameters()).device.type
-        self.running.append(torch.autocast(device, torch.bfloat16))
+        self.running.append(torch.autocast(next(module.parameters()).device.type, torch.bfloat16))
         self.running[-1].__enter__()
 
     def leave(self, module: nn.Module, inputs: object, output: Any) -> Any:

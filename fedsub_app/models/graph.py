@@ -178,14 +178,9 @@ def _arranged(name: str, size: int, places: Sequence[Place]) -> UnitGroup:
     """Return the group of these places: rows that it fills alone, columns that it fills, and the rest."""
     rows = [place for place in places if place == Place(place.name, 0, 0, 1, size)]
     cols = [place for place in places if place.axis == 1 and place.whole(size)]
-    return UnitGroup(
-        name,
-        size,
-        tuple(place.name for place in rows),
-        tuple((place.name, place.repeat) for place in cols),
-        tuple(place for place in places if place not in rows and place not in cols),
-        chain=False,
-    )
+    rest = tuple(place for place in places if place not in rows and place not in cols)
+    columns = tuple((place.name, place.repeat) for place in cols)
+    return UnitGroup(name, size, tuple(place.name for place in rows), columns, rest, chain=False)
 
 
 def _runs(tensor: str, of_units: Positions, together: int) -> list[tuple[int, int]]:
@@ -233,10 +228,7 @@ def _fault(model: nn.Module, x: Batch, groups: Sequence[UnitGroup]) -> str:
     One unit less, and half of the units: half of attention's features may happen to be whole heads.
     """
     whole = model(x)
-    for widths in (
-        {group.name: group.size - 1 for group in groups},
-        {group.name: (group.size + 1) // 2 for group in groups},
-    ):
+    for widths in ({g.name: g.size - 1 for g in groups}, {g.name: (g.size + 1) // 2 for g in groups}):
         first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
         zeroed = dict(tensors_of(model))
         for (name, axis), kept in kept_positions(groups, first).items():

@@ -63,8 +63,7 @@ class UnitGroup:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         rows = (Place(name, 0, 0, 1, self.size) for name in self.rows)
-        cols = (Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols)
-        return (*rows, *cols, *self.blocks)
+        return (*rows, *(Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols), *self.blocks)
 
     def kept(self, width: float) -> int:
         """Return the number of units of a network of this width, a fraction of the units, rounded up."""
@@ -80,8 +79,7 @@ def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
 def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules by name in the order in which a forward pass in training enters them.
 
-    A module that is not entered stands behind the one that it is in. Networks of this package's register, whose inputs
-    are not known here, are registered in that order.
+    One that is not entered stands behind its parent; networks of the register are registered in that order.
     """
     named = dict(model.named_modules())
     if (shape := in_shape_of(model)) is not None and model not in _orders:
@@ -153,8 +151,7 @@ def rank_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
 def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
     """Return which positions along which axis of a tensor are left when only the units that are on are.
 
-    ``units``: group name -> bool ``[group.size]``; a group that is lacking keeps all its units and has no positions
-    here.
+    ``units``: group name -> bool ``[group.size]``; a group that is lacking keeps all its units and is not here.
     """
     kept: dict[tuple[str, int], Tensor] = {}
     for group in groups:

@@ -55,12 +55,12 @@ def from_source(model: str, in_shape: Shape, num_classes: int, options: Options)
     """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator."""
     source, _, name = model.partition(":")
     try:
-        build = PACKAGES.get(source) or _own
-        built = build(model, name, in_shape, num_classes, options)
+        built = (PACKAGES.get(source) or _own)(model, name, in_shape, num_classes, options)
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"model = {model!r}: {one_line(error)}; `pip install {error.name or source}` may help") from error
+        package = error.name or source
+        raise UserError(f"model = {model!r}: {one_line(error)}; `pip install {package}` may help") from error
     except Exception as error:  # code of others
         raise UserError(f"model = {model!r}: {one_line(error)[:300]}") from error
     if not isinstance(built, nn.Module):
@@ -121,9 +121,7 @@ def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 
 def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
     """Return what a network answers as its logits: transformers' outputs, torchvision's with auxiliary heads."""
-    if isinstance(output, Mapping):
-        return output.get("logits", output)
-    return getattr(output, "logits", output)
+    return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
 # --- the sources ----------------------------------------------------------------------------------------------------

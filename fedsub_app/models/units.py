@@ -114,10 +114,7 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def with_head(model: nn.Module, head: str) -> nn.Module:
-    """Return the model, of which ``head`` is the head from now on: the name of a layer or of a module with several.
-
-    ValueError where it is of no layer, or of the whole model.
-    """
+    """Return the model with this layer or module as its head; ValueError where it is none, or the whole model."""
     part_names(model, head)
     if head not in dict(model.named_modules()):
         raise ValueError(f"{head!r} is no layer")

@@ -9,7 +9,7 @@ from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.common.text import markdown, three_digits
 from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.records import OPTIONAL, Group, costs_of, deviation, kinds_of
+from fedsub_app.reports.curves import OPTIONAL, Group, costs_of, deviation, kinds_of
 from fedsub_app.runs.rounds import OF_DEVICES
 
 TOTALS = {  # a column of the summary: key of the rounds' lines, unit
@@ -47,12 +47,8 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     """Return the results and costs of some groups: the header, and rows."""
     records = [record for group in groups for record in group.records]
     scores, several = kinds_of(records), len({group.section for group in groups}) > 1
-    lines_of_all = [line for record in records for line in record.lines]
-    totals = {
-        name: (key, unit)
-        for name, (key, unit) in TOTALS.items()
-        if key not in OF_DEVICES or any(line.get(key) for line in lines_of_all)
-    }
+    spent = {key for record in records for line in record.lines for key in OF_DEVICES if line.get(key)}
+    totals = {name: (key, unit) for name, (key, unit) in TOTALS.items() if key not in OF_DEVICES or key in spent}
     alone = all(score.unit and score.name == next(iter(scores.values())).name for score in scores.values())
     titles = [score.titled(kind_of(key) if alone else f"{kind_of(key)} {score.name}") for key, score in scores.items()]
     rows = []
@@ -78,10 +74,7 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
 
 
 def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
-    """Return the last scores by width, device class and so on (strategies/evaluation.py): the header, and rows.
-
-    Both are empty where no run has any.
-    """
+    """Return the last scores by width, device class and so on: header and rows, both empty where no run has any."""
     last: list[list[Json]] = [
         [next((line["served"] for line in reversed(record.lines) if "served" in line), {}) for record in group.records]
         for group in groups
@@ -97,10 +90,7 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
 
 
 def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list[str]]:
-    """Return the threshold and its costs of each group, compared among the runs of a section and a seed.
-
-    A group that has not measured ``key`` has empty cells.
-    """
+    """Return the threshold and its costs of each group, by section and seed; "" where ``key`` is not measured."""
     score = groups[0].records[0].score
     found: list[list[tuple[float, Cost]]] = [[] for _ in groups]
     runs = [(k, group.section, record) for k, group in enumerate(groups) for record in group.records]
@@ -138,10 +128,7 @@ def cost_text(groups: Sequence[Group]) -> str:
 
 
 def summary_text(groups: Sequence[Group]) -> str:
-    """Return the results and costs of some groups as an aligned table.
-
-    Columns that are 0 for all are left out, and of several rows the seeds, rounds and status that all share.
-    """
+    """Return results and costs as an aligned table, without columns that are 0 or, of several rows, all the same."""
     header, rows = summary_table(groups)
     used = []
     for column, name in enumerate(header):
@@ -161,10 +148,7 @@ NEAR = 0.9  # of the best score, or the best over it: a run that reaches it is w
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence for each score: which group is within 90 % of the best one at the fewest bytes.
-
-    Groups of several sections (data sets) are not compared: no sentence.
-    """
+    """Return a sentence a score: which group of one section is within 90 % of the best one at the fewest bytes."""
     if len(groups) < 2 or len({group.section for group in groups}) > 1:
         return []
     sentences = []

@@ -89,8 +89,7 @@ def costs_to_accuracy(
 ) -> tuple[float, dict[str, Cost]]:
     """Return the threshold that the best of some runs sets, and what it has cost each of them.
 
-    ``runs``: name -> the lines of its rounds, of which one after round 0 at least has ``key``. Where a low score is
-    good the threshold is the best value over ``FRACTION``.
+    ``runs``: name -> lines, one after round 0 at least with ``key``; where low is good: the best over ``FRACTION``.
     """
     smooth = {name: averages(lines, key) for name, lines in runs.items()}
     top = score.best(best(means, score) for means in smooth.values())
@@ -108,14 +107,9 @@ def _spent(lines: Sequence[Json], last_round: int) -> Reached:
     def total(*keys: str) -> float:
         return float(sum(line.get(key, 0) for line in trained for key in keys)) / 1e9
 
-    recorded = all("published-flops" in line for line in trained)
-    return Reached(
-        last_round,
-        total("formula-bytes-down", "formula-bytes-up"),
-        total("published-flops") if recorded else float("nan"),
-        total("flops"),
-        total("device-seconds") * 1e9,
-    )
+    published = total("published-flops") if all("published-flops" in line for line in trained) else math.nan
+    sent, seconds = total("formula-bytes-down", "formula-bytes-up"), total("device-seconds") * 1e9
+    return Reached(last_round, sent, published, total("flops"), seconds)
 
 
 def columns(score: Score, timed: bool = False) -> tuple[str, ...]:

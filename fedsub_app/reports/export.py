@@ -9,14 +9,13 @@ from typing import Any
 
 from fedsub_app.common.errors import escaped
 from fedsub_app.common.section import Json
-from fedsub_app.reports.records import COSTS, Record
+from fedsub_app.reports.curves import COSTS, RunData
 
 
-def rows_of_rounds(runs: Mapping[str, Record]) -> list[Json]:
+def rows_of_rounds(runs: Mapping[str, RunData]) -> list[Json]:
     """Return a row a round: the numbers and words of every round of some runs, by name.
 
-    Lists of numbers are one text, lists of anything else their length; each client's own numbers are left out
-    (:func:`rows_of_clients`).
+    Lists of numbers are one text, other lists their length; clients' numbers are in :func:`rows_of_clients`.
     """
     return [{"run": name} | _flat(line) for name, record in runs.items() for line in record.lines]
 
@@ -34,7 +33,7 @@ def _flat(line: Json) -> Json:
     return flat
 
 
-def rows_of_clients(runs: Mapping[str, Record]) -> list[Json]:
+def rows_of_clients(runs: Mapping[str, RunData]) -> list[Json]:
     """Return a row a client and round in which it was evaluated."""
     return [
         {"run": name, "round": line["round"], "client": int(client)} | numbers
@@ -53,8 +52,7 @@ def csv_of(rows: Sequence[Json]) -> str:
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table as CSV. A text that a spreadsheet would compute gets a ``'`` before it."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([_cell(value) for value in row] for row in (header, *rows))
+    csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in (header, *rows))
     return text.getvalue()
 
 

@@ -10,9 +10,9 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.score import KINDS, kind_of
 from fedsub_app.common.section import Json
-from fedsub_app.methods import reported
 from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
+from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of
 from fedsub_app.reports.export import csv_of, rows_of_rounds
 from fedsub_app.reports.pictures import (
     MAX_LABELS,
@@ -24,17 +24,9 @@ from fedsub_app.reports.pictures import (
     svg_of_curves,
     svg_of_lines,
 )
-from fedsub_app.reports.records import (
-    NOT_COMPARED,
-    Curve,
-    Group,
-    curves,
-    differing_keys,
-    kinds_of,
-    losses_of,
-    named_runs,
-)
+from fedsub_app.reports.records import NOT_COMPARED, differing_keys, named_runs
 from fedsub_app.runs.masks import last_masks
+from fedsub_app.runs.methods import reported
 
 MEANING = {
     "global": "the global model on the global test set",
@@ -142,8 +134,7 @@ def _clients(groups: Sequence[Group]) -> list[str]:
         for number, group in enumerate(groups):
             values = sorted(c[key] for record in group.records for c in record.measured.values() if key in c)
             if values:
-                share = [100 * (k + 0.5) / len(values) for k in range(len(values))]
-                lines[number] = (group.label, share, values)
+                lines[number] = (group.label, [100 * (k + 0.5) / len(values) for k in range(len(values))], values)
         if lines:
             title = score.titled(f"{kind_of(key)} {score.name}")
             pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))

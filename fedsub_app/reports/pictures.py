@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json
-from fedsub_app.reports.records import COSTS, LOSS, Curve, Group, costs_of, curves, grouped, losses_of
+from fedsub_app.reports.curves import COSTS, LOSS, Curve, Group, costs_of, curves, losses_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,10 +136,7 @@ def draw_curves(groups: Sequence[Group], target: Path) -> Path:
 
 
 def figure_of_curves(groups: Sequence[Group]) -> "Figure":
-    """Return the score against rounds, bytes, FLOPs and seconds, a curve a group.
-
-    One group, whose curves are alike but for the axis, has score and loss against rounds.
-    """
+    """Return the score against rounds, bytes, FLOPs and seconds, a curve a group; of one group score and loss."""
     rows = curves(groups)
     if not rows:
         folders = ", ".join(str(record.folder) for group in groups for record in group.records)
@@ -192,10 +189,7 @@ def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
 
 
 def draw_against_bytes(groups: Sequence[Group], target: Path | None = None) -> str:
-    """Return the score against bytes, what a sub-network saves, as SVG; "" where there is no picture.
-
-    ``target``: a file for it as well.
-    """
+    """Return the score against bytes as SVG, "" where there is no picture; ``target``: a file for it as well."""
     with _as_text():
         drawing = _against_bytes(groups)
         if drawing and target:
@@ -247,8 +241,7 @@ def svg(drawing: "Figure", title: str, lines: Sequence[Curve] = ()) -> str:
 def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
     """Return what a page's script needs to show the curves' values under the pointer; "" without curves.
 
-    ``data-box``: left, top, width, height of the plot as fractions; ``data-x``, ``data-y``: what its axes span;
-    ``data-labels``: number -> label.
+    ``data-box``: left, top, width, height as fractions; ``data-x``, ``data-y``: the axes' spans; ``data-labels``.
     """
     if not lines:
         return ""
@@ -261,8 +254,7 @@ def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
 
 def draw_partition(folder: Path) -> Path:
     """Draw client × class counts of the run's partition.json as circles; returns the picture."""
-    content = read_json(folder / "partition.json")
-    counts = content["counts"]
+    counts = read_json(folder / "partition.json")["counts"]
     clients, classes = len(counts), len(counts[0])
     drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
     axes = drawing.subplots()
@@ -274,18 +266,3 @@ def draw_partition(folder: Path) -> Path:
     axes.set_title(f"training samples: the largest circle is {maximum}", fontsize="medium")
     drawing.savefig(folder / "partition.png", dpi=120)
     return folder / "partition.png"
-
-
-def draw_run(folder: Path) -> None:
-    """Draw one run's partition and, where anything was evaluated, its learning curves into its directory."""
-    if (folder / "partition.json").exists():  # there is none where the clients' data are their nodes' own
-        draw_partition(folder)
-    groups = grouped([folder])
-    if curves(groups):
-        draw_curves(groups, folder / "curve.png")
-
-
-if __name__ == "__main__":  # the process that a run leaves behind
-    import sys
-
-    draw_run(Path(sys.argv[1]))

@@ -1,1 +1,1 @@
-"""Run directories and what is read off them: reports, pictures, analyses."""
+"""A run: its methods and settings, its loop over rounds, its nodes, its directory and checkpoints."""

@@ -36,10 +36,7 @@ def append(path: Path, event: str, **about: object) -> None:
 
 
 def verify(path: Path) -> list[Json]:
-    """Return the lines of an audit log.
-
-    :class:`UserError`: a line is not the one that was written; the message names it.
-    """
+    """Return the lines of an audit log; :class:`UserError` names a line that is not the one that was written."""
     lines, before = [], START
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:

@@ -12,8 +12,8 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.models import load_tensors, tensors_of
-from fedsub_app.problem import Problem
 from fedsub_app.settings import Settings
+from fedsub_app.training.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,7 @@ def start_file(settings: Settings) -> Path:
 def started(problem: Problem, settings: Settings) -> Problem:
     """Return the problem with the initial global model that ``start-from`` names.
 
-    Raises
-    ------
-    UserError
-        The file is not there or damaged, or its tensors are not those of the network.
+    UserError: the file is not there or damaged, or its tensors are not those of the network.
     """
     said, path = f"start-from = {settings.start_from!r}:", start_file(settings)
     try:

@@ -81,12 +81,10 @@ def summary_table(summary: Json, score: Score) -> str:
     for direction in ("down", "up"):
         sent, formula = summary[f"total-bytes-{direction}"], summary[f"total-formula-bytes-{direction}"]
         rows.append((f"bytes {direction}", f"{human_bytes(sent)} sent, {human_bytes(formula)} by the formula"))
-    rows.append(
-        ("training", f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks")
-    )
-    clock = (
-        f", {summary['total-device-seconds']:.4g} s by the devices' clock" if "total-device-seconds" in summary else ""
-    )
+    flops = f"{summary['total-flops']:.3g} FLOPs, {summary['total-subnet-flops']:.3g} in sub-networks"
+    rows.append(("training", flops))
+    timed = "total-device-seconds" in summary
+    clock = f", {summary['total-device-seconds']:.4g} s by the devices' clock" if timed else ""
     clock += f", {summary['total-joules']:.4g} J" if "total-joules" in summary else ""
     rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds{clock}"))
     folder = Path(summary["run-dir"])

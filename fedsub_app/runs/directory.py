@@ -29,11 +29,11 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import other_base
-from fedsub_app.problem import own_code
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
+from fedsub_app.training.problem import own_code
 
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one

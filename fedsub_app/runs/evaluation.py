@@ -13,8 +13,8 @@ from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import TEST, Task
 from fedsub_app.federation.wire import to_tensors
 from fedsub_app.models import load_tensors, narrowed, unit_groups, widths_of
-from fedsub_app.problem import Problem
 from fedsub_app.training.local import added, evaluate, evaluation_batches, sums_of
+from fedsub_app.training.problem import Problem
 
 QUICK_SAMPLES = 32
 
@@ -22,8 +22,7 @@ QUICK_SAMPLES = 32
 class GlobalTest:
     """Score and loss of the global model on the global test set.
 
-    The test set is cut into fixed batches, whose sums are added in the order of the batches: the same numbers, bit for
-    bit, whichever process computes which batch.
+    Its fixed batches' sums are added in their order: the same bits, whichever process computes which batch.
     """
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
@@ -72,8 +71,7 @@ class GlobalTest:
     def quick_loss(self, tensors: Tensors) -> float:
         """Return the loss on a few test samples, which keeps a diverged model from being merged in any round.
 
-        BatchNorm uses the samples' own statistics: with some methods the running statistics stay with the clients, and
-        the global model's do not fit any data.
+        BatchNorm uses the samples' statistics: where clients keep the running ones, the global model's fit no data.
         """
         load_tensors(self.model, tensors)
         some = torch.arange(0, len(self.y), max(1, len(self.y) // QUICK_SAMPLES))[:QUICK_SAMPLES].to(self.y.device)

@@ -21,19 +21,19 @@ from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, held_out
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
-from fedsub_app.methods import METHODS
 from fedsub_app.models import Network, base_bytes, base_digest
-from fedsub_app.problem import Problem
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run, runs_folder
 from fedsub_app.runs.evaluation import GlobalTest
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import ended_by, plateau_lr
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.evaluation import by_width, evaluation_due
@@ -241,21 +241,16 @@ def _auditor(strategy: SubnetStrategy, run: Run) -> Callable[..., None]:
 
 
 def _evaluate(
-    grid: Grid,
-    strategy: SubnetStrategy,
-    number: int,
-    arrays: ArrayRecord,
-    config: ConfigRecord,
-    global_test: Measure | None,
+    grid: Grid, strategy: SubnetStrategy, number: int, arrays: ArrayRecord, config: ConfigRecord, test: Measure | None
 ) -> Json:
     """Make the evaluations that are due after a round; returns their entries for the round's line."""
     if not evaluation_due(strategy, number, config):
         return {}
     start = time.perf_counter()
-    metrics: Json = dict(global_test(arrays)) if global_test else {}
+    metrics: Json = dict(test(arrays)) if test else {}
     if (phase := strategy.configure_evaluate(number, arrays, config, grid)).clients:
         strategy.aggregate_evaluate(number, strategy.federation.exchange(grid, phase))
         metrics = phase.report | metrics
-    if isinstance(global_test, GlobalTest) and (widths := by_width(strategy, metrics, global_test.narrow)):
+    if isinstance(test, GlobalTest) and (widths := by_width(strategy, metrics, test.narrow)):
         metrics["served"] = widths | metrics.get("served", {})
     return metrics | {"evaluate-seconds": time.perf_counter() - start}

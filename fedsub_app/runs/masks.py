@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsub_app.methods import METHODS
 from fedsub_app.models.groups import split
-from fedsub_app.problem import Problem
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.settings import Settings
+from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
 
 
@@ -22,10 +22,7 @@ def strategy_of(settings: Settings) -> SubnetStrategy:
 
 
 def overlap(masks: Sequence[Tensor]) -> Tensor:
-    """Return the intersection over union of every pair of masks, float [N, N]; 1 where both are empty.
-
-    ``masks``: bool, all of one shape.
-    """
+    """Return intersection over union of every pair of bool masks of one shape, float [N, N]; 1 where both are empty."""
     return _over_union(_in_both(torch.stack([mask.flatten() for mask in masks])))
 
 
@@ -76,5 +73,4 @@ def last_masks(folder: Path) -> Masks | None:
     alike = _over_union(torch.stack([_in_both(kept) for kept in layers.values()]).sum(0))  # a layer at a time in memory
     shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
     names = [name.removesuffix(".weight") for name in layers]
-    kind = "positions" if units is None else "units"
-    return Masks(kind, checkpoint.round, names, shares.tolist(), alike.tolist())
+    return Masks("positions" if units is None else "units", checkpoint.round, names, shares.tolist(), alike.tolist())

@@ -7,11 +7,11 @@ import torch
 
 from fedsub_app.common.inputs import size_of
 from fedsub_app.common.text import human_bytes, markdown
-from fedsub_app.config import defaults
 from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Spec, formula_bytes
 from fedsub_app.models import base_bytes, trainable
+from fedsub_app.runs.config import defaults
 from fedsub_app.runs.console import stages_of
 from fedsub_app.runs.loop import check_devices, client_bytes, prepare
 from fedsub_app.settings import Settings
@@ -53,10 +53,7 @@ def plan(settings: Settings) -> str:
 
 
 def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
-    """Yield the number, the name and the bytes of the first round of each stage of the method.
-
-    Bytes down and up are counted by the papers' formula, from the tensors of ``task`` and ``expected``.
-    """
+    """Yield number, name, and bytes down and up by the formula of the first round of each of the method's stages."""
     seen = set()
     for number in range(1, strategy.settings.num_rounds + 1):
         if (name := strategy.stage(number)) in seen:
@@ -69,11 +66,8 @@ def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
         up = sum(_max_bytes(specs) for specs in expected)
         exact = not any(spec.up_to or spec.optional for specs in expected for spec in specs.values())
         bound = "" if exact else "at most "
-        yield (
-            number,
-            name,
-            f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula, {len(clients)} clients",
-        )
+        sizes = f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula"
+        yield number, name, f"{sizes}, {len(clients)} clients"
 
 
 def _max_bytes(specs: Mapping[str, Spec]) -> int:
@@ -93,10 +87,7 @@ def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int)
 
 
 def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) -> str:
-    """Return in words the memory of the tensors on the server and in a process that trains.
-
-    Python, torch and activations come on top.
-    """
+    """Return in words the memory of the tensors on the server and in a training process, without activations."""
     settings, model = strategy.settings, formula_bytes(strategy.current)
     base = base_bytes(strategy.model)
     data = base + sum(part.nbytes for part in (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y))
@@ -106,12 +97,9 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
     together = min(MAX_STACKED, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
     samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
-    client = client_bytes(settings, model, samples)
-    worker = data + together * client + messages
-    frozen = f", {human_bytes(base)} of them the frozen base" if base else ""
-    return (
-        f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{frozen}"
-    )
+    worker = data + together * client_bytes(settings, model, samples) + messages
+    part = f", {human_bytes(base)} of them the frozen base" if base else ""
+    return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{part}"
 
 
 def _clients(dataset: Dataset, partition: Partition) -> str:
@@ -125,16 +113,9 @@ def _clients(dataset: Dataset, partition: Partition) -> str:
             f"{int(classes.min())} to {int(classes.max())} classes"
         )
     header = ("client", "training", "validation", "test", "classes: samples")
-    return markdown(
-        header,
-        [
-            [
-                str(client),
-                str(size),
-                str(len(partition.validation[client])),
-                str(len(partition.test[client])),
-                ", ".join(f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist()),
-            ]
-            for client, (size, labels) in enumerate(zip(sizes, counts, strict=True))
-        ],
-    )
+    rows = []
+    for client, (size, labels) in enumerate(zip(sizes, counts, strict=True)):
+        held = (client, size, len(partition.validation[client]), len(partition.test[client]))
+        each = (f"{label}: {int(labels[label])}" for label in labels.nonzero().flatten().tolist())
+        rows.append([*map(str, held), ", ".join(each)])
+    return markdown(header, rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Json, Value
-from fedsub_app.config import canonical, resolve
+from fedsub_app.runs.config import canonical, resolve
 from fedsub_app.settings import LOCATION_KEYS, Settings
 
 # Keys that may allow more when a run is resumed.

@@ -12,15 +12,8 @@ from fedsub_app.settings import Settings
 
 ROUNDS = "rounds.jsonl"
 TOTALS = (
-    "bytes-down",
-    "bytes-up",
-    "formula-bytes-down",
-    "formula-bytes-up",
-    "flops",
-    "published-flops",
-    "subnet-flops",
-    "seconds",
-    "compute-seconds",
+    *("bytes-down", "bytes-up", "formula-bytes-down", "formula-bytes-up"),
+    *("flops", "published-flops", "subnet-flops", "seconds", "compute-seconds"),
 )
 OF_DEVICES = ("device-seconds", "joules")  # totals of runs with devices
 # Limits of a run: what each counts, and the unit of tables.
@@ -37,10 +30,7 @@ def to_line(line: Json) -> str:
 
 
 def from_line(text: str) -> Json:
-    """Return the inverse of :func:`to_line`.
-
-    :class:`ValueError`: the text is not a round's line, or was changed after it was written.
-    """
+    """Return the inverse of :func:`to_line`; ValueError: no round's line, or changed after it was written."""
     line = json.loads(text)
     if not isinstance(line, dict) or line.pop(CHECKSUM, "") != checksum(line) or type(line.get("round")) is not int:
         raise ValueError("not a round's line, or its checksum is of another one")
@@ -48,10 +38,7 @@ def from_line(text: str) -> Json:
 
 
 def read_rounds(folder: Path) -> list[Json]:
-    """Return the rounds' lines of a run; a torn last line (the machine died while writing) is left out.
-
-    :class:`UserError`: another line is damaged, or not later than the one before it.
-    """
+    """Return a run's lines without a torn last one; :class:`UserError`: another is damaged, or not in order."""
     path = folder / ROUNDS
     try:
         texts = path.read_bytes().split(b"\n")[:-1]  # behind the last line break there is nothing, or a torn line
@@ -73,10 +60,7 @@ def read_rounds(folder: Path) -> list[Json]:
 
 
 def spent(lines: list[Json], budget: str, last_evaluation: bool = False) -> float:
-    """Return what some rounds have cost of a budget, a key of ``BUDGETS``.
-
-    ``last_evaluation``: without what methods measured on clients for the evaluations of earlier rounds.
-    """
+    """Return what rounds cost of a key of ``BUDGETS``; ``last_evaluation``: without measurements for earlier ones."""
     earlier = [line.get("measurement", {}) for line in lines[:-1]] if last_evaluation else []
     whole, left_out = (sum(of.get(key) or 0 for of in each for key in BUDGETS[budget][0]) for each in (lines, earlier))
     return whole - left_out
@@ -127,10 +111,7 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
 
 
 def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
-    """Return the learning rate of ``plateau`` behind some rounds' lines.
-
-    It depends on the scores in the lines alone: the same for every engine, and where a run is resumed.
-    """
+    """Return the learning rate of ``plateau`` behind some lines, by their scores alone: the same after a resume."""
     from torch import zeros
     from torch.optim import SGD
     from torch.optim.lr_scheduler import ReduceLROnPlateau

@@ -76,15 +76,9 @@ class Wandb:
 
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value], fresh: bool) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=_name(folder),
-            config=dict(settings),
-            resume="allow",
-            id=run_id,
-            dir=str(folder),
-            settings=self._wandb.Settings(console="off", silent=True),
-        )
+        project, quiet = os.environ.get("WANDB_PROJECT", PROJECT), self._wandb.Settings(console="off", silent=True)
+        about = {"id": run_id, "name": _name(folder), "config": dict(settings), "dir": str(folder)}
+        self._wandb.init(project=project, resume="allow", settings=quiet, **about)
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         self._wandb.log(dict(numbers), step=server_round)
@@ -139,11 +133,7 @@ class Tracking:
 
 def numbers_of(line: Json) -> dict[str, float]:
     """Return the numbers of a round's line, with the number of dropped replies; the round itself comes last."""
-    numbers = {
-        key: float(value)
-        for key, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     numbers["dropped"] = float(len(line.get("dropped", ())))
     numbers[LAST] = numbers.pop(LAST)
     return numbers

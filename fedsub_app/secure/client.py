@@ -69,16 +69,12 @@ class Secrets:
         return Member(**content | secrets | tables)
 
     def open_once(self, step: str, alive: list[int], lost: list[int]) -> None:
-        """Raise :class:`ProtocolError` where a step was opened before, before a resume, with other clients.
-
-        The difference of the two sums would be those clients' contributions. ``step``: what is opened.
-        """
+        """Raise ProtocolError for a ``step`` opened before with other clients: the two sums' difference is theirs."""
         path = self.path.parents[1] / f"{self.path.stem}.opened"
         mark = sha256(json.dumps([alive, lost]).encode()).hexdigest()
         lines = path.read_text().splitlines() if path.exists() else []
         place = f"{self.path.parent.name}/{step}"
-        before = dict(line.split() for line in lines).get(place, mark)
-        if before != mark:
+        if dict(line.split() for line in lines).get(place, mark) != mark:
             raise ProtocolError("this round was opened before, with other clients")
         with open(path, "a", opener=private) as file:
             print(place, mark, file=file)
@@ -92,10 +88,7 @@ class Secrets:
 def answer(folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
     """Answer a step: with public keys, shares for neighbours, a masked vector, or revealed shares.
 
-    Raises
-    ------
-    UserError, ProtocolError
-        The client has lost its secrets, or the server asks for what the protocol does not allow.
+    UserError, ProtocolError: the client has lost its secrets, or the server asks for what the protocol does not allow.
     """
     client, step = task["client"], header["secure"]
     store = Secrets(folder, header["round"], client)
@@ -131,8 +124,7 @@ def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Upda
         return update
     layout = Layout(header["secure"]["shapes"], header["secure"]["absolute"])
     if broken := [name for name in layout.shapes if name in update.tensors and not finite(update.tensors[name])]:
-        error = f"tensor {broken[0]!r}: NaN or infinite values"
-        return Update(update.client, error=error, diverged=True)
+        return Update(update.client, error=f"tensor {broken[0]!r}: NaN or infinite values", diverged=True)
     change, covered = layout.change(update.tensors, sent, unprefixed(AT, sent), unprefixed(AT, update.tensors))
     Secrets(folder, header["round"], update.client).begin(change=change, covered=covered)
     return replace(update, tensors={COVERED: covered} if header["secure"]["public"] else {})

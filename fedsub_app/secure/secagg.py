@@ -126,15 +126,10 @@ def pair_mask(one: int, other: int, seed: bytes, public: bytes, length: int) -> 
 class Member:
     """One client in one run of the protocol, and its secrets, drawn from the system's source.
 
-    Its three answers follow one another: :meth:`share`, :meth:`masked`, :meth:`opened`. Each is given once.
-
-    Attributes
-    ----------
-    cipher : private key by which shares are encrypted.
-    pair, own : seeds of the pairwise masks' private key and of the client's own mask.
-    keys : neighbour -> its two public keys, of :attr:`public`.
-    shares : neighbour -> its shares of (own, pair).
-    step : number of answers given.
+    Its three answers follow one another: :meth:`share`, :meth:`masked`, :meth:`opened`. Each is given once. ``cipher``:
+    private key by which shares are encrypted. ``pair``, ``own``: seeds of the pairwise masks' private key and of the
+    client's own mask. ``keys``: neighbour -> its two public keys, of :attr:`public`. ``shares``: neighbour -> its
+    shares of (own, pair). ``step``: number of answers given.
     """
 
     client: int
@@ -210,17 +205,10 @@ def unmasked(
 ) -> Vector:
     """Return the sum of the vectors of ``alive``, from the sum of their masked vectors.
 
-    Parameters
-    ----------
-    shares : client -> shares that its neighbours have revealed: of its own mask if it is alive, else of its key.
-    graph : client -> the neighbours that it shares masks with, of all clients that have sent shares.
-    keys : client -> its public keys.
-    least : number of shares that reveal a secret.
-
-    Raises
-    ------
-    ProtocolError
-        Too few shares of a secret, or shares that are not those of the secret.
+    ``shares``: client -> shares that its neighbours have revealed: of its own mask if it is alive, else of its key.
+    ``graph``: client -> the neighbours that it shares masks with, of all clients that have sent shares. ``keys``:
+    client -> its public keys. ``least``: number of shares that reveal a secret. ProtocolError: too few shares of a
+    secret, or shares that are not those of the secret.
     """
     total = total.copy()
     for client in graph:

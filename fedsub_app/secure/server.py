@@ -23,13 +23,9 @@ class Unopened(Exception):
 class Session:
     """The protocol in one round: :meth:`meet`, :meth:`masked` and :meth:`opened`, once or more often.
 
-    Each meeting is a run of the protocol of its own, with new secrets.
-
-    Attributes
-    ----------
-    clients : clients of the last meeting that have given keys and shares, sorted; they alone are asked for vectors.
-    dropped : clients that are lost, with the reason.
-    bytes : key of the round's line -> bytes of all messages.
+    Each meeting is a run of the protocol of its own, with new secrets. ``clients``: clients of the last meeting that
+    have given keys and shares, sorted; they alone are asked for vectors. ``dropped``: clients that are lost, with the
+    reason. ``bytes``: key of the round's line -> bytes of all messages.
     """
 
     def __init__(
@@ -114,8 +110,7 @@ class Session:
         """
         there = {*alive}
         sides = {c: [[o for o in self._graph[c] if (o in there) is kept] for kept in (True, False)] for c in alive}
-        lost = {o for _, others in sides.values() for o in others}
-        self._check((*alive, *lost), there)
+        self._check((*alive, *{o for _, others in sides.values() for o in others}), there)
 
         def question(client: int) -> Task:
             return Task(client, {}, dict(zip(("alive", "lost"), sides[client], strict=True)))

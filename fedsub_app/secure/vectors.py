@@ -23,11 +23,8 @@ PARTS = 2**20  # the fraction of clipped values is counted in parts of this size
 class Layout:
     """The positions of a round's vectors, the same for all clients.
 
-    Attributes
-    ----------
-    shapes : tensor name -> shape.
-    absolute : names of the tensors whose values are summed, not their changes: the clients are not sent the values that
-        they start from.
+    ``shapes``: tensor name -> shape. ``absolute``: names of the tensors whose values are summed, not their changes: the
+    clients are not sent the values that they start from.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -73,18 +70,10 @@ class Layout:
         return torch.cat(changes).mul_(covered), covered
 
     def mean(self, change: Tensor, weights: Tensor, current: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-        """Return what the sum of the weighted changes makes of the model.
+        """Return what the sum of the weighted changes makes of the model: values, positions covered, other sums.
 
-        Parameters
-        ----------
-        change : float64, a number a position.
-        weights : sum of the weights of its contributors, a number a position, or one for all.
-
-        Returns
-        -------
-        values : name of a tensor of the model -> float32, the mean where any client contributes.
-        covered : tensor name -> bool, the positions that any client contributes to.
-        sums : name of another tensor -> the sum.
+        ``change``: float64, a number a position; ``weights``: sum of its contributors' weights, a number a position or
+        one for all. Values are float32, the mean where any client contributes; covered are bool; sums of other tensors.
         """
         sums = {name: part for name, part in self.split(change).items() if name not in current}
         parts = chosen(self.split(change / torch.where(weights > 0, weights, 1.0)), current)
@@ -96,11 +85,8 @@ class Layout:
 class Scale:
     """The form of a vector's integers.
 
-    Attributes
-    ----------
-    clients : upper bound on the vectors in a sum, >= 1.
-    limit : bound of a position's change, > 0; larger ones are clipped.
-    norm : bound of a client's whole change, L2; 0: none.
+    ``clients``: upper bound on the vectors in a sum, >= 1. ``limit``: bound of a position's change, > 0; larger ones
+    are clipped. ``norm``: bound of a client's whole change, L2; 0: none.
     """
 
     clients: int
@@ -109,10 +95,7 @@ class Scale:
 
     @property
     def step(self) -> float:
-        """Change that one step of the integers stands for: as small as the sum of all clients' values allows.
-
-        The mean is off by at most half a step times ``clients``, over the sum of the weights.
-        """
+        """Return the change of an integer step; the mean is off by half of it times ``clients`` / weights at most."""
         return self.limit / (LARGEST // self.clients)
 
     def vector(self, change: Tensor, weight: float = 1.0) -> Vector:
@@ -128,8 +111,7 @@ class Scale:
     def change(self, total: Vector, clients: int) -> tuple[Tensor, float]:
         """Return the sum of the weighted changes of ``clients`` vectors, and the fraction of clipped values."""
         signed = torch.from_numpy(total.view(np.int32).astype(np.int64))
-        clipped = float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
-        return signed[:-1].double() * self.step, clipped
+        return signed[:-1].double() * self.step, float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
 
 
 def counting(covered: Tensor, clients: int) -> Vector:

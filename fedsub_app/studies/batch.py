@@ -32,7 +32,7 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import LINE_SECONDS, human_seconds
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.config import resolve
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.runs.rounds import read_rounds
@@ -74,8 +74,7 @@ class Job:
     def _begun(self) -> bool:
         """Say whether a run of these settings is on disk; a key that it did not know has its default."""
         with contextlib.suppress(UserError):
-            recorded = settings_of({"run-dir": str(self.folder), "resume": True})
-            return recorded.digest() == self.settings.digest()
+            return settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest()
         return False
 
 
@@ -149,7 +148,7 @@ def _begin(turns: "SimpleQueue[str] | None") -> None:
 
 def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     """Run or continue one run in this process; returns why it failed, or nothing."""
-    from fedsub_app.engines import run_local
+    from fedsub_app.deployment.engines import run_local
 
     log = logging.getLogger("fedsub")
     keys = dict(overrides)
@@ -237,10 +236,7 @@ class SlurmPool(ThreadPoolExecutor):
 
 
 class BatchProgress:
-    """Says how far several runs are: a line for each that ends and, now and then, one about all of them.
-
-    ``total``: how many there are at most.
-    """
+    """Says how far several runs, at most ``total``, are: a line for each that ends and, now and then, one about all."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -14,7 +14,8 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.reports.records import COSTS, Record, read_run
+from fedsub_app.reports.curves import COSTS
+from fedsub_app.reports.records import Record, read_run
 from fedsub_app.runs.rounds import BUDGETS, spent
 
 COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds", "device-seconds")
@@ -24,10 +25,7 @@ MEASURED = ("seed", "commit", "versions", "machine", "device")
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's metric over ``n`` seeds; ``sd`` is 0 with one.
-
-    ``values``: seed -> its number; empty where only mean and standard deviation were kept.
-    """
+    """A row's metric over ``n`` seeds; ``sd`` is 0 with one; ``values``: seed -> number, empty where none were kept."""
 
     mean: float
     sd: float
@@ -71,17 +69,15 @@ def t_interval(values: Sequence[float]) -> Estimate:
     return Estimate(mean, half_width(statistics.stdev(values) / math.sqrt(n), n - 1) if n > 1 else math.inf, n)
 
 
-def difference(
-    first: Sample, second: Sample, of: Callable[[float, float], float] = lambda a, b: a - b
-) -> Estimate | None:
+def difference(one: Sample, other: Sample, of: Callable[[float, float], float] = lambda a, b: a - b) -> Estimate | None:
     """Return the difference of two rows: paired over their common seeds, else Welch's; ``None`` where neither is."""
-    if seeds := sorted(first.values.keys() & second.values.keys()):
-        return t_interval([of(first.values[seed], second.values[seed]) for seed in seeds])
-    parts = [each.sd**2 / each.n for each in (first, second)]
-    if min(first.n, second.n) < 2 or not sum(parts):
+    if seeds := sorted(one.values.keys() & other.values.keys()):
+        return t_interval([of(one.values[seed], other.values[seed]) for seed in seeds])
+    parts = [each.sd**2 / each.n for each in (one, other)]
+    if min(one.n, other.n) < 2 or not sum(parts):
         return None
-    freedom = sum(parts) ** 2 / sum(part**2 / (each.n - 1) for part, each in zip(parts, (first, second), strict=True))
-    return Estimate(first.mean - second.mean, half_width(math.sqrt(sum(parts)), freedom), min(first.n, second.n))
+    freedom = sum(parts) ** 2 / sum(part**2 / (each.n - 1) for part, each in zip(parts, (one, other), strict=True))
+    return Estimate(one.mean - other.mean, half_width(math.sqrt(sum(parts)), freedom), min(one.n, other.n))
 
 
 def pooled(samples: Sequence[Sample]) -> tuple[float, int]:
@@ -111,10 +107,7 @@ def run_entry(folder: Path, metric: str) -> Json:
 
 
 def at_budgets(record: Record, metric: str) -> Json:
-    """Return the last evaluated round within each budget of a run with ``all-budgets``: "150 MB" -> its numbers.
-
-    ``spent``: fraction of the budget at the end of the run, below 1 where ``num-rounds`` came first.
-    """
+    """Return the last evaluated round in each budget: "150 MB" -> its numbers; ``spent``: fraction of it, at most 1."""
     found, lines = {}, record.lines
     evaluated = [number for number, line in enumerate(lines) if metric in line]
     for key in [key for key in BUDGETS if record.settings.get(key)]:
@@ -186,8 +179,7 @@ def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
         before, after = old and sample_of(old), sample_of(row)
         if not old or not before or not after:
             continue
-        error = sd * math.sqrt(1 / before.n + 1 / after.n)
-        limit = half_width(error, freedom, len(new["rows"])) if freedom else 0.0
+        limit = half_width(sd * math.sqrt(1 / before.n + 1 / after.n), freedom, len(new["rows"])) if freedom else 0.0
         runs = {run["seed"]: run for run in old["runs"]}
         both = [_equal(run, runs[run["seed"]]) for run in row["runs"] if run["seed"] in runs]
         near = abs(after.mean - before.mean) <= limit

@@ -17,12 +17,13 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.score import KINDS, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
-from fedsub_app.config import applicable_keys
 from fedsub_app.reports.compare import costs_of_groups, served_table, summary_text, verdicts
 from fedsub_app.reports.cost_to_accuracy import about, columns
+from fedsub_app.reports.curves import Group, as_argument
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
-from fedsub_app.reports.records import Group, as_argument, read_run
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import applicable_keys
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.studies.batch import Job, facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
@@ -197,8 +198,7 @@ def _cells(row: Row, mine: list[Job], spread: str, apart: str) -> list[str]:
     reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
     totals = [([summary[key] for summary in good if (key := f"total-{cost}") in summary], unit) for cost, unit in COSTS]
     costs = [f"{statistics.mean(each) / unit:.1f}" if each else "" for each, unit in totals]
-    reached_in = ", ".join(reached)
-    before = [row.setting, row.label, reached_in, row.paper.rounds, final, row.paper.final, apart]
+    before = [row.setting, row.label, ", ".join(reached), row.paper.rounds, final, row.paper.final, apart]
     return [*before, *others, validation, epsilon, *costs]
 
 
@@ -220,24 +220,19 @@ def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
     score, groups = first.score, _groups(runs, finished=True)
     names = columns(score, timed)
     header = ("setting", "method", score.titled("threshold"), *names[:3], "paper", *names[3:5], "paper", *names[5:])
-    key = f"{first.evaluations[0]}-{score.name}"
-    costs = costs_of_groups(groups, key, timed) if groups else []
+    costs = costs_of_groups(groups, f"{first.evaluations[0]}-{score.name}", timed) if groups else []
     of_row = {(group.section, group.label): texts for group, texts in zip(groups, costs, strict=True)}
     cells = []
     for row, _ in runs:
         texts = of_row.get((row.setting, row.label), ["failed", *[""] * len(names)])
-        cells.append(
-            [row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]
-        )
+        cells += [[row.setting, row.label, *texts[:4], row.paper.gigabytes, *texts[4:6], row.paper.gflops, *texts[6:]]]
     return header, cells
 
 
 def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Runs, content: Json) -> None:
     spread, score = table.spread, runs[0][1][0].settings.score
-    of_rows = [
-        _cells(row, mine, spread, compared(content, entry))
-        for (row, mine), entry in zip(runs, content["rows"], strict=True)
-    ]
+    entries = zip(runs, content["rows"], strict=True)
+    of_rows = [_cells(row, mine, spread, compared(content, entry)) for (row, mine), entry in entries]
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {name: (table_header(score), of_rows)}
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in made.items()), ""]
     lines += [
@@ -265,10 +260,8 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
     groups = _groups(runs)
     names, served = served_table(groups)
     if served:
-        shown = [
-            [group.section, label, *(cell.text for cell in row)]
-            for group, (label, row) in zip(groups, served, strict=True)
-        ]
+        both = zip(groups, served, strict=True)
+        shown = [[group.section, label, *(cell.text for cell in row)] for group, (label, row) in both]
         tables[f"{name}-served"] = (("setting", "method", *names), shown)
         lines += ["## Who is served", "", _filled_columns(*tables[f"{name}-served"]), ""]
     out.mkdir(parents=True, exist_ok=True)

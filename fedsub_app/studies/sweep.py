@@ -20,12 +20,13 @@ from optuna.distributions import CategoricalDistribution
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.text import markdown
-from fedsub_app.config import resolve
 from fedsub_app.reports.compare import summary_table
+from fedsub_app.reports.curves import Group
 from fedsub_app.reports.export import csv_text
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import svg
-from fedsub_app.reports.records import Group, read_run
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import runs_folder
 from fedsub_app.settings import Settings
 from fedsub_app.studies.batch import facts, gpus_of, run_all
@@ -37,19 +38,15 @@ TEST = ("global", "global-local", "personal")
 def sweep(
     experiment: str,
     pairs: Sequence[str],
-    *,
-    trials: int | None = None,
-    method: str | None = None,
-    metric: str | None = None,
-    seeds: int = 1,
-    workers: int | None = None,
-    slurm: Sequence[str] = (),
-    out: Path | None = None,
+    trials: int | None,
+    method: str | None,
+    metric: str | None,
+    seeds: int,
+    workers: int | None,
+    slurm: Sequence[str],
+    out: Path | None,
 ) -> int:
-    """Run or continue a sweep; write its tables, picture, page and best settings; returns the exit code.
-
-    The arguments are the command's options; ``pairs``: see :func:`~fedsub_app.studies.trials.read_space`.
-    """
+    """Run or continue a sweep, write its tables, pictures, page and best settings; returns the exit code."""
     fixed, space = read_space(pairs)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
     settings = [resolve(search.overrides(keys)) for keys in search.examples()]

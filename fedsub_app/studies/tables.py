@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Count, CountOrZero, Value
-from fedsub_app.config import applicable_keys
+from fedsub_app.runs.config import applicable_keys
 
 
 class Entry(BaseModel):
@@ -94,16 +94,12 @@ class Table(Entry):
 
     @property
     def rows(self) -> list["Row"]:
-        return [
-            Row(
-                setting.name,
-                method.label,
-                applicable_keys({"experiment": setting.experiment} | setting.overrides | method.overrides),
-                setting.paper.get(method.label, Paper()),
-            )
-            for setting in self.settings
-            for method in self.methods
-        ]
+        rows = []
+        for setting in self.settings:
+            for method in self.methods:
+                keys = applicable_keys({"experiment": setting.experiment} | setting.overrides | method.overrides)
+                rows.append(Row(setting.name, method.label, keys, setting.paper.get(method.label, Paper())))
+        return rows
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.config import applicable_keys, defaults, is_list
+from fedsub_app.runs.config import applicable_keys, defaults, is_list
 from fedsub_app.studies.batch import Job
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -131,10 +131,7 @@ class Search:
         return grid[: self.trials]
 
     def examples(self) -> list[dict[str, Value]]:
-        """Return searched keys in which each value of a list and both ends of each range occur.
-
-        A key of a method that is itself searched is tried with that method.
-        """
+        """Return searched keys with each value of a list and both ends of each range, each key with its method."""
         values: dict[str, list[Any]] = {
             key: list(of.choices) if isinstance(of, CategoricalDistribution) else [of.low, of.high]
             for key, of in self.space.items()
@@ -175,10 +172,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search whose trials and their runs are kept in the folder ``out``, and ranked by a metric.
-
-    ``metric``: a kind of score at the end of a run, such as ``"personal-validation"``.
-    """
+    """A search with its trials and runs in ``out``, ranked by a final ``metric`` such as ``"personal-validation"``."""
 
     search: Search
     metric: str

@@ -188,8 +188,7 @@ class _Term(NamedTuple):
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:
     """Raise ValueError where an update does not fit the old model.
 
-    It has an unknown name, another shape, a mask that is not bool, a mask beside a slice, or rows or columns that
-    ``old`` lacks or that are not ascending.
+    Unknown name, other shape, mask not bool or beside a slice, rows or columns that ``old`` lacks or not ascending.
     """
     masks, slices = update.masks or {}, update.slices or {}
     for name, x in update.tensors.items():

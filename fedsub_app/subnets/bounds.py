@@ -59,10 +59,7 @@ def usual(values: Sequence[Size], past: Tensor | None, start: Size) -> Size:
 
 
 def remembered(past: Tensor | None, values: Sequence[Size], bound: Size) -> Tensor:
-    """Return the usual sizes of the last rounds with this round's median at the end.
-
-    The median counts as at most ``GROWTH`` times ``bound``, :func:`usual` of the same values.
-    """
+    """Return the last rounds' usual sizes and this round's median, which counts as at most ``GROWTH * bound``."""
     new = [min(median_low([v[k] for v in values]), GROWTH * bound[k]) for k in (0, 1)]
     rows = torch.tensor([new], dtype=torch.float64)
     return rows if past is None else torch.cat([past, rows])[-WINDOW:]
@@ -80,8 +77,7 @@ def within(x: Tensor, start: Tensor, have: Size, bound: Size) -> Tensor:
     """
     if fits(have, bound):
         return x
-    change = (x - start).mul_(min(1.0, bound.rms / have.rms))
-    return change.clamp_(-bound.peak, bound.peak).add_(start)
+    return (x - start).mul_(min(1.0, bound.rms / have.rms)).clamp_(-bound.peak, bound.peak).add_(start)
 
 
 Sizes = Mapping[str, Size]  # tensor name -> size of its change

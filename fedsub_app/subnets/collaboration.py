@@ -39,8 +39,7 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
     matrix = (torch.diag(variances.double()) + differences @ differences.T).numpy()
     values, vectors = np.linalg.eigh(matrix)
     if values.min() < 0:  # rounding only: the sum of two such matrices has none
-        kept = np.where(values >= SMALLEST_EIGENVALUE, values, 0.0)
-        matrix = (vectors * kept) @ vectors.T
+        matrix = (vectors * np.where(values >= SMALLEST_EIGENVALUE, values, 0.0)) @ vectors.T
     scale = max(float(np.abs(matrix).max()), 1e-30)
     count = len(h)
     result = minimize(

@@ -27,11 +27,7 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
     """Return ``||row - start||²`` for each of ``rows``; inf where it overflows float32, nan where a row holds NaN.
 
     The result of a row does not depend on other rows. For small rows it takes a sixth of the time of one call a row.
-
-    Parameters
-    ----------
-    rows : float32 ``[n, ...]``, contiguous.
-    start : float32 ``[...]``.
+    ``rows``: float32 ``[n, ...]``, contiguous. ``start``: float32 ``[...]``.
     """
     flat, at = rows.reshape(len(rows), start.numel()), start.reshape(-1)
     if not rows.numel():
@@ -58,8 +54,7 @@ def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
     """Return ``||mask (x - start)||²`` like :func:`squares`; ``mask``: bool that broadcasts, None for all positions."""
     if mask is None:
         return squares(x[None], start)[0]
-    difference = (x - start).mul_(mask)
-    return float(torch.linalg.vector_norm(difference)) ** 2
+    return float(torch.linalg.vector_norm((x - start).mul_(mask))) ** 2
 
 
 class NormGuard(Generic[T]):
@@ -87,10 +82,7 @@ class NormGuard(Generic[T]):
         self._begun = False
 
     def add(self, item: T, norms: Mapping[str, float]) -> list[tuple[T, str]]:
-        """Return the updates that are decided by now, in their order, each with the reason of its refusal or "".
-
-        ``norms``: kind of tensors -> Euclidean norm, >= 0.
-        """
+        """Return the updates that are decided by now, each with its refusal or ""; ``norms``: kind -> norm >= 0."""
         self._waiting.append((item, norms))
         return self.rest() if self._begun or len(self._waiting) == self.first else []
 

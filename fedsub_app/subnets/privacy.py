@@ -67,8 +67,7 @@ def secret_normal(shape: torch.Size) -> Tensor:
     if not count:
         return torch.empty(shape)
     bits = torch.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=torch.int64)
-    uniform = ((bits & (2**52 - 1)).double() + 0.5) / 2**52
-    numbers: Tensor = torch.special.ndtri(uniform).float()
+    numbers: Tensor = torch.special.ndtri(((bits & (2**52 - 1)).double() + 0.5) / 2**52).float()
     return numbers.reshape(shape)
 
 

@@ -95,15 +95,11 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     weights = tuple(f"{name}.weight" for name in layers if f"{name}.weight" in shapes)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    scales = {
-        group.name: row
-        for group in (() if pruning == "unstructured" else unit_groups(model))
-        for row in group.rows
-        if row in norms
-    }
+    every = () if pruning == "unstructured" else unit_groups(model)
+    scales = {group.name: row for group in every for row in group.rows if row in norms}
     if pruning != "unstructured" and not scales:
         raise ValueError("no layer has a BatchNorm behind it whose scaling factors could say which channels go")
-    groups = tuple(group for group in unit_groups(model) if group.name in scales) if scales else ()
+    groups = tuple(group for group in every if group.name in scales)
     sizes = {name: p.numel() for name, p in model.named_parameters() if name in shapes}
     return Prunable(groups, scales, weights, shapes, sizes)
 
@@ -149,8 +145,7 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
 def last_share(pruned: float, target: float, share: float, hybrid: bool) -> float:
     """Return the share of an event: ``share``, or less where ``target`` is nearer.
 
-    The share of the remaining weights (as published) is ``(target - pruned) / (1 - pruned)``; unstructured pruning
-    limits it to 0.05, hybrid pruning subtracts 0.05 if it is above 0.16.
+    It is ``(target - pruned) / (1 - pruned)``, unstructured at most 0.05, hybrid less 0.05 above 0.16 (as published).
     """
     if target - pruned >= share:
         return share

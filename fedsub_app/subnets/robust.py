@@ -28,13 +28,9 @@ def clipped(contribution: Contribution, old: Mapping[str, Tensor], distance: flo
     """Return a contribution with its change of the model scaled down to a norm of ``limit``, if it is longer.
 
     ``old + (x - old) min(1, limit / distance)``, up to the rounding of float32; McMahan et al. 2018,
-    https://arxiv.org/abs/1710.06963, flat clipping.
-
-    Parameters
-    ----------
-    old : the model that the client started from.
-    distance : Euclidean norm of the change, at the positions that the contribution's masks cover; finite.
-    limit : upper bound on that norm, > 0.
+    https://arxiv.org/abs/1710.06963, flat clipping. ``old``: the model that the client started from. ``distance``:
+    Euclidean norm of the change, at the positions that the contribution's masks cover; finite. ``limit``: upper bound
+    on that norm, > 0.
     """
     if distance <= limit:
         return contribution
@@ -47,13 +43,9 @@ def clipped(contribution: Contribution, old: Mapping[str, Tensor], distance: flo
 class RobustMean:
     """A robust mean instead of the weighted one; it keeps all contributions until :meth:`result` is called.
 
-    Parameters
-    ----------
-    old : tensor name -> float tensor of any shape. Not modified, and not copied.
-    rule : "median", "trimmed" or "krum".
-    trim_fraction : beta in [0, 0.5): of the c values of a position the floor(beta c) smallest and as many of the
-        largest are left out.
-    byzantine : Krum's f >= 0.
+    ``old``: tensor name -> float tensor of any shape. Not modified, and not copied. ``rule``: "median", "trimmed" or
+    "krum". ``trim_fraction``: beta in [0, 0.5): of the c values of a position the floor(beta c) smallest and as many of
+    the largest are left out. ``byzantine``: Krum's f >= 0.
     """
 
     def __init__(self, old: Mapping[str, Tensor], rule: str, trim_fraction: float = 0.0, byzantine: int = 0) -> None:
@@ -64,10 +56,8 @@ class RobustMean:
     def add(self, updates: Sequence[Contribution]) -> None:
         """Keep the clients' contributions.
 
-        Raises
-        ------
-        ValueError
-            If an update does not fit the old model, or with Krum has masks or slices or other tensors than the first.
+        ValueError: if an update does not fit the old model, or with Krum has masks or slices or other tensors than the
+        first.
         """
         for update in updates:
             check(self._old, update)
@@ -78,10 +68,7 @@ class RobustMean:
 
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
-        """Return the robust mean, the old value where no client covers a position.
-
-        ``server_lr`` is the step from the old model (0) to the mean (1).
-        """
+        """Return the robust mean, the old value where none covers; ``server_lr``: step from the old model to it."""
         if self._rule == "krum":
             chosen = self._kept[krum([update.tensors for update in self._kept], self._byzantine)].tensors
             means = {name: chosen.get(name, old) for name, old in self._old.items()}
@@ -110,17 +97,10 @@ def inner_mean(
     """Return, for every position, the mean of the values that cover it without the smallest and the largest ones.
 
     The order of the values has no influence, and the result lies between the smallest and the largest value that is not
-    left out: sums are of float64.
-
-    Parameters
-    ----------
-    values : tensors of the shape of ``old``, finite.
-    masks : bool that broadcasts to that shape, None for all positions; one for each of ``values``.
-    left_out : number of values -> number left out at either end; fewer than half of them.
-
-    Returns
-    -------
-    float32 of the shape of ``old``, which it equals at a position that no value covers.
+    left out: sums are of float64. ``values``: tensors of the shape of ``old``, finite. ``masks``: bool that broadcasts
+    to that shape, None for all positions; one for each of ``values``. ``left_out``: number of values -> number left out
+    at either end; fewer than half of them. Returns float32 of the shape of ``old``, which it equals at a position that
+    no value covers.
     """
     if not values or not old.numel():
         return old.float()
@@ -151,17 +131,9 @@ def inner_mean(
 def krum(updates: Sequence[Mapping[str, Tensor]], byzantine: int) -> int:
     """Return the position of the update with the smallest score, the first one of equal scores.
 
-    The score of an update is the sum of its squared distances to the n - f - 2 closest others.
-
-    Parameters
-    ----------
-    updates : named float tensors, the same names and shapes in all.
-    byzantine : f >= 0, number of updates that may be hostile.
-
-    Raises
-    ------
-    ValueError
-        Fewer than 2 f + 3 updates.
+    The score of an update is the sum of its squared distances to the n - f - 2 closest others. ``updates``: named float
+    tensors, the same names and shapes in all. ``byzantine``: f >= 0, number of updates that may be hostile. ValueError:
+    fewer than 2 f + 3 updates.
     """
     count = len(updates)
     if count < 2 * byzantine + 3:

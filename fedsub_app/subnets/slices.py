@@ -39,10 +39,7 @@ def position(index: Index) -> tuple[Any, ...]:
 
 
 def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
-    """Return the shape of a tensor's slice.
-
-    ValueError, whose message continues a tensor's name: the index is not int64 and ascending, or not within the shape.
-    """
+    """Return a slice's shape; ValueError, continuing a name: the index is not ascending int64, or outside the shape."""
     sizes = list(shape)
     for axis, wanted in enumerate(index):
         if wanted is None:

@@ -1,1 +1,1 @@
-"""A client's work on its own machine: workplace, local training, optimizer, objectives, costs, durable state."""
+"""The problem, and a client's work on its machine: workplace, training, optimizer, objectives, costs, durable state."""

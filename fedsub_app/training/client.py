@@ -105,9 +105,7 @@ class ClientTools:
 
     def augmentation(self) -> torch.Generator | None:
         """Return the generator of the next run's augmentation, ``None`` without any."""
-        if self.settings.augment == "none":
-            return None
-        return self.generator(f"augmentation {next(self._runs)}")
+        return None if self.settings.augment == "none" else self.generator(f"augmentation {next(self._runs)}")
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -182,12 +180,7 @@ class ClientTools:
         return itertools.chain.from_iterable(self.epochs(epochs, purpose))
 
     def fit(
-        self,
-        names: Collection[str] | None = None,
-        *,
-        epochs: int | None = None,
-        purpose: str = "batches",
-        **how: Any,
+        self, names: Collection[str] | None = None, *, epochs: int | None = None, purpose: str = "batches", **how: Any
     ) -> "Training":
         """Train all tensors, or ``names``, for some epochs with a fresh optimizer; ``how`` is :class:`Training`'s."""
         training = Training(self, names, **how)
@@ -195,10 +188,7 @@ class ClientTools:
         return training
 
     def slopes(self, model: Mapping[str, Tensor], batch: Tensor) -> tuple[Tensor, Tensors]:
-        """Return the loss on a mini-batch, given as indices, at other weights, and its gradients in these.
-
-        Tensors that ``model`` lacks are the network's; nothing of it changes.
-        """
+        """Return the loss on a mini-batch (indices) and its gradient at other weights; others are the network's."""
         weights = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
         others = {name: tensor.detach().clone() for name, tensor in self.network.tensors.items() if name not in weights}
         loss = self.loss(self.network(self.x[batch], others | weights), self.y[batch])
@@ -278,10 +268,7 @@ class Training:
         self._extra = 0.0
 
     def run(self, batches: Iterable[Tensor], ahead: bool = True) -> None:
-        """Train on these mini-batches (index tensors), continuing with the optimizer; add the costs to the client.
-
-        ``ahead``: whether the batches may all be taken before the first step (``stack-clients``).
-        """
+        """Train on mini-batches (index tensors), continuing the optimizer; ``ahead``: all may be taken at once."""
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
@@ -311,10 +298,7 @@ class Training:
         client.state |= self.objective.remember(self.network.tensors)
 
     def descend(self, x: Batch, y: Tensor, forward: Forward | None = None) -> Tensor:
-        """Make one optimizer step on a mini-batch and return the loss before it, detached.
-
-        ``forward`` runs the network in another way, under a mask for example.
-        """
+        """Make a step on a mini-batch; return the loss before it, detached; ``forward`` runs the network otherwise."""
         if self.compiled and forward is None and len(y) == self.client.settings.batch_size:
             loss = self.network.compiled(self.client.place.problem.task.loss)(x, y)  # type: ignore[arg-type]
         else:

@@ -17,14 +17,11 @@ from torch.utils.flop_counter import flop_registry
 
 from fedsub_app.common.inputs import blank
 from fedsub_app.models import UnitGroup, narrowed, trainable
-from fedsub_app.problem import Problem
+from fedsub_app.training.problem import Problem
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of the operations that run in it, by torch's formulas.
-
-    torch's own FlopCounterMode imports torch._dynamo, which takes longer than a short run.
-    """
+    """Adds up FLOPs by torch's formulas; torch's FlopCounterMode imports torch._dynamo, longer than a short run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,14 +95,12 @@ def published_flops(forward: float, contrastive: bool) -> float:
     return forward / 2 * (2 if contrastive else 1)
 
 
-def subnet_flops(
-    problem: Problem, model: nn.Module, groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor]
-) -> int:
+def subnet_flops(problem: Problem, model: nn.Module, groups: Sequence[UnitGroup], masks: Mapping[str, Tensor]) -> int:
     """Return the FLOPs of training the network of the units that are on, as if it were physically that small.
 
     Executed with masks (as FedPeWS does) the full network costs :func:`training_flops`.
 
-    ``unit_masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit at least, all without a mask.
+    ``masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit at least, all without a mask.
     """
-    widths = {name: max(1, int(mask.sum())) for name, mask in unit_masks.items()}
+    widths = {name: max(1, int(mask.sum())) for name, mask in masks.items()}
     return training_flops(problem, narrowed(model, groups, widths))

@@ -7,21 +7,18 @@ from torch import Tensor, nn
 
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator as seeded
+from fedsub_app.common.tasks import Sums, Task
 from fedsub_app.data import AnySamples
-from fedsub_app.tasks import Sums, Task
 
 EVALUATION_BATCH = 512  # samples, at most
 
 
-def epoch(
-    count: int, batch_size: int, generator: torch.Generator, skip_single: bool, device: torch.device
-) -> list[Tensor]:
+def epoch(count: int, batch_size: int, draws: torch.Generator, skip_single: bool, device: torch.device) -> list[Tensor]:
     """Return the mini-batches of one pass over ``count`` samples in a fresh order, as index tensors (int64).
 
-    One copy moves all of them to ``device``. ``skip_single`` leaves out a last batch of one sample, on which batch
-    normalisation cannot train.
+    One copy moves all to ``device``. ``skip_single``: without a last batch of one, on which BatchNorm cannot train.
     """
-    parts = torch.randperm(count, generator=generator).to(device).split(batch_size)
+    parts = torch.randperm(count, generator=draws).to(device).split(batch_size)
     return [part for part in parts if not (skip_single and len(part) == 1 < count)]
 
 
@@ -36,8 +33,7 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator) -> Tenso
     padded[:, :, padding : padding + height, padding : padding + width] = x
     top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=generator)
     rows, columns = top + torch.arange(height), left + torch.arange(width)
-    flipped = torch.rand(n, 1, generator=generator) < 0.5
-    columns = torch.where(flipped, columns.flip(1), columns)
+    columns = torch.where(torch.rand(n, 1, generator=generator) < 0.5, columns.flip(1), columns)
     rows, columns = torch.cat((rows, columns), 1).to(x.device).split((height, width), 1)
     each = torch.arange(n, device=x.device).view(-1, 1, 1)
     picked = padded.permute(0, 2, 3, 1)[each, rows.view(n, -1, 1), columns.view(n, 1, -1)]
@@ -57,8 +53,7 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
     """
     size = evaluation_batch(count)
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules()):
-        order = torch.randperm(count, generator=seeded("order of evaluation"))
-        return list(order.to(device).split(size))
+        return list(torch.randperm(count, generator=seeded("order of evaluation")).to(device).split(size))
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -82,7 +77,6 @@ def evaluate(task: Task, model: nn.Module, x: Batch | AnySamples, y: Tensor) -> 
     """Return the task's metrics of ``model`` in evaluation mode, by name; restores the model's mode."""
     training = model.training
     model.eval()
-    batches = evaluation_batches(model, len(y), y.device)
-    sums = added(sums_of(task, model, x[batch], y[batch]) for batch in batches)
+    sums = added(sums_of(task, model, x[batch], y[batch]) for batch in evaluation_batches(model, len(y), y.device))
     model.train(training)
     return task.metrics(sums)

@@ -26,10 +26,7 @@ class Objective:
     def term(
         self, x: Batch, output: Output, forward: Forward, reduction: Literal["mean", "none"] = "mean"
     ) -> Tensor | None:
-        """Return the term added to the loss on ``x``, for which ``forward`` has just computed ``output``; None: none.
-
-        With ``reduction = "none"`` it is one number a sample.
-        """
+        """Return the term added to the loss on ``x``, or None; ``reduction = "none"``: one number a sample."""
         return None
 
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
@@ -41,10 +38,7 @@ class Objective:
 
 
 class Prox(Objective):
-    """``mu / 2 * ||w - anchor||²`` (FedProx, Li et al. 2020, Eq. 2): two fused operations instead of a graph.
-
-    ``anchor``: w_global of the round by name, on the network's device; ``mu`` >= 0.
-    """
+    """``mu / 2 * ||w - anchor||²`` (FedProx, Eq. 2) in two fused operations; ``anchor``: w_global, on the device."""
 
     def __init__(self, anchor: Tensors, mu: float) -> None:
         self.others = (anchor,)

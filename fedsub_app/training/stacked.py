@@ -213,8 +213,7 @@ class _Stack:
     def _forward(self, x: Batch, tensors: Mapping[str, Tensor] | None) -> Output:
         """Run all clients' networks; returns the outputs of their samples one after the other."""
         if self.objective.forwards:
-            output = vmap(self.network)(x, tensors or self.now)
-            return Output(*(part.flatten(0, 1) for part in output))
+            return Output(*(part.flatten(0, 1) for part in vmap(self.network)(x, tensors or self.now)))
         logits = vmap(self.network.module_with)(self.now, x).flatten(0, 1)
         return Output(logits, logits)  # no term needs its features
 

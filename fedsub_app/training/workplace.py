@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.device import pick_device
+from fedsub_app.common.run_files import initial_model
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.data import AnySamples, Partition, make_partition
 from fedsub_app.models import Network, base_digest, narrowed, tensors_of, widths_of
-from fedsub_app.problem import Problem
-from fedsub_app.run_files import initial_model
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,17 +75,14 @@ class Workplace:
 
     def initial(self, seed: int | None = None) -> Tensors:
         """Return the initial global model, from the seed or as the server sent it, or another seed's model."""
-        if self.first and seed is None:
-            return self.first()
-        return tensors_of(self.problem.network(seed))
+        return self.first() if self.first and seed is None else tensors_of(self.problem.network(seed))
 
 
 @lru_cache(maxsize=1)
 def workplace(settings: Settings, problem: Problem | None = None, state: Path | None = None) -> Workplace:
     """Load data, partition and model once per process and settings.
 
-    ``problem``: in the place of the named one. ``state``: the node's folder of the run, where the initial global model
-    of ``start-from`` is.
+    ``problem``: in the place of the named one; ``state``: the node's folder of the run, with the initial model.
     """
     problem = problem or Problem.of(settings)
     partition = make_partition(problem.data, settings.partitioning)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
+from fedsub_app.runs.config import resolve
 
 Run = Callable[..., tuple[Json, Path]]
 

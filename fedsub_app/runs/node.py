@@ -22,11 +22,11 @@ from fedsub_app.common.errors import UserError, one_line, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.inputs import shape_shown
 from fedsub_app.common.own_code import bundled
+from fedsub_app.common.run_files import Config, initial_file, keep_settings, kept_settings, simulated, state_folder
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.config import resolve
 from fedsub_app.data import private_name
 from fedsub_app.data.names import data_folder
 from fedsub_app.data.settings import SOURCES
@@ -34,16 +34,16 @@ from fedsub_app.data.text import TRAINED
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, SECURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
-from fedsub_app.methods import METHODS
 from fedsub_app.models import other_base
-from fedsub_app.problem import Problem, own_code
-from fedsub_app.run_files import Config, initial_file, keep_settings, kept_settings, simulated, state_folder
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.secure.client import SECRET, withheld
 from fedsub_app.secure.client import answer as secure_answer
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.privacy import noisy
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.local import evaluation_batches, sums_of
+from fedsub_app.training.problem import Problem, own_code
 from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 

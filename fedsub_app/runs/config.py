@@ -20,7 +20,7 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import section_of
 from fedsub_app.common.section import Listed, Section, Value, flatten
 from fedsub_app.common.spelling import check_experiment, check_keys, check_method
-from fedsub_app.methods import METHODS, Method, check_name, installed, register_outside
+from fedsub_app.runs.methods import METHODS, Method, check_name, installed, register_outside
 from fedsub_app.settings import Settings
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -37,12 +37,8 @@ def _sections() -> dict[str, type[Section]]:
 @cache
 def fields() -> dict[str, FieldInfo]:
     """Return every key with its field."""
-    return {
-        f"{prefix}{field.alias}": field
-        for prefix, section in _sections().items()
-        for field in section.model_fields.values()
-        if not field.exclude
-    }
+    every = [(prefix, field) for prefix, of in _sections().items() for field in of.model_fields.values()]
+    return {f"{prefix}{field.alias}": field for prefix, field in every if not field.exclude}
 
 
 @cache
@@ -70,10 +66,7 @@ def register_installed() -> None:
 
 
 def check(values: Mapping[str, Value], source: str = "") -> None:
-    """Register the methods from outside that keys name; raise :class:`UserError` for the first unknown key.
-
-    ``source``: the file that the keys are in, `` in my.toml``.
-    """
+    """Register outside methods that keys name; :class:`UserError`: an unknown key, of ``source`` (`` in my.toml``)."""
     named = [key.partition(".")[0] for key in values if "." in key and ":" not in key]  # a key runs no code
     for name in [*named, values.get("method")]:
         if isinstance(name, str) and register_outside(name):
@@ -83,16 +76,12 @@ def check(values: Mapping[str, Value], source: str = "") -> None:
 
 def describe() -> dict[str, tuple[str, str, str]]:
     """Return every key with its default, its allowed values and its meaning, as text."""
-    return {
-        key: (json.dumps(defaults()[key]), _allowed(field).strip(), " ".join(_about(key)))
-        for key, field in fields().items()
-    }
+    return {k: (json.dumps(defaults()[k]), _allowed(f).strip(), " ".join(_about(k))) for k, f in fields().items()}
 
 
 def _about(key: str) -> list[str]:
     section, _, own_key = key.rpartition(".")
-    text = _sections()[section and f"{section}."].docstrings().get(own_key, "")
-    return [line for line in text.splitlines() if line]
+    return [line for line in _sections()[section and f"{section}."].docstrings().get(own_key, "").splitlines() if line]
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -110,10 +99,7 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def as_toml() -> str:
-    """Return ``[tool.flwr.app.config]`` of pyproject.toml: Flower refuses a key that is not there.
-
-    Every key with its default, the words that are allowed and the first line of what it means.
-    """
+    """Return ``[tool.flwr.app.config]`` of pyproject.toml, with all keys: Flower refuses one that is not there."""
     lines = ["# A copy of the defaults that stand in the classes; made by `make settings`."]
     for prefix, section in _sections().items():
         if section.model_fields:
@@ -150,10 +136,7 @@ def canonical(key: str, value: Value) -> Value:
 
 
 def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
-    """Return an experiment's keys on top of those of the experiment that it ``extends``.
-
-    ``extending``: the experiments that led to this one, each of which extends the next.
-    """
+    """Return an experiment's keys on top of those of the one that it ``extends``; ``extending``: those before it."""
     source = f"{conf_name(experiment_file(extending[-1]))}: extends" if extending else "experiment"
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
@@ -198,8 +181,7 @@ def base_keys(experiment: str, method: str) -> dict[str, Value]:
     check_method(method, METHODS)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
-    kept = {key: value for key, value in keys.items() if _is_of(key, method)}
-    return kept | dict(METHODS[method].preset)
+    return {key: value for key, value in keys.items() if _is_of(key, method)} | dict(METHODS[method].preset)
 
 
 def _is_of(key: str, method: object) -> bool:
@@ -225,8 +207,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     """
     check(overrides)
     name = overrides.get("experiment", "")
-    chosen = _read_experiment(str(name)) if name else {}
-    given = chosen | dict(overrides)
+    given = (_read_experiment(str(name)) if name else {}) | dict(overrides)
     _check_values(given)
     values = defaults() | given
     method = values["method"]

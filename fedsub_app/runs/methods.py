@@ -83,9 +83,7 @@ METHODS = {
     "fedadam": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedAdam"),
     "fedyogi": Method("Reddi et al. 2021", keys.FedAdamSettings, "fedopt:FedYogi"),
     "fedadagrad": Method("Reddi et al. 2021", keys.FedAdagradSettings, "fedopt:FedAdagrad"),
-    "fedavg-ft": Method(
-        "FedAvg, fine-tuned by each client", keys.TuningSettings, client="parts:TunedClient", title="FedAvgFT"
-    ),
+    "fedavg-ft": Method("fine-tuned by each client", keys.TuningSettings, client="parts:TunedClient", title="FedAvgFT"),
     "ditto": Method("Li et al. 2021", keys.DittoSettings, "ditto:Ditto", "personal:DittoClient"),
     "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "parts:FedBNClient"),
     "apfl": Method("Deng, Kamani, Mahdavi 2020", keys.APFLSettings, "apfl:APFL", "personal:APFLClient"),
@@ -132,23 +130,14 @@ METHODS = {
     "istprox": Method(
         "IST with FedProx's term", keys.ISTSettings, "ist:IST", preset={"objective": "prox"}, title="ISTProx"
     ),
-    "heterofl": Method(
-        "HeteroFL, Diao, Ding, Tarokh 2021", keys.HeteroFLSettings, "heterofl:HeteroFL", "heterofl:HeteroFLClient"
-    ),
-    "fedrolex": Method(
-        "FedRolex, Alam et al. 2022", keys.HeteroFLSettings, "heterofl:FedRolex", "heterofl:HeteroFLClient"
-    ),
+    "heterofl": Method("Diao et al. 2021", keys.HeteroFLSettings, "heterofl:HeteroFL", "heterofl:HeteroFLClient"),
+    "fedrolex": Method("Alam et al. 2022", keys.HeteroFLSettings, "heterofl:FedRolex", "heterofl:HeteroFLClient"),
     "feddrop": Method(
         "Federated Dropout, Caldas et al. 2018", keys.HeteroFLSettings, "heterofl:FedDrop", "heterofl:HeteroFLClient"
     ),
     "fjord": Method("FjORD, Horváth et al. 2021", keys.FjORDSettings, "fjord:FjORD", "heterofl:FjORDClient"),
     "fiarse": Method("FIARSE, Wu et al. 2024", keys.FIARSESettings, "fiarse:FIARSE", "fiarse:FIARSEClient"),
-    "fedpart": Method(
-        "FedPart, Wang et al. 2024, and momentum aggregation",
-        keys.FedPartSettings,
-        "fedpart:FedPart",
-        "fedpart:FedPartClient",
-    ),
+    "fedpart": Method("Wang et al. 2024, momentum", keys.FedPartSettings, "fedpart:FedPart", "fedpart:FedPartClient"),
     "fedpews": Method("FedPeWS, Tastan et al. 2024", keys.FedPeWSSettings, "fedpews:FedPeWS", "fedpews:FedPeWSClient"),
 }
 BUILT_IN = frozenset(METHODS)  # without those that a program adds while it runs: `fedsub_app.register`
@@ -161,10 +150,7 @@ def installed() -> EntryPoints:
 
 
 def register_outside(name: str) -> bool:
-    """Register the method that a text names where it is none of this package's; returns whether it is another one now.
-
-    A name that is of no method is left alone.
-    """
+    """Register the method from outside that a text names, if it is one; returns whether it is another one now."""
     if ":" in name:
         found = named_code("method", name, Method)
     elif name in METHODS or not (entries := [*installed().select(name=name)]):
@@ -192,10 +178,7 @@ def _loaded(entry: EntryPoint) -> Method:
 
 
 def reported(methods: Collection[str]) -> dict[str, Reported]:
-    """Return the declared reports of these methods: key of a round's line -> its picture.
-
-    Names that are not registered, such as that of a removed method, report nothing.
-    """
+    """Return the declared reports of these methods, if they are registered: key of a round's line -> its picture."""
     strategies = [METHODS[name].strategy for name in METHODS if name in methods]
     return {key: about for strategy in strategies for key, about in strategy.reports.items()}
 

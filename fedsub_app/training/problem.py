@@ -10,35 +10,24 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor, nn
 
+from fedsub_app import models
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tasks import Task, task_of
 from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
 from fedsub_app.data.settings import SOURCES
-from fedsub_app.models import (
-    Trained,
-    adopted,
-    build_model,
-    freeze,
-    is_sourced,
-    load_tensors,
-    narrowed,
-    unit_groups,
-    with_base_of,
-    with_head,
-)
 from fedsub_app.models.sources import PACKAGES, answer, check_network, with_logits
 from fedsub_app.settings import Settings
-from fedsub_app.tasks import Task, task_of
 
 FIRST_SAMPLES = 32  # whose loss is tried before round 1
-WHOLE = Trained()
+WHOLE = models.Trained()
 Model = Callable[[], nn.Module]  # a network's class, or a function that makes one
 
 
@@ -58,7 +47,7 @@ class Problem:
     seed: int = 0
     head: str = ""
     width: float = 1.0
-    trained: Trained = WHOLE
+    trained: models.Trained = WHOLE
     name: str = ""
     start: Tensors | None = None
 
@@ -116,9 +105,9 @@ class Problem:
         elif seed is None or seed == self.seed:
             model = copy.deepcopy(self._frozen)  # which shares the base
         else:
-            model = with_base_of(self._freshly_frozen(seed), self._frozen)
+            model = models.with_base_of(self._freshly_frozen(seed), self._frozen)
         if self.start and seed is None:
-            load_tensors(model, self.start)
+            models.load_tensors(model, self.start)
         return model
 
     def unfrozen(self, seed: int | None = None) -> nn.Module:
@@ -128,7 +117,7 @@ class Problem:
 
     def _freshly_frozen(self, seed: int) -> nn.Module:
         with drawing(CPU, seed, "adapters"):
-            return freeze(self.unfrozen(seed), self.trained, self.name)
+            return models.freeze(self.unfrozen(seed), self.trained, self.name)
 
     @cached_property
     def _frozen(self) -> nn.Module:
@@ -136,11 +125,11 @@ class Problem:
         return self._freshly_frozen(self.seed)
 
 
-def trained_part(settings: Settings) -> Trained:
+def trained_part(settings: Settings) -> models.Trained:
     """Return the part of the network that the settings have trained."""
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     moves_base, again = settings.options.moves_base, settings.gradient_checkpointing
-    return Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
+    return models.Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
 
 
 def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
@@ -153,7 +142,7 @@ def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
 def with_named_head(model: nn.Module, head: str) -> nn.Module:
     """Return the network with the head that the key ``head`` names; :class:`UserError` where there is none such."""
     try:
-        return with_head(model, head) if head else model
+        return models.with_head(model, head) if head else model
     except ValueError as error:
         raise UserError(f"head = {head!r}: {error}") from None
 
@@ -161,10 +150,10 @@ def with_named_head(model: nn.Module, head: str) -> nn.Module:
 def _of_width(model: nn.Module, width: float) -> nn.Module:
     """Return the network with a fraction of each hidden layer's units; :class:`UserError` where none can be removed."""
     try:
-        groups = unit_groups(model)
+        groups = models.unit_groups(model)
     except TypeError as error:
         raise UserError(f"model-width = {width:g}: {error}") from None
-    return narrowed(model, groups, {group.name: group.kept(width) for group in groups})
+    return models.narrowed(model, groups, {group.name: group.kept(width) for group in groups})
 
 
 def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
@@ -180,18 +169,15 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
         if not isinstance(module, nn.Module):
             raise UserError(f"model = {shown(model)}: returned a {type(module).__name__}, must be a torch.nn.Module")
         with suppress(TypeError):
-            if not in_shape or (isinstance(module, nn.Sequential) and unit_groups(module)):
+            if not in_shape or (isinstance(module, nn.Sequential) and models.unit_groups(module)):
                 return with_logits(module)
-        return adopted(module, in_shape)
+        return models.adopted(module, in_shape)
 
     return build
 
 
 def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]:
-    """Return the shape of a network's output for one sample; :class:`UserError` where it has no axis of outputs.
-
-    Two samples go through it on the "meta" device, which computes nothing.
-    """
+    """Return the shape of the output for one sample, on "meta"; :class:`UserError` where it has no axis of outputs."""
     who = f"model = {type(module).__name__}"
     output = answer(module, who, in_shape, device="meta")
     if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != 2 or (task.classes and output.ndim > 2):
@@ -206,14 +192,14 @@ def _named(
     data: Dataset,
     wanted: tuple[str, tuple[str, ...]],
     network: tuple[str, int | None, str],
-    start: tuple[int, str, float, Trained],
+    start: tuple[int, str, float, models.Trained],
 ) -> Problem:
     (model, hidden, options), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
-        return build_model(model, data.in_shape, data.num_classes, of_seed, hidden, options)
+        return models.build_model(model, data.in_shape, data.num_classes, of_seed, hidden, options)
 
     problem = Problem(data, build, task, *start, model)
-    if is_sourced(model):
+    if models.is_sourced(model):
         check_network(problem.network(), model, data.in_shape, task.output(data.train_y, data.num_classes))
     return problem

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Json, Value
-from fedsub_app.reports import pictures
+from fedsub_app.reports.records import read_run
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
+    from fedsub_app.common.tasks import Task
     from fedsub_app.federation.workers import App
-    from fedsub_app.problem import Model, Problem
-    from fedsub_app.tasks import Task
+    from fedsub_app.training.problem import Model, Problem
 
 log = logging.getLogger("fedsub")
 
@@ -41,10 +41,10 @@ def run_local(
     from fedsub_app.client_app import NodeApp
     from fedsub_app.common.device import pick_device, visible_gpus
     from fedsub_app.common.own_code import OWN
+    from fedsub_app.common.tasks import registered
     from fedsub_app.federation.workers import local_grid
-    from fedsub_app.node import given
-    from fedsub_app.problem import Problem
-    from fedsub_app.tasks import registered
+    from fedsub_app.runs.node import given
+    from fedsub_app.training.problem import Problem
 
     if (model is None) != (data is None):
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
@@ -90,11 +90,11 @@ def _draw(folder: Path, wait: bool) -> None:
     """Draw a run's pictures, or start a process that does, for matplotlib takes a second; a failure is logged only."""
     try:
         if wait:
-            pictures.draw_run(folder)
+            read_run(folder).draw()
             return
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         subprocess.Popen(
-            [sys.executable, "-m", "fedsub_app.reports.pictures", str(folder)],
+            [sys.executable, "-m", "fedsub_app.reports.records", str(folder)],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -75,10 +75,7 @@ class Task(ABC):
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
         """Return y in the dtype that the loss takes, checked against the shape of a network's output for one sample.
 
-        Raises
-        ------
-        ValueError
-            What y is and what it must be.
+        ValueError: what y is and what it must be.
         """
         return y
 
@@ -123,8 +120,7 @@ class FurtherMetrics(Classification):
         pairs = torch.bincount(y * classes + output.argmax(1), minlength=classes**2).view(classes, classes)
         sums: Sums = super().sums(output, y) | {"pairs": pairs}
         if "auc" in self.others:
-            odds = torch.logit(output.double().softmax(1), eps=1e-9)
-            sums |= rank_counts(odds, F.one_hot(y, classes).bool())
+            sums |= rank_counts(torch.logit(output.double().softmax(1), eps=1e-9), F.one_hot(y, classes).bool())
         return sums
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -237,10 +233,7 @@ class NextToken(Classification):
 
 
 def rank_counts(scores: Tensor, true: Tensor) -> Sums:
-    """Return counts of ``positive`` and ``negative`` samples by their score, in bins of 0.01 from -10 to 10.
-
-    Both are int64 [labels, bins]; ``scores`` is float [n, labels], ``true`` bool [n, labels].
-    """
+    """Return int64 [labels, bins] of positive and negative samples by ``scores`` [n, labels], bins of 0.01 to ±10."""
     offsets = torch.arange(true.shape[1], device=true.device) * BINS
     bins = ((scores / LARGEST + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
 
@@ -282,12 +275,7 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
     return y
 
 
-TASKS: dict[str, Task] = {
-    "classification": Classification(),
-    "multi-label": MultiLabel(),
-    "regression": Regression(),
-    "next-token": NextToken(),
-}
+TASKS: dict[str, Task] = dict(zip(SCORES, (Classification(), MultiLabel(), Regression(), NextToken()), strict=True))
 
 
 def registered(task: Task) -> str:
