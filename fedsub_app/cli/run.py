@@ -47,14 +47,17 @@ def run(
         raise UserError(f"--engine {engine}: needs a checkout of fedsub, which Flower bundles; {other}")
     overrides = overrides_of(words, pairs, resume)
     settings = settings_of(overrides)  # bad input is said before torch is loaded
-    if dry_run:
-        from fedsub_app.runs.plan import plan
+    gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
+    try:
+        if dry_run:
+            from fedsub_app.runs.plan import plan
 
-        print(plan(settings))
-        return 0
-    if engine == "local":
-        return _run_local(overrides, workers)
-    return flower.run(engine, overrides)
+            print(plan(settings))
+            return 0
+        return _run_local(overrides, workers) if engine == "local" else flower.run(engine, overrides)
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def overrides_of(
@@ -80,7 +83,6 @@ def _set_keys(overrides: "dict[str, Value]", values: dict[str, str | bool], argu
 
 
 def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
-    gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
     from fedsub_app.deployment.engines import log_to_stdout, run_local
     from fedsub_app.runs.recorded import RunFailed
 
@@ -92,6 +94,4 @@ def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return EXIT_FAILED
-    finally:
-        gc.unfreeze()
     return 0
