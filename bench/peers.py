@@ -4,10 +4,10 @@
 images of CIFAR's shape, batches of 10, one epoch, SGD, one thread a process, no evaluation. Each repetition is a
 process of its own; the peers take turns, and the first round of each does not count. Minima are compared.
 
-The peers are no dependencies of fedsub. They go into an environment of their own that sees torch and Flower::
+The peers are no dependencies of fedsub. They go into a folder of their own, which this process sees::
 
-    python -m venv --system-site-packages peers && . peers/bin/activate
-    pip install --no-deps --ignore-requires-python blazefl==2.0.3      # it asks for Python 3.12, and runs on 3.11
+    .venv/bin/pip install --no-deps --ignore-requires-python --target peers blazefl==2.0.3   # it asks for Python 3.12
+    PYTHONPATH=peers .venv/bin/python -m bench.peers
 
 A peer that is not installed is named and left out. The loop and the pool are those of ``bench/baselines.py``.
 """
@@ -166,7 +166,9 @@ def flower(case: Case) -> list[float]:
             return configured(*arguments, **keywords)
 
         strategy.configure_train = configure  # type: ignore[method-assign]
-        strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=case.rounds + 2)
+        result = strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=case.rounds + 2)
+        if len(result.train_metrics_clientapp) < case.rounds + 2:  # clients that fail end no run
+            raise RuntimeError("Flower's clients have failed")
 
     backend: Json = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": WORKERS}}
     run_simulation(server, client, case.clients, backend_config=backend)
@@ -219,4 +221,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from bench.peers import main as importable  # Ray's processes find what is in a module
+
+    sys.exit(importable())
