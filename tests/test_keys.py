@@ -14,11 +14,18 @@ from fedsub_app.deployment import keys as module
 from fedsub_app.deployment.keys import make_keys
 
 
-def handshake(server: Path, client: Path, host: str) -> None:
-    """Connect, with the server's certificate of one folder and the authority of another. Raises where it is refused."""
+def handshake(server: Path, client: Path, host: str, user: Path | None = None) -> None:
+    """Connect, with the server's certificate of one folder and the authority of another. Raises where it is refused.
+
+    ``user``: the certificate of a client of whom the server asks for one of its users'.
+    """
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(server / "server.pem", server / "server.key")
     theirs = ssl.create_default_context(cafile=client / "ca.crt")
+    if user:
+        ours.load_verify_locations(server / "users.pem")
+        ours.verify_mode = ssl.CERT_REQUIRED
+        theirs.load_cert_chain(user, user.with_suffix(".key"))
     theirs.verify_flags |= ssl.VERIFY_X509_STRICT  # Python's default from 3.13 on
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [theirs.wrap_bio(down, up, server_hostname=host), ours.wrap_bio(up, down, server_side=True)]
@@ -66,6 +73,46 @@ def test_others_are_not(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     handshake(old, old, "localhost")
 
 
+def test_a_user_is_one_whose_certificate_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is deleted or has ended. Another folder's user, and the server's own certificate, are refused."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        make_keys(folder, users=["ann", "bob"])
+    for name in ("ann", "bob"):
+        handshake(ours, ours, "localhost", ours / f"user-{name}.pem")
+    for stranger in (theirs / "user-ann.pem", theirs / "server.pem", ours / "server.pem"):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake(ours, ours, "localhost", stranger)
+    assert stat.S_IMODE((ours / "user-ann.key").stat().st_mode) == 0o600
+
+    (ours / "user-bob.pem").rename(tmp_path / "user-bob.pem")
+    (ours / "user-bob.key").rename(tmp_path / "user-bob.key")
+    assert make_keys(ours, users=["ann"]) == [ours / "users.pem"]
+    handshake(ours, ours, "localhost", ours / "user-ann.pem")
+    with pytest.raises(ssl.SSLCertVerificationError, match="self-signed certificate"):
+        handshake(ours, ours, "localhost", tmp_path / "user-bob.pem")
+
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz=None):  # type: ignore[no-untyped-def]
+            return datetime.now(tz) - timedelta(days=3)
+
+    monkeypatch.setattr(module, "datetime", Then)
+    make_keys(ours, days=1, users=["eve"])
+    monkeypatch.undo()
+    with pytest.raises(ssl.SSLCertVerificationError, match="certificate has expired"):
+        handshake(ours, ours, "localhost", ours / "user-eve.pem")
+    assert [path.name for path in make_keys(ours, users=["eve"])] == ["user-eve.key", "user-eve.pem", "users.pem"]
+    handshake(ours, ours, "localhost", ours / "user-eve.pem")
+
+
+@pytest.mark.parametrize("name", ["", "../ann", "CN=ann", "a" * 61])
+def test_a_users_name_is_a_word(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--user '.*': must be up to 60 letters, digits, _ and -"):
+        make_keys(tmp_path, users=[name])
+    assert not list(tmp_path.iterdir())
+
+
 def test_node_keys_are_what_flower_takes(made: Path) -> None:
     """OpenSSH form, a curve that Flower registers; each another one; private ones readable by their owner alone."""
     public = []
@@ -79,6 +126,7 @@ def test_node_keys_are_what_flower_takes(made: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()}
     assert {name for name, mode in modes.items() if mode != 0o600} == {
         "ca.crt",
+        "users.pem",
         "server.pem",
         "node-0.pub",
         "node-1.pub",

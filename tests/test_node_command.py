@@ -1,4 +1,4 @@
-"""`fedsub federation node`: its checks, the command that it runs, the unit that it writes, a real node."""
+"""`fedsub federation node` and `connect`: their checks, what they write and run, a real node."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ import pytest
 from federations import deployed, wait_for
 
 from fedsub_app.cli.main import main
+from fedsub_app.deployment import flower
 from fedsub_app.deployment import node as module
 from fedsub_app.deployment.keys import make_keys
 from fedsub_app.deployment.processes import free_port
@@ -22,20 +23,30 @@ from fedsub_app.deployment.processes import free_port
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys")
-    make_keys(folder, nodes=1)
+    make_keys(folder, nodes=1, users=["ann"])
     return folder
 
 
 @pytest.fixture
-def superlink(keys: Path) -> Iterator[str]:
+def asked() -> list[object]:
+    """The name in the certificate of each client that sent one to ``superlink``."""
+    return []
+
+
+@pytest.fixture
+def superlink(keys: Path, asked: list[object]) -> Iterator[str]:
     """The address of a server that has the federation's certificate and hangs up after the handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "server.pem", keys / "server.key")
+    context.load_verify_locations(keys / "user-ann.pem")  # users.pem has the authority, which would join the chain
+    context.verify_mode = ssl.CERT_OPTIONAL
 
     def serve() -> None:
         while True:
             try:
-                context.wrap_socket(listener.accept()[0], server_side=True).close()
+                with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+                    if certificate := connection.getpeercert():
+                        asked.append(dict(pair for (pair,) in certificate["subject"])["commonName"])  # type: ignore[misc]
             except ssl.SSLError:
                 continue
             except OSError:
@@ -133,6 +144,49 @@ def test_the_unit_starts_the_same_node(keys: Path, tmp_path: Path, monkeypatch: 
     if shutil.which("systemd-analyze"):
         verified = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True)
         assert "fedsub-node" not in verified.stderr.replace(str(this.state), ""), verified.stderr
+
+
+@pytest.mark.run
+def test_a_user_presents_the_certificate_of_the_connection(
+    superlink: str, keys: Path, asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower's command presents it; a door that does not let it in leaves no connection."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    command = ["federation", "connect", "--superlink", superlink, "--ca", str(keys / "ca.crt"), "--name", "far"]
+    assert main([*command, "--certificate", str(keys / "user-ann.pem")]) == 2
+    assert asked == ["ann"]
+    assert "far" not in flower.connections()
+    flower.connect("far", {"address": superlink, "root-certificates": str(keys / "ca.crt")})
+    with pytest.raises(module.UserError, match=r"^flwr list: "):
+        flower.ask("list", "far")
+    assert asked == ["ann"], "a connection without a certificate presents none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--certificate KEYS/user-bob.pem", "--certificate: KEYS/user-bob.pem is not there"),
+        ("--certificate KEYS/node-0.pub", "--certificate: KEYS/node-0.key is not there"),
+        ("--name mine", "--name mine: Flower's config.toml has such a connection, to another SuperLink"),
+        ("--superlink localhost", "--superlink localhost: must be host:port, without https://"),
+    ],
+)
+def test_a_connection_that_cannot_be_is_one_line(
+    arguments: str,
+    said: str,
+    superlink: str,
+    keys: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    flower.connect("mine", {"address": "127.0.0.1:1", "insecure": True})
+    option, value = arguments.replace("KEYS", str(keys)).split()
+    files = {"--ca": str(keys / "ca.crt"), "--certificate": str(keys / "user-ann.pem")}
+    options = {"--superlink": superlink, **files} | {option: value}
+    assert main(["federation", "connect", *(word for pair in options.items() for word in pair)]) == 2
+    assert capsys.readouterr().err == f"error: {said.replace('KEYS', str(keys))}\n"
 
 
 @pytest.mark.slow

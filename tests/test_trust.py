@@ -99,6 +99,8 @@ def test_other_machines_reach_the_door_alone(home: Path, monkeypatch: pytest.Mon
     assert "listen 9443 ssl;" in text
     assert "location /v1/fleet/ {\n            proxy_pass https://localhost:8000;" in text
     assert f"ssl_certificate_key {home}/keys/server.key;" in text
+    assert f"ssl_client_certificate {home}/keys/users.pem;" in text
+    assert "location /v1/control/ {\n            if ($ssl_client_verify != SUCCESS) {\n" in text
     assert "/tmp" not in text.replace(str(home), "")
 
 

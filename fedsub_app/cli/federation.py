@@ -1,6 +1,7 @@
 """``fedsub federation``, ``setup`` and ``stop``: Flower on this machine."""
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
@@ -125,15 +126,37 @@ def keys(
     folder: Annotated[Path, Argument(metavar="DIR")],
     host: Annotated[list[str] | None, Option(help="name or address of the SuperLink; may be given often")] = None,
     nodes: Annotated[int, Option(metavar="N", min=0, max=MAX_NODES, help="key pairs of nodes")] = 0,
-    days: Annotated[
-        int, Option(metavar="N", min=1, max=MAX_DAYS, help="days for which the server's certificate is valid")
-    ] = 365,
+    days: Annotated[int, Option(metavar="N", min=1, max=MAX_DAYS, help="days for which a certificate is valid")] = 365,
+    user: Annotated[list[str] | None, Option(help="name of one who may start runs; may be given often")] = None,
 ) -> None:
     """Make the certificates and keys that a federation lacks."""
     from fedsub_app.deployment.keys import make_keys
 
-    for path in make_keys(folder, host or [], nodes, days):
+    for path in make_keys(folder, host or [], nodes, days, user or []):
         print(path)
+
+
+@app.command()
+def connect(
+    superlink: Annotated[str, Option(metavar="HOST:PORT", help="the SuperLink's door")],
+    ca: Annotated[Path, Option(metavar="FILE", help="the federation's ca.crt")],
+    certificate: Annotated[Path, Option(metavar="FILE", help="the user's user-NAME.pem; user-NAME.key lies beside")],
+    name: Annotated[str, Option(help="name of the connection, for --engine")] = "federation",
+) -> None:
+    """Let this machine's user start runs on a federation elsewhere."""
+    from fedsub_app.deployment import flower, node
+
+    ca, certificate = (path.expanduser().resolve() for path in (ca, certificate))
+    node.check_superlink(superlink, ca)
+    print(flower.connect_user(name, superlink, ca, certificate))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def flwr(context: typer.Context) -> int:
+    """Run a command of Flower's through such a door: `list federation`, `stop ID federation`."""
+    from fedsub_app.deployment import flower
+
+    return subprocess.run(flower.flwr(*context.args), env=flower.full_environment(), check=False).returncode
 
 
 def setup(

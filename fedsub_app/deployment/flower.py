@@ -40,6 +40,7 @@ CPUS, GPUS, ALL_CPUS = (
     f"options.backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
 )
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
+CERTIFICATE_KEY = "fedsub-certificate"  # as well: a user's certificate, beside which its key lies
 NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the connection sets, and a later version of Ray
     "Since flwr 1.32, default simulated SuperNodes",
     "To change federation size, use the following command",
@@ -51,6 +52,11 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 # Flower gives the SuperLink that it starts 15 s, which a busy machine exceeds, and kills it; no option changes that.
 FLWR = "from flwr.cli import app, local_superlink as s; s.LOCAL_SUPERLINK_STARTUP_TIMEOUT = 180.0; app.app()"
+# Its commands present no certificate to a server; of a connection with one they do, wherever they trust an authority.
+PRESENT = (
+    "import ssl; trust = ssl.SSLContext.load_verify_locations; ssl.SSLContext.load_verify_locations = "
+    "lambda self, *a, **k: (trust(self, *a, **k), self.load_cert_chain({!r}, {!r}))[0]; "
+)
 
 # Ports of the SuperLink that Flower starts: without them all users and environments of a machine would share one.
 HTTP_PORT, CONTROL_PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT"
@@ -162,9 +168,32 @@ def gpu_share(workers: int, gpus: int) -> float:
     return float(gpus // workers) if gpus > workers else math.floor(10_000 / -(-workers // gpus)) / 10_000
 
 
+def connect_user(name: str, address: str, ca: Path, certificate: Path) -> str:
+    """Write the connection of a user to a federation's door; returns a line about it.
+
+    :class:`UserError`: a file is not there, the name is another connection's, or the door refuses the certificate.
+    """
+    for path in (certificate, certificate.with_suffix(".key")):
+        if not path.is_file():
+            raise UserError(f"--certificate: {path} is not there")
+    before = connections().get(name, {})
+    if before and CERTIFICATE_KEY not in before:
+        raise UserError(f"--name {name}: Flower's config.toml has such a connection, to another SuperLink")
+    config = connect(name, {"address": address, "root-certificates": str(ca), CERTIFICATE_KEY: str(certificate)})
+    try:
+        nodes = ask("supernode", "list", name)["nodes"]
+    except UserError:
+        connect(name, before)
+        raise
+    return f"{config}: connection {name}, {len(nodes)} nodes; fedsub run … --engine {name}"
+
+
 def flwr(*arguments: str) -> list[str]:
-    """Return a command of Flower's command line interface."""
-    return [sys.executable, "-P", "-c", FLWR, *arguments]
+    """Return a command of Flower's command line interface, with the certificate of a connection that it names."""
+    known = connections()
+    files = [Path(known[name][CERTIFICATE_KEY]) for name in arguments if CERTIFICATE_KEY in known.get(name, {})]
+    present = "".join(PRESENT.format(str(path), str(path.with_suffix(".key"))) for path in files)
+    return [sys.executable, "-P", "-c", present + FLWR, *arguments]
 
 
 def full_environment() -> dict[str, str]:

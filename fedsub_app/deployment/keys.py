@@ -6,6 +6,8 @@ ca.key                            its private key, which signs the server's cert
 server.pem, server.key            the SuperLink's certificate and private key
 superlink.secret, node-0.secret   shared by SuperLink or SuperNode with the SuperExec that works for it
 node-0, node-0.pub                a SuperNode's key pair (OpenSSH, P-384); the SuperLink knows the public one
+user-ann.pem, user-ann.key        certificate and private key of a user, who may start runs through the door
+users.pem                         ca.crt and the certificates of all users, which the door trusts
 ================================  =============================================================================
 """
 
@@ -43,17 +45,24 @@ OTHER_USES = (  # of a key than to sign certificates
 THIS_MACHINE = ("localhost", "127.0.0.1")
 
 
-def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int = 365) -> list[Path]:
+def make_keys(
+    folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int = 365, users: Sequence[str] = ()
+) -> list[Path]:
     """Write missing certificates and keys into ``folder``; returns the files that were written.
 
-    The server's certificate is replaced if it has expired or names other hosts; keys of nodes and of the authority are
-    never replaced.
+    The server's certificate is replaced if it has expired or names other hosts, a user's if it has expired; keys of
+    nodes and of the authority are never replaced. A user whose certificate was deleted is none any more.
 
     ``hosts``: names and IP addresses under which nodes reach the SuperLink, besides those of this machine. ``nodes``:
-    how many node keys there have to be. ``days``: for which the server's certificate is valid, at least 1.
+    how many node keys there have to be. ``days``: for which a new certificate is valid, at least 1. ``users``: names of
+    users, of letters, digits, _ and -.
 
-    :class:`UserError`: a host is neither a name nor an address, or the authority's key is needed and not there.
+    :class:`UserError`: a host is neither a name nor an address, a user's name is none, or the authority's key is needed
+    and not there.
     """
+    for user in users:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", user):
+            raise UserError(f"--user {user!r}: must be up to 60 letters, digits, _ and -")
     named = list(dict.fromkeys([*THIS_MACHINE, *hosts]))
     names = x509.SubjectAlternativeName([general_name(host) for host in named])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,6 +93,15 @@ def make_keys(folder: Path, hosts: Sequence[str] = (), nodes: int = 0, days: int
             write(name, _node_key())
         if new or not (folder / f"{name}.pub").exists():
             write(f"{name}.pub", _public(folder / name), private=False)
+    for name in (f"user-{user}" for user in users):
+        if not _serves(folder / f"{name}.pem"):
+            key, certificate = _user(name.removeprefix("user-"), days)
+            write(f"{name}.key", _pem(key))
+            write(f"{name}.pem", certificate.public_bytes(Encoding.PEM), private=False)
+    trusted = [folder / "ca.crt", *sorted(folder.glob("user-*.pem"))]
+    listed = b"".join(path.read_bytes() for path in trusted)
+    if _read(folder / "users.pem", bytes) != listed:
+        write("users.pem", listed, private=False)
     return written
 
 
@@ -136,6 +154,16 @@ def _server(
     return key, builder.add_extension(names, critical=False).sign(signer, hashes.SHA384())
 
 
+def _user(user: str, days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Return a key and its certificate, which the key itself signs: the door lists it, and forgets it when told to."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, user)])
+    builder = _certificate(name, name, key, key.public_key(), timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+    return key, builder.sign(key, hashes.SHA384())
+
+
 def _certificate(
     subject: x509.Name,
     issuer: x509.Name,
@@ -152,11 +180,13 @@ def _certificate(
     return builder.add_extension(identifier, critical=False)
 
 
-def _serves(path: Path, names: x509.SubjectAlternativeName) -> bool:
-    """Say whether a server's certificate is there, has not ended and is of these hosts."""
+def _serves(path: Path, names: x509.SubjectAlternativeName | None = None) -> bool:
+    """Say whether a certificate is there, has not ended and is of these hosts."""
     certificate = _read(path, x509.load_pem_x509_certificate)
     if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
         return False
+    if names is None:
+        return True
     return set(names) <= set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
