@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import Update
+from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.bounds import Size, Sizes, fits, remembered, size, usual, within
 from fedsub_app.subnets.slices import ALL, select
 from strategies.hooks import Hooks
@@ -22,9 +24,8 @@ Part = tuple[str, Tensor, Tensor, Tensor | None]  # tensor name, values, the val
 MAX_NORM = 5.0  # an update of more times the round's median norm is refused
 
 
-def parts(strategy: Hooks, valid: Valid) -> Iterator[Part]:
+def parts(strategy: Hooks, update: Update, contribution: Contribution) -> Iterator[Part]:
     """Yield the floating-point tensors of an update: its contribution to the mean, then what else it holds."""
-    update, contribution, _ = valid
     masks, slices, origin = contribution.masks or {}, contribution.slices or {}, strategy.origin(update)
     for name, x in contribution.tensors.items():
         yield name, x, select(origin[name], slices.get(name, ALL)), masks.get(name)
@@ -51,21 +52,24 @@ class Bounds:
 
     def __init__(self, strategy: Hooks, reached: Mapping[int, float]) -> None:
         self._strategy, self._reached = strategy, reached
+        self._sizes: dict[int, dict[str, Size]] = {}  # of each client's changes
         self.usual: Tensors = {}
         self.report: Json = {}
 
+    def measure(self, update: Update, contribution: Contribution) -> None:
+        """Measure an update that has come, while the processor has it at hand."""
+        changes = ((name, size(x, start, mask)) for name, x, start, mask in parts(self._strategy, update, contribution))
+        self._sizes[update.client] = {name: have for name, have in changes if have}
+
     def bounded(self, accepted: Sequence[Valid]) -> list[Valid]:
-        """Return a round's accepted updates within its bounds; to be called once."""
-        sizes: list[dict[str, Size]] = []
+        """Return a round's accepted updates, all of them measured, within its bounds; to be called once."""
+        sizes = [self._sizes[valid.update.client] for valid in accepted]
         starts: dict[str, Size] = {}
-        for valid in accepted:
-            found = {}
-            for name, x, start, mask in parts(self._strategy, valid):
-                if (have := size(x, start, mask)) is not None:
-                    found[name] = have
-                    if name not in starts:
+        for valid, found in zip(accepted, sizes, strict=True):
+            if not found.keys() <= starts.keys():
+                for name, _, start, _ in parts(self._strategy, valid.update, valid.contribution):
+                    if name in found and name not in starts:
                         starts[name] = size(start, torch.zeros_like(start)) or Size(0, 0)
-            sizes.append(found)
         bounds = self._bounds(accepted, sizes, starts)
         return [self._within(valid, have, bounds) for valid, have in zip(accepted, sizes, strict=True)]
 
@@ -91,7 +95,7 @@ class Bounds:
         if all(fits(have, bounds[name] * farther) for name, have in sizes.items() if name in bounds):
             return valid
         changed = {}
-        for name, x, start, mask in parts(self._strategy, valid):
+        for name, x, start, mask in parts(self._strategy, update, contribution):
             if name in sizes and name in bounds:
                 bounded = within(x, start, sizes[name], bounds[name] * farther)
                 if bounded is not x:

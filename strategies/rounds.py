@@ -24,7 +24,7 @@ from fedsub_app.subnets.privacy import epsilon, require_accountant
 from strategies.blocks import block_means, blocks
 from strategies.bounding import MAX_NORM, Bounds, reach
 from strategies.clock import Clock
-from strategies.direction import AGREEMENT, agreeing
+from strategies.direction import agreeing
 from strategies.harm import ROUND, far_worse, harmless
 from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
@@ -102,7 +102,8 @@ def merge_answers(
         phase.dropped += [Dropped(valid.update.client, reason) for valid, reason in decided if reason]
         accepted = [valid for valid, reason in decided if not reason]
         if bounds and accepted:
-            accepted, opposed, bounds.usual[AGREEMENT] = agreeing(strategy, bounds.bounded(accepted))
+            accepted, opposed, seen = agreeing(strategy, bounds.bounded(accepted))
+            bounds.usual |= seen
             accepted, harmful = harmless(strategy, accepted)
             phase.dropped += opposed + harmful
         for valid in accepted:
@@ -131,6 +132,7 @@ def merge_answers(
             norms = strategy.norms(update, contribution)
             if bounds:
                 norms = {kind: value / reached[client] for kind, value in norms.items()}
+                bounds.measure(update, contribution)
             take(judge.add(Valid(update, contribution, norms), norms))
         except BadReply as error:
             refuse(client, error)

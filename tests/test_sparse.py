@@ -23,7 +23,6 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
 from strategies.bounding import parts
 from strategies.feddst import FedDST
-from strategies.merging import Valid
 
 Run = Callable[..., tuple[Json, Path]]
 WEIGHTS = ("fc1.weight", "fc2.weight")
@@ -238,7 +237,7 @@ def test_robust_holds_saliencies_against_each_other() -> None:
     strategy.round = 1
     task = strategy.task(0)
     update = client(0, 1, {}).run_training(dict(task.tensors), task.config)
-    changes = [*parts(strategy, Valid(update, strategy.contribution(update), {}))]
+    changes = [*parts(strategy, update, strategy.contribution(update))]
     assert {name for name, *_ in changes} == {*strategy.shapes}
     assert not any(bool(start.any()) for _, _, start, _ in changes)
 
