@@ -119,7 +119,7 @@ class Node:
 
     def kill(self) -> None:
         """``kill -9`` of the SuperNode; the loop starts it again."""
-        _do("pkill", "-KILL", "-g", str(self.loop.pid), "-f", "bin/flower-supernode")
+        _do("pkill", "-KILL", "-f", f"bin/flower-supernode.*{self.log.parent}/")  # it has a process group of its own
 
     def end(self) -> None:
         """End the loop and the SuperNode, which signs off."""
