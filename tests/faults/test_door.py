@@ -129,7 +129,7 @@ def test_a_node_of_trusted_entities_runs_nothing_of_ours(here: Deployed, tmp_pat
     trusted.write_text(f"fpk_ours: {key.decode()}\n")
     here.flwr("supernode", "register", str(here.folder / "keys/node-1.pub"), NAME)  # or it is already
     with second_node(here, tmp_path, "--trusted-entities", str(trusted)) as log:
-        done = ended(here.run("fedpews/digits", *pairs(KEYS | {"min-nodes": 1, "node-timeout": 20})))
+        done = ended(here.run("fedpews/digits", *pairs(KEYS | {"min-nodes": 1, "node-timeout": 120})))
         print(done.stdout[-3000:], log.read_text()[-3000:])
         assert done.returncode == 0, done.stdout + done.stderr + here.logs()
         assert "The FAB could not be verified" in log.read_text()
