@@ -470,6 +470,16 @@ def run_flower(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def install_method(site: Path) -> Path:
+    """Put the package ``hsu``, whose method is the example's, into a folder; returns the file of its entry points."""
+    about = site / "hsu-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: hsu\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fedsub.methods]\nhsu = hsu:FedAvgM\nfedavg = hsu:FedAvgM\n")
+    shutil.copyfile(PROJECT / "examples/own-method/fedavgm.py", site / "hsu.py")
+    return about / "entry_points.txt"
+
+
 def ends_as_if_never_stopped(run_local: Callable[..., Any], scratch: Path, keys: Mapping[str, Value]) -> None:
     """A run of four rounds that goes on after the second one has the rounds and the model of the whole run.
 

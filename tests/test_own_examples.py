@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from federations import Deployed, deployed, ended, pairs
-from helpers import fedsub, run_flower
+from helpers import fedsub, install_method, run_flower
 from safetensors.torch import save_file
 from test_engines import flower  # noqa: F401  (a fixture)
 from torch import nn
@@ -133,6 +133,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sentiment(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A package with a method, which all processes find."""
+    site = tmp_path_factory.mktemp("site")
+    install_method(site)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(site))
+        yield
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Iterator[Deployed]:
     """Two SuperNodes with TLS and keys, whose data folder is the corpus."""
@@ -157,10 +167,9 @@ def my_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def same_model(run: Callable[..., Any], keys: dict[str, Any], folder: Path) -> None:
     """A run on another engine completes with the model of the local engine."""
-    local = fedsub(folder, "run", *pairs(keys | {"run-dir": folder / "local"}), "--workers", "1")
-    assert local.code == 0, local.err
+    local = run_flower(dict(os.environ), *pairs(keys | {"run-dir": folder / "local"}), "--workers", "1")
     done = run(*pairs(keys | {"run-dir": folder / "other"}))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert local.returncode == done.returncode == 0, local.stderr + done.stdout + done.stderr
     models = [(folder / name / "model.safetensors").read_bytes() for name in ("local", "other")]
     assert models[0] == models[1]
 
@@ -199,3 +208,16 @@ def test_ones_own_files_on_flowers_simulation(my_code: Any, flower: Any, tmp_pat
 def test_ones_own_files_on_supernodes(my_code: Any, nodes: Deployed, tmp_path: Path) -> None:
     """Their digest is part of that of all code, which server and nodes compare."""
     same_model(lambda *words: ended(nodes.run(*words), 600), FEW | my_code, tmp_path)
+
+
+INSTALLED = {"experiment": "quickstart/digits", "method": "hsu", "hsu.beta": 0.5, "num-rounds": 2}
+
+
+@pytest.mark.slow
+def test_a_packages_method_on_flowers_simulation(flower: Any, tmp_path: Path) -> None:  # noqa: F811
+    same_model(partial(run_flower, flower, "--engine", "local-simulation"), FEW | INSTALLED, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_packages_method_on_supernodes(nodes: Deployed, tmp_path: Path) -> None:
+    same_model(lambda *words: ended(nodes.run(*words), 600), FEW | INSTALLED, tmp_path)

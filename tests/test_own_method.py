@@ -13,7 +13,7 @@ import pytest
 import torch
 from federations import pairs
 from flwr.cli.build import build_fab_from_disk
-from helpers import ends_as_if_never_stopped, fedsub, forget, rounds
+from helpers import ends_as_if_never_stopped, fedsub, forget, install_method, rounds
 
 import fedsub as library
 import fedsub_app
@@ -44,16 +44,11 @@ def _forgotten() -> Iterator[None]:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A package with the entry points ``hsu``, the method of the example, and others that are none."""
-    about = tmp_path / "site/hsu-1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: hsu\nVersion: 1.0\n")
-    points = "[fedsub.methods]\nhsu = hsu:FedAvgM\nfedavg = hsu:FedAvgM\n"
-    (about / "entry_points.txt").write_text(points)
-    (tmp_path / "site/hsu.py").write_text(Path(FILE).read_text())
+    points = install_method(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setitem(sys.modules, "hsu", None)  # so that the test takes out what it imports
     monkeypatch.delitem(sys.modules, "hsu")
-    return str(about / "entry_points.txt")
+    return str(points)
 
 
 def model(folder: Path) -> bytes:
