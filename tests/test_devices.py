@@ -35,6 +35,7 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import deal
 from fedsub_app.subnets.norms import NormGuard
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.workplace import workplace
 from strategies.clock import Clock
 from strategies.evaluation import by_client
@@ -161,6 +162,16 @@ def test_a_round_asks_neither_held_out_nor_absent_nor_narrow_clients(tmp_path: P
     wide = settings(**keys, min_width=1.0)
     assert all(of(client).width == 1 for client in draw(wide, 1))
     assert available(settings(num_clients=3), 1) == [True] * 3
+
+
+def test_statistics_are_measured_by_the_clients_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "some.toml").write_text(TWO.replace('name = "fast"', 'name = "fast"\navailability = 0.5'))
+    keys = {"devices": str(tmp_path / "some.toml"), "num_clients": 40, "held_out_clients": 4}
+    chosen = settings(**keys, model="lenet5-bn", image_size=32)
+    measured = METHODS["heterofl"].strategy(chosen, Problem.of(chosen).network()).measurement
+    measured.round = 1
+    assert list(measured.clients()) == sorted(draw(chosen, 1))
+    assert len(measured.clients()) < 36
 
 
 def test_without_devices_a_draw_is_the_earlier_one() -> None:

@@ -769,6 +769,26 @@ def test_replies_to_an_earlier_round_are_ignored() -> None:
     assert phase.dropped == [Dropped(0, "no reply within round-timeout")]
 
 
+def test_a_late_reply_is_taken_from_flower_before_the_next_round() -> None:
+    """Else Flower would hold it, up to a model, until the run ends."""
+
+    class Late(LocalGrid):
+        here = False
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            return super().pull_messages(message_ids) if self.here else []
+
+    grid = Late(answering, {})  # type: ignore[arg-type]
+    fed = federation(num_clients=1, round_timeout=0.1)
+    fed.roll.nodes = nodes(1)
+    assert list(fed.exchange(grid, ask(fed, [0]))) == []
+    assert len(grid._replies) == len(fed.late) == 1
+    grid.here = True
+    fed.meet(grid)
+    assert not grid._replies
+    assert not fed.late
+
+
 class Silent(LocalGrid):
     """The node with id 3 never answers a training message."""
 

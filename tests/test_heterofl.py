@@ -157,6 +157,13 @@ def test_widths_are_dealt_by_number_or_drawn_in_each_round() -> None:
     assert sum(drawn.width(client) != first[client] for client in range(300)) > 150
 
 
+def test_a_drawn_width_is_any_that_the_device_holds() -> None:
+    drawn = made(model=four(), devices="heterofl", num_clients=300, heterofl__assignment="dynamic")
+    found = {(drawn.held_width(client), drawn.width(client)) for client in range(300)}
+    assert found == {(held, width) for held in drawn.held_widths for width in drawn.held_widths if width <= held}
+    assert len(found) > 5
+
+
 def test_a_class_that_no_client_has_keeps_its_row() -> None:
     strategy = made(model=four(), num_clients=2)
     strategy.current = NUMBERS

@@ -25,6 +25,7 @@ from fedsub_app.models import UnitGroup, build_model, mlp, narrowed, tensors_of,
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import deal, expand
+from fedsub_app.subnets.slices import select
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.workplace import Workplace, workplace
 from strategies.ist import IST
@@ -147,6 +148,19 @@ def test_two_hidden_layers_by_hand(server_lr: float) -> None:
     for name, values in expected.items():
         moved = [o + server_lr * (v - o) for o, v in zip(old[name], values, strict=True)]
         assert strategy.current[name].flatten().tolist() == moved
+
+
+def test_a_units_values_are_its_clients_bit_for_bit_whatever_the_clients_weights() -> None:
+    strategy, _ = made(num_clients=2, clients_per_round=2, weighting="examples")
+    slices = [strategy.slices_of(client) for client in (0, 1)]
+    updates = []
+    for client, examples in ((0, 3), (1, 7)):
+        answer = {name: torch.randn_like(tensor) for name, tensor in strategy.task(client).tensors.items()}
+        updates.append(Update(client, answer, {}, examples))
+    merge_round(strategy, updates)
+    for update, of in zip(updates, slices, strict=True):
+        for name, index in of.items():
+            assert torch.equal(select(strategy.current[name], index), update.tensors[name])
 
 
 @pytest.mark.parametrize("model", ["feature-mlp2", "lenet5", "lenet5-bn", "resnet18"])

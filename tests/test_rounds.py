@@ -14,6 +14,7 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.subnets.averaging import Contribution
 from strategies.base import SubnetStrategy
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
@@ -48,6 +49,13 @@ def test_a_client_counts_with_the_round_in_which_it_wrote_its_state() -> None:
     made.commit(Merged({"w": torch.zeros(3)}), [update(0, (0, 2)), update(1, (1, 2)), update(2, (1, 1)), update(3)])
     assert made.state_rounds.tolist() == [2, 2, 1, 0]
     assert made.current["w"].tolist() == [0, 0, 0]
+
+
+def test_a_client_that_lost_its_state_is_forgotten_alone() -> None:
+    made = strategy()
+    made.state_rounds[:] = torch.tensor([1, 2, 2, 1])
+    made.forget(1)
+    assert made.state_rounds.tolist() == [1, 0, 2, 1]
 
 
 def test_what_a_method_does_not_remember_is_not_committed() -> None:
@@ -108,6 +116,14 @@ def test_an_update_that_changes_nothing_is_not_in_the_median_norm() -> None:
     for client, distance in enumerate([0.0, 2.0, 4.0]):
         merging.add(Valid(update(client), made.contribution(update(client)), {"update": distance}))
     assert merging.norms == [2.0, 4.0]
+
+
+def test_a_position_that_too_few_clients_contribute_to_keeps_its_value() -> None:
+    merging = Merging(strategy(**{"min-contributors": 2}))
+    for client, on in enumerate(([True, True, False], [True, False, False])):
+        contribution = Contribution({"w": torch.full((3,), 2.0)}, {"w": torch.tensor(on)})
+        merging.add(Valid(update(client), contribution, {}))
+    assert merging.result().model["w"].tolist() == [2, 1, 1]
 
 
 @pytest.mark.run

@@ -23,7 +23,7 @@ from fedsub_app.models import Network, build_model, tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import plateau_lr
-from fedsub_app.training.local import crop_and_flip
+from fedsub_app.training.local import crop_and_flip, epoch
 from fedsub_app.training.objectives import Moon
 from fedsub_app.training.optimizer import Optimizer
 
@@ -197,6 +197,15 @@ def test_any_method_takes_any_objective(
     finals = [(folder / "rounds.jsonl").read_text().splitlines()[-1] for folder in (plain, changed)]
     losses = [line.split('"train-loss": ')[1].split(",")[0] for line in finals]
     assert losses[0] != losses[1]
+
+
+def test_a_pass_leaves_out_a_last_batch_of_one_sample_but_not_the_only_one() -> None:
+    """A client of one sample fails, with BatchNorm's reason, instead of sending an untrained network."""
+
+    def sizes(count: int, skip_single: bool) -> list[int]:
+        return [len(batch) for batch in epoch(count, 4, torch.Generator(), skip_single, torch.device("cpu"))]
+
+    assert [sizes(9, False), sizes(9, True), sizes(6, True), sizes(1, True)] == [[4, 4, 1], [4, 4], [4, 2], [1]]
 
 
 def test_crop_and_flip_makes_shifted_and_mirrored_images() -> None:
