@@ -452,6 +452,8 @@ def add(runs: Path) -> None:
                 entry |= of_sources(record) if name.startswith("sentiment-") else {}
                 others = [run for run in known["runs"] if run["seed"] != entry["seed"]]
                 known["runs"] = sorted([*others, entry], key=lambda run: run["seed"])
+        order = [(row.setting, row.label) for row in table.rows]
+        content["rows"].sort(key=lambda row: order.index((row["setting"], row["method"])))
         write_evidence(file, content)
 
 
