@@ -14,7 +14,6 @@ from fedsub_app.common.score import CLASSES, SCORES, Score, further_metrics
 from fedsub_app.common.section import (
     EPOCHS,
     AmountOrNone,
-    ClientsSettings,
     Count,
     CountOrNone,
     CountOrZero,
@@ -28,7 +27,7 @@ from fedsub_app.common.section import (
     Value,
 )
 from fedsub_app.data import DataSettings, PartitionSettings
-from fedsub_app.federation.settings import DefenceSettings
+from fedsub_app.federation.settings import AttackSettings, DefenceSettings
 
 Part = TypeVar("Part", bound=Section)
 # Keys that say where and how far a run goes, not what it computes: they may differ when it is resumed.
@@ -243,20 +242,6 @@ class ScheduleSettings(Section):
 
 # Methods whose papers weigh by samples.
 BY_EXAMPLES = ("fedavg", "fedprox", "moon", "fedala", "ssfl", "feddst", "fedit", "flexlora", "flora")
-
-
-class AttackSettings(ClientsSettings):
-    """Simulated attackers, for research."""
-
-    attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
-    """Attack: send minus the change, or a multiple of it; or train on labels counted from the last class.
-
-    Attackers change trainable parameters alone; the rest of their replies is honest.
-    """
-    attackers: CountOrZero = 1
-    """Clients 0 to attackers - 1 attack."""
-    attack_scale: Positive = 10.0
-    """Factor of the change that attack = "scale" sends, and with a minus sign "sign-flip"."""
 
 
 # The bases stand in reverse: the keys of the last one come first, in TOML, in `fedsub list settings` and in errors.

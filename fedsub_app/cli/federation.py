@@ -144,11 +144,11 @@ def connect(
     name: Annotated[str, Option(help="name of the connection, for --engine")] = "federation",
 ) -> None:
     """Let this machine's user start runs on a federation elsewhere."""
-    from fedsub_app.deployment import flower, node
+    from fedsub_app.deployment import node, users
 
     ca, certificate = (path.expanduser().resolve() for path in (ca, certificate))
     node.check_superlink(superlink, ca)
-    print(flower.connect_user(name, superlink, ca, certificate))
+    print(users.connect_user(name, superlink, ca, certificate))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,4 +1,4 @@
-"""The settings of the federation, and of what bounds a client's influence."""
+"""The settings of the federation, of what bounds a client's influence, and of simulated attackers."""
 
 import math
 from typing import Annotated, Literal
@@ -241,3 +241,17 @@ class DefenceSettings(FederationSettings):
             if wrong and self.dp_noise_multiplier:
                 raise ValueError(reason)
         return self
+
+
+class AttackSettings(ClientsSettings):
+    """Simulated attackers, for research."""
+
+    attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
+    """Attack: send minus the change, or a multiple of it; or train on labels counted from the last class.
+
+    Attackers change trainable parameters alone; the rest of their replies is honest.
+    """
+    attackers: CountOrZero = 1
+    """Clients 0 to attackers - 1 attack."""
+    attack_scale: Positive = 10.0
+    """Factor of the change that attack = "scale" sends, and with a minus sign "sign-flip"."""
