@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,7 @@ MEANING = {
 MAX_CELLS = 60  # clients or classes of a table of counts, beyond which it has no numbers
 
 
-def write_html(
-    groups: Sequence[Group],
-    target: Path,
-    title: str,
-    command: str,
-    note: str = "",
-    drawings: Mapping[str, str] | None = None,
-) -> list[Path]:
+def write_html(groups: Sequence[Group], target: Path, title: str, command: str, note: str = "") -> list[Path]:
     """Write the report of some runs, and its numbers beside it as CSV (a row a round) and JSON; returns the files.
 
     :class:`UserError`: a file of a run is damaged.
@@ -54,15 +47,13 @@ def write_html(
     ----------
     title, note : heading and first paragraph.
     command : the command that writes the same report.
-    drawings : further pictures, heading -> SVG, at the top of the page.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
-    pictures = {f"{content['score'].capitalize()} against bytes": draw_against_bytes(groups)}
-    content["drawings"] = pictures | dict(drawings or {})
+    content["against_bytes"] = draw_against_bytes(groups)
     runs = dict(named_runs([record for group in groups for record in group.records]))
     made = ("commit", "code", "versions", "machine")
     numbers = [

@@ -23,8 +23,6 @@ from fedsub_app.common.text import markdown
 from fedsub_app.reports.compare import summary_table
 from fedsub_app.reports.curves import Group
 from fedsub_app.reports.export import csv_text
-from fedsub_app.reports.html import write_html
-from fedsub_app.reports.pictures import svg
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import runs_folder
@@ -109,9 +107,7 @@ def _command(planned: Sweep, pairs: Sequence[str], metric: str | None) -> str:
 
 
 def write_results(sweep: Sweep, command: str) -> None:
-    """Write ``sweep.md``, ``sweep.csv`` and, of a sweep with a complete trial, ``best.toml``, ``sweep.png``,
-    ``report.html``; print the table and the files.
-    """
+    """Write ``sweep.md``, ``sweep.csv`` and, with a complete trial, ``best.toml``, ``sweep.png``; print the table."""
 
     def rank(trial: Trial) -> tuple[bool, float]:
         values = trial.values(sweep.metric)
@@ -145,9 +141,7 @@ def write_results(sweep: Sweep, command: str) -> None:
         write_atomic(sweep.out / name, text.encode())
     paths = [sweep.out / name for name in files]
     if best:
-        paths.append(sweep.out / "sweep.png")
-        drawing = _draw(sweep, paths[-1])
-        paths += write_html(groups, sweep.out / "report.html", title, command, verdict, {"The search": drawing})[:1]
+        paths.append(_draw(sweep, sweep.out / "sweep.png"))
     print(f"\n{table}\n\n{verdict}\n", *paths, sep="\n")
 
 
@@ -177,13 +171,11 @@ def _toml(search: Search, best: Trial, comment: str) -> str:
     return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]) + "\n"
 
 
-def _draw(sweep: Sweep, picture: Path) -> str:
-    """Draw the metric against each searched key, as Optuna does, into a file; returns it as SVG."""
-    from matplotlib import rc_context
+def _draw(sweep: Sweep, picture: Path) -> Path:
+    """Draw the metric against each searched key, as Optuna does, into a file; returns it."""
     from optuna.visualization.matplotlib import plot_slice
 
-    with rc_context({"svg.fonttype": "none"}), warnings.catch_warnings(action="ignore"):  # of its interface
+    with warnings.catch_warnings(action="ignore"):  # of its interface
         panels = plot_slice(sweep.study, target_name=sweep.score.titled(sweep.metric))
-        drawing = getattr(panels, "flat", [panels])[0].get_figure()
-        drawing.savefig(picture, dpi=120)
-        return svg(drawing, "The search")
+        getattr(panels, "flat", [panels])[0].get_figure().savefig(picture, dpi=120)
+    return picture
