@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from flwr.app import Message, MessageType
 
-from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
+from bench.baselines import CLASSES, IMAGE, LR, IdealPool, loop_rounds, random_clients
 from bench.flower_box import PROJECT, FlowerBox, run_command
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.section import Value
@@ -170,7 +171,7 @@ def _over_loop(effort: Effort, device: str, workers: int) -> Result:
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
         write_images(Path(folder), CLIENTS * SAMPLES)
         settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device)
-        plain = PlainClients(CLIENTS, SAMPLES, 1, BATCH, device)
+        plain = random_clients(CLIENTS, SAMPLES, 1, BATCH, device)
         loop_rounds(plain, 1)
         engine, loop = [], []
         for _ in range(effort.repeats):
@@ -275,7 +276,8 @@ def flwr_over_pool(effort: Effort, device: str) -> Result:
     with FlowerBox(WORKERS, gpu=device == "cuda") as box:
         write_images(box.folder, CLIENTS * SAMPLES)
         settings = experiment(box.folder, CLIENTS, POOL_EPOCHS, effort.rounds + 1, device)
-        with IdealPool(WORKERS, CLIENTS, SAMPLES, POOL_EPOCHS, BATCH, device) as ideal:
+        each = partial(random_clients, CLIENTS // WORKERS, SAMPLES, POOL_EPOCHS, BATCH, device)
+        with IdealPool([each] * WORKERS) as ideal:
             for _ in range(max(2, effort.repeats)):
                 pool += ideal.rounds(effort.rounds)
                 flower += [line["seconds"] for line in counted(box.run(settings), skip=1)]

@@ -1,44 +1,119 @@
-"""Rounds of FedAvg by other frameworks and by fedsub: seconds of a round, over those of a plain torch loop.
+"""Rounds by other frameworks and by fedsub: seconds of a round, over those of a plain torch loop.
 
-``python -m bench.peers [--only NAME…] [--clients 10] [--samples 500] [--rounds 4] [--repeats 3]``: LeNet-5 on random
-images of CIFAR's shape, batches of 10, one epoch, SGD, one thread a process, no evaluation. Each repetition is a
-process of its own; the peers take turns, and the first round of each does not count. Minima are compared.
+::
 
-The peers are no dependencies of fedsub. They go into a folder of their own, which this process sees::
+    python -m bench.peers install FOLDER    # BlazeFL, fluke and pfl, each into a folder of its own: 110 MB
+    python -m bench.peers run FOLDER [--network NAME…] [--clients N…] [--peers NAME…] [--rounds 4] [--repeats 3]
+    python -m bench.peers table
 
-    .venv/bin/pip install --no-deps --ignore-requires-python --target peers blazefl==2.0.3   # it asks for Python 3.12
-    PYTHONPATH=peers .venv/bin/python -m bench.peers
+All peers do the same training: images of CIFAR's shape that a class has in common and noise, shared out to the clients
+once; batches of 10, SGD, one thread a process, no evaluation. A run is a process of its own, the peers take turns, and
+the first round does not count. The steps and samples that were counted are compared with the loop's, and the loss must
+fall as the loop's does (``same``). Each run is a line of bench/out/peers.jsonl; a run that is there is not repeated.
 
-A peer that is not installed is named and left out. The loop and the pool are those of ``bench/baselines.py``.
+FedAvg has one epoch. Sub-FedAvg (fedsub) and the masked loop have two; the first round ends with each client's smaller
+half of each layer's weights switched off. The frameworks of the others are in ``bench/frameworks.py``.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import functional as F
 
-from bench.baselines import CLASSES, IMAGE, LR, IdealPool, PlainClients, loop_rounds
-from bench.measures import BATCH, WORKERS, apart, counted, experiment, run_local, worker_grid, write_images
+from bench.baselines import CLASSES, IMAGE, Data, IdealPool, MaskedClients, PlainClients, State, loop_rounds
+from bench.flower_box import PROJECT
+from bench.measures import BATCH, DATASET, WORKERS, commit, counted, experiment, worker_grid
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.models import build_model
+from fedsub_app.reports.records import read_run
+from fedsub_app.runs.config import resolve
+from fedsub_app.runs.rounds import read_rounds
+
+OUT = PROJECT / "bench/out/peers.jsonl"
+NETWORKS = {"lenet5": 5000, "fedpews-cnn": 1000, "resnet18-gn": 200}  # samples in all, but at least a batch a client
+# Beside the packages that fedsub has. BlazeFL asks for Python 3.12, and none of them gets a torch of its own.
+INSTALL = {
+    "BlazeFL": "blazefl==2.0.3",
+    "fluke": "fluke-fl==0.8.1 torchmetrics lightning-utilities cerberus omegaconf antlr4-python3-runtime==4.9.3"
+    " hydra-core diskcache opacus opt_einsum clearml wandb",
+    "pfl": "pfl==0.6.0 prv_accountant dp_accounting multiprocess dill",
+}
+SUBFEDAVG: dict[str, Value] = {  # each client prunes half in the first round, whatever the accuracy
+    "method": "subfedavg", "local-epochs": 2, "subfedavg.share": 0.5, "subfedavg.target": 0.5,
+    "subfedavg.distance": 0.0, "subfedavg.score": -1.0, "subfedavg.gate-data": "test",
+}  # fmt: skip
+PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python", "--target")
 
 
 class Case(NamedTuple):
     """The size of a run; ``rounds`` are the counted ones."""
 
+    network: str
     clients: int
-    samples: int
     rounds: int
+    folder: Path  # of the images
+
+    @property
+    def samples(self) -> int:
+        """Each client's."""
+        return max(BATCH, NETWORKS[self.network] // self.clients)
+
+    def settings(self) -> dict[str, Value]:
+        """Return fedsub's."""
+        about = experiment(self.folder, self.clients, 1, self.rounds + 1, "cpu")
+        return about | {"model": self.network, "run-dir": str(self.folder / "run")}
+
+    def model(self) -> torch.nn.Module:
+        """Return the network that all start from; it counts its steps of training."""
+        model = build_model(self.network, IMAGE, CLASSES, 0)
+        model.register_forward_pre_hook(count)
+        return model
+
+    def data(self) -> list[Data]:
+        """Return the samples and labels of each client, as fedsub shares them out."""
+        from fedsub_app.runs.loop import prepare
+
+        torch.set_num_threads(1)
+        problem, partition, _ = prepare(resolve(self.settings()))
+        assert partition
+        x, y = cast(Any, problem.data.train_x), problem.data.train_y
+        return [
+            (x[own].contiguous(memory_format=torch.channels_last), y[own])
+            for own in map(torch.as_tensor, partition.train)
+        ]
+
+
+SEEN = {"steps": 0, "samples": 0}
+
+
+def count(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+    """Count a step of training and its samples."""
+    if model.training:
+        SEEN["steps"] += 1
+        SEEN["samples"] += len(arguments[0])
+
+
+class Done(NamedTuple):
+    """Seconds of the counted rounds, steps and samples of all where they were counted, the last global model."""
+
+    seconds: list[float]
+    steps: int | None
+    samples: int | None
+    state: State
 
 
 class Clock:
@@ -51,173 +126,197 @@ class Clock:
         """Note the time."""
         self.times.append(time.perf_counter())
 
-    def rounds(self) -> list[float]:
-        """Return the seconds of the rounds after the first one."""
-        return [end - begin for begin, end in zip(self.times[1:], self.times[2:], strict=False)]
+    def done(self, model: torch.nn.Module) -> Done:
+        """Return the rounds after the first one, and what was seen."""
+        seconds = [end - begin for begin, end in zip(self.times[1:], self.times[2:], strict=False)]
+        return Done(seconds, SEEN["steps"], SEEN["samples"], model.state_dict())
 
 
-def loop(case: Case) -> list[float]:
+def loop(case: Case, kind: type[PlainClients] = PlainClients, epochs: int = 1) -> Done:
     """One client after the other in one process."""
-    return loop_rounds(PlainClients(case.clients, case.samples, 1, BATCH, "cpu"), case.rounds + 1)[1:]
+    clients = kind(case.data(), epochs, BATCH, "cpu", case.network)
+    seconds = loop_rounds(clients, case.rounds + 1)[1:]
+    return Done(seconds, clients.steps, clients.steps * BATCH, clients.state)
 
 
-def pool(case: Case) -> list[float]:
+def share(case: Case, worker: int) -> PlainClients:
+    """Return the clients of one of the pool's processes."""
+    return PlainClients(case.data()[worker::WORKERS], 1, BATCH, "cpu", case.network)
+
+
+def pool(case: Case) -> Done:
     """Two processes that have their clients' data, and nothing to check."""
-    with IdealPool(WORKERS, case.clients, case.samples, 1, BATCH, "cpu") as ideal:
-        return ideal.rounds(case.rounds)
+    with IdealPool([partial(share, case, worker) for worker in range(WORKERS)], case.network) as ideal:
+        seconds = ideal.rounds(case.rounds)
+        return Done(seconds, None, (case.rounds + 1) * case.clients * case.samples, ideal.state)
 
 
-def fedsub(case: Case, workers: int) -> list[float]:
+def fedsub(case: Case, workers: int, own: dict[str, Value] | None = None) -> Done:
     """The local engine."""
+    from fedsub_app.runs.loop import run_experiment
+    from fedsub_app.training.costs import training_flops
+    from fedsub_app.training.problem import Problem
+
+    settings = case.settings() | (own or {})
+    grid = worker_grid(None, settings, workers)
+    run_experiment(grid, resolve(settings))
+    grid.close()
+    folder = case.folder / "run"
+    lines, model = read_rounds(folder), read_run(folder).model()
+    if own and lines[-1]["pruned-fraction"] < 0.49:
+        raise RuntimeError("not all clients have pruned")
+    problem = Problem.of(resolve(settings))
+    each = training_flops(problem, build_model(case.network, IMAGE, CLASSES, 0))
+    samples = None if own else round(sum(line.get("flops", 0.0) for line in lines) / each)  # pruning has its own FLOPs
+    return Done([line["seconds"] for line in counted(lines, 1)], None, samples, model.state_dict())
+
+
+def peers() -> dict[str, Callable[[Case], Done]]:
+    """Return all, by name; those behind a comma have two processes."""
+    from bench import frameworks
+
+    return {
+        "loop": loop,
+        "fedsub": partial(fedsub, workers=1),
+        "BlazeFL": frameworks.blazefl,
+        "fluke": frameworks.fluke,
+        "pfl": frameworks.pfl,
+        "ideal pool, two": pool,
+        "fedsub, two": partial(fedsub, workers=WORKERS),
+        "Flower, two": frameworks.flower,
+        "masked loop": partial(loop, kind=MaskedClients, epochs=2),
+        "Sub-FedAvg": partial(fedsub, workers=1, own=SUBFEDAVG),
+        "Sub-FedAvg, two": partial(fedsub, workers=WORKERS, own=SUBFEDAVG),
+    }
+
+
+def write_images(case: Case) -> None:
+    """Write images in which those of a class have a picture in common, so that all networks learn."""
+    random = np.random.default_rng(0)
+    y = np.arange(case.clients * case.samples) % CLASSES
+    channels, height, width = IMAGE
+    common = random.integers(0, 192, (CLASSES, height, width, channels), dtype=np.uint8)
+    x = common[y] + random.integers(0, 64, (len(y), height, width, channels), dtype=np.uint8)
+    arrays: dict[str, Any] = {"train_images": x, "train_labels": y, "test_images": x[:100], "test_labels": y[:100]}
+    np.savez(case.folder / f"{DATASET}.npz", allow_pickle=False, **arrays)
+
+
+def measure(name: str, network: str, clients: int, rounds: int) -> Json:
+    """Return a run's line of the file."""
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
-        write_images(Path(folder), case.clients * case.samples)
-        settings = experiment(Path(folder), case.clients, 1, case.rounds + 1, "cpu")
-        lines, grid = run_local(settings, worker_grid, workers)
-        grid.close()
-        return [line["seconds"] for line in counted(lines, skip=1)]
-
-
-def network() -> torch.nn.Module:
-    """Return the LeNet-5 of all peers."""
-    return build_model("lenet5", IMAGE, CLASSES, 0)
-
-
-def data_of(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the samples and labels of each client."""
-    torch.set_num_threads(1)
-    return PlainClients(case.clients, case.samples, 1, BATCH, "cpu").data
-
-
-class Selector:
-    """BlazeFL's source of networks."""
-
-    def select_model(self, model_name: str) -> torch.nn.Module:
-        """Return the network."""
-        return network()
-
-
-class Parts:
-    """BlazeFL's data set: a client's samples."""
-
-    def __init__(self, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.data = data
-
-    def get_dataset(self, type_: object, cid: int | None) -> TensorDataset:
-        """Return a client's samples."""
-        return TensorDataset(*self.data[cid or 0])
-
-    def get_dataloader(
-        self, type_: object, cid: int | None, batch_size: int | None = None, generator: Any = None
-    ) -> Any:
-        """Return a client's mini-batches."""
-        return DataLoader(self.get_dataset(type_, cid), batch_size=batch_size or BATCH, shuffle=True)
-
-
-def blazefl(case: Case) -> list[float]:
-    """The FedAvg of blazefl.contrib in one process."""
-    from blazefl.contrib import fedavg  # type: ignore[import-not-found]
-
-    about: Json = {
-        "model_selector": Selector(), "model_name": "lenet5", "dataset": Parts(data_of(case)), "device": "cpu",
-        "num_clients": case.clients, "batch_size": BATCH, "seed": 0,
-    }  # fmt: skip
-    handler = fedavg.FedAvgBaseServerHandler(global_round=case.rounds + 1, sample_ratio=1.0, **about)
-    trainer = fedavg.FedAvgBaseClientTrainer(**about, epochs=1, lr=LR)
-    clock = Clock()
-    clock.tick()
-    while not handler.if_stop():
-        trainer.local_process(handler.downlink_package(), handler.sample_clients())
-        for package in trainer.uplink_package():
-            handler.load(package)
-        clock.tick()
-    return clock.rounds()
-
-
-def flower(case: Case) -> list[float]:
-    """Flower's own FedAvg and simulation, a node a client, with two workers."""
-    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-    from flwr.serverapp.strategy import FedAvg
-    from flwr.simulation import run_simulation
-
-    data, clock, client, server = data_of(case), Clock(), ClientApp(), ServerApp()
-
-    @client.train()
-    def train(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
-        model, (x, y) = network(), data[int(context.node_config["partition-id"])]
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        for index in torch.randperm(len(y)).split(BATCH):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
-        metrics = MetricRecord({"num-examples": len(y)})
-        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
-
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=case.clients)
-        configured = strategy.configure_train
-
-        def configure(*arguments: Any, **keywords: Any) -> Any:
-            clock.tick()
-            return configured(*arguments, **keywords)
-
-        strategy.configure_train = configure  # type: ignore[method-assign]
-        result = strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=case.rounds + 2)
-        if len(result.train_metrics_clientapp) < case.rounds + 2:  # clients that fail end no run
-            raise RuntimeError("Flower's clients have failed")
-
-    backend: Json = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": WORKERS}}
-    run_simulation(server, client, case.clients, backend_config=backend)
-    return clock.rounds()
-
-
-PEERS: dict[str, Callable[[Case], list[float]]] = {
-    "loop": loop,
-    "fedsub": partial(fedsub, workers=1),
-    "BlazeFL": blazefl,
-    "pool of two": pool,
-    "fedsub, two workers": partial(fedsub, workers=WORKERS),
-    "Flower's FedAvg, two workers": flower,
-}
-
-
-@contextmanager
-def _left_out(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        print(f"{name}: not installed: {error}", file=sys.stderr)
+        case = Case(network, clients, rounds, Path(folder))
+        write_images(case)
+        torch.manual_seed(0)
+        done = peers()[name](case)
+        model, samples = build_model(network, IMAGE, CLASSES, 0), case.data()
+        losses = []
+        for state in (model.state_dict(), done.state):
+            model.load_state_dict(state)
+            with torch.no_grad():
+                losses.append(float(np.mean([F.cross_entropy(model(x), y).item() for x, y in samples[:100]])))
+    versions = {}
+    for package in ("torch", "flwr", "blazefl", "fluke-fl", "pfl"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    about = {"network": network, "clients": clients, "each": case.samples, "rounds": rounds, "commit": commit()}
+    return about | done._asdict() | {"peer": name, "loss": losses, "versions": versions, "state": None}
 
 
 def main() -> int:
-    """Measure and print a table; its last line is the JSON of all seconds."""
+    """Install, run or print; see the top of this file."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
-    for option, default in (("clients", 10), ("samples", 500), ("rounds", 4), ("repeats", 3)):
-        parser.add_argument(f"--{option}", type=int, default=default)
+    commands = parser.add_subparsers(dest="command", required=True)
+    install, run = commands.add_parser("install"), commands.add_parser("run")
+    commands.add_parser("table")
+    for one in (install, run):
+        one.add_argument("folder", type=Path)
+    names = list(peers())
+    run.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    run.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help="; ".join(names))
+    run.add_argument("--clients", nargs="+", type=int, default=[10])
+    for option, default in (("rounds", 4), ("repeats", 3)):
+        run.add_argument(f"--{option}", type=int, default=default)
+    one = commands.add_parser("one")  # a run, in a process that sees one peer's packages
+    one.add_argument("name")
+    one.add_argument("network")
+    one.add_argument("clients", type=int)
+    one.add_argument("rounds", type=int)
     options = parser.parse_args()
-    case = Case(options.clients, options.samples, options.rounds)
-    seconds: dict[str, list[float]] = {}
-    for _ in range(options.repeats):
-        for name in dict.fromkeys(["loop", *options.only]):
-            with _left_out(name):
-                seconds.setdefault(name, []).extend(apart(PEERS[name], case))
-    best = {name: min(each) for name, each in seconds.items() if each}
-    print("| | seconds a round, minimum | over the loop |\n|---|---|---|")
-    for name, least in best.items():
-        print(f"| {name} | {least:.3f} | {least / best['loop']:.2f} |")
-    versions = {}
-    for package in ("torch", "flwr", "blazefl"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    print(json.dumps({"case": case._asdict(), "versions": versions, "seconds": seconds}))
+    if options.command == "one":
+        print(json.dumps(measure(options.name, options.network, options.clients, options.rounds)))
+    elif options.command == "install":
+        for name, packages in INSTALL.items():
+            command = [sys.executable, *PIP, str(options.folder / name), *packages.split()]
+            subprocess.run(command, check=True)
+    else:
+        if options.command == "run":
+            run_all(options)
+        print(table(read()))
     return 0
+
+
+def read() -> list[Json]:
+    """Return the runs of the file."""
+    return [json.loads(line) for line in OUT.read_text().splitlines()] if OUT.exists() else []
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Make the runs that are not in the file yet, the peers in turn."""
+    OUT.parent.mkdir(exist_ok=True)
+    for network in options.network:
+        for clients in options.clients:
+            for number in range(options.repeats):
+                for name in options.peers:
+                    about = (network, clients, name)
+                    there = [run for run in read() if (run["network"], run["clients"], run["peer"]) == about]
+                    if len(there) <= number:
+                        _run(options, *about)
+
+
+def _run(options: argparse.Namespace, network: str, clients: int, name: str) -> None:
+    path = os.pathsep.join(str(folder) for folder in ((options.folder / name).resolve(), PROJECT))
+    command = [sys.executable, "-m", "bench.peers", "one", name, network, str(clients), str(options.rounds)]
+    with TemporaryDirectory(prefix="fedsub-bench-") as folder:  # what a framework writes
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    print(f"{network}, {clients} clients, {name}: ", end="", flush=True)
+    if done.returncode:
+        print(f"not run: {done.stderr.strip().splitlines()[-1]}")
+        return
+    line = json.loads(done.stdout.strip().splitlines()[-1])
+    print(", ".join(f"{seconds:.3f}" for seconds in line["seconds"]), flush=True)
+    with OUT.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def table(runs: Sequence[Json]) -> str:
+    """Return the minima of all rounds as a Markdown table; ``same``: steps, samples and loss are like the loop's."""
+    cases: dict[tuple[str, int], dict[str, list[Json]]] = {}
+    for run in runs:
+        cases.setdefault((run["network"], run["clients"]), {}).setdefault(run["peer"], []).append(run)
+    rows = [
+        "| network | clients x samples | | seconds a round, minimum | over its loop | loss | same |",
+        "|---" * 7 + "|",
+    ]
+    for (network, clients), each in cases.items():
+        for name in (known for known in peers() if known in each):
+            masked = name == "masked loop" or name.startswith("Sub-FedAvg")
+            own, least = each[name], min(second for run in each[name] for second in run["seconds"])
+            usual = each.get("masked loop" if masked else "loop", [])
+            over = f"{least / min(second for run in usual for second in run['seconds']):.2f}" if usual else ""
+            same = "yes" if usual and all(alike(run, usual[0]) for run in own) else "no"
+            first, last = own[0]["loss"]
+            size = f"{clients:,} x {own[0]['each']}"
+            rows.append(f"| {network} | {size} | {name} | {least:.3f} | {over} | {first:.2f} to {last:.2f} | {same} |")
+    return "\n".join(rows)
+
+
+def alike(run: Json, loop: Json) -> bool:
+    """Say whether a run had the steps and samples of the loop's rounds, and its loss fell by about as much."""
+    fell, usual = (first - last for first, last in (run["loss"], loop["loss"]))
+    rounds = (loop["rounds"] + 1) / (run["rounds"] + 1)
+    counts = [(run[key], loop[key]) for key in ("samples", "steps") if run[key] is not None]
+    return all(rounds * own == other for own, other in counts) and 0.5 < fell / usual < 2
 
 
 if __name__ == "__main__":
