@@ -1,17 +1,23 @@
-"""The ClientApp, the same for all methods: Flower's door to a node (runs/node.py)."""
+"""The ClientApp, the same for all methods: Flower's door to a node (runs/node.py), which a message loads.
+
+Flower starts Ray when it has imported this module: torch, imported here, would be two seconds of that.
+"""
 
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedsub_app.common.late import Late
 from fedsub_app.common.machine import keep_freed_memory
-from fedsub_app.federation.wire import pack, unpack
-from fedsub_app.runs import node
+
+if TYPE_CHECKING:
+    from fedsub_app.runs.node import Source
+
+torch, wire, node = Late("torch"), Late("fedsub_app.federation.wire"), Late("fedsub_app.runs.node")
 
 
 class NodeApp(ClientApp):
@@ -21,7 +27,7 @@ class NodeApp(ClientApp):
     where the SuperLink was started once, maybe in another checkout, whose code would run.
     """
 
-    def __init__(self, source: node.Source, module: str) -> None:
+    def __init__(self, source: "Source", module: str) -> None:
         super().__init__()
         self.source, self.module = source, module
         self.query()(self._roll_call)
@@ -30,19 +36,19 @@ class NodeApp(ClientApp):
 
     def prepare(self, message: Message, context: Context) -> None:
         """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
-        header, _ = unpack(message.content)
+        header, _ = wire.unpack(message.content)
         if text := node.settings_text(header, context.node_config):
             place = self.source(text, header, context)(0)
             place.training_flops(place.network)
 
     def _roll_call(self, message: Message, context: Context) -> Message:
         """Answer which partition this node is, and keep the settings of the run that asks."""
-        header, _ = unpack(message.content)
-        return Message(pack(node.roll_call(header, context, self.source), []), reply_to=message)
+        header, _ = wire.unpack(message.content)
+        return Message(wire.pack(node.roll_call(header, context, self.source), []), reply_to=message)
 
     def _answer(self, message: Message, context: Context) -> Message:
         torch.set_num_threads(1)  # one thread a worker: same results everywhere, and faster on small networks
-        header, parts = unpack(message.content)
+        header, parts = wire.unpack(message.content)
         return Message(node.answer(header, parts, context, self.source), reply_to=message)
 
     def __reduce__(self) -> Any:
@@ -63,5 +69,5 @@ class NodeApp(ClientApp):
         return load, ()
 
 
-app = NodeApp(node.named, __name__)
+app = NodeApp(lambda *arguments: node.named(*arguments), __name__)
 keep_freed_memory()

@@ -13,9 +13,8 @@ from fedsub_app.common.own_code import bundled
 from fedsub_app.deployment.engines import log_to_stdout, run_and_report
 from fedsub_app.deployment.ray_pool import mend
 from fedsub_app.federation.roll import wake
-from fedsub_app.runs.recorded import RunFailed, settings_of
+from fedsub_app.runs.recorded import RunFailed, own_code, settings_of
 from fedsub_app.settings import Settings
-from fedsub_app.training.problem import own_code
 
 log = logging.getLogger("fedsub")
 app = ServerApp()

@@ -65,6 +65,34 @@ def test_what_answers_without_torch(tmp_path: Path) -> None:
         assert done.returncode == code, (words, done.stderr)
 
 
+def test_a_run_on_flower_loads_torch_beside_ray() -> None:
+    program = (
+        "import sys; import fedsub_app.client_app; from fedsub_app.deployment.flower import bundle; "
+        "from fedsub_app.runs.recorded import new_folder, settings_of; settings = settings_of({})\n"
+        "with bundle(settings): assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_process_ends_with_its_code_after_its_threads_and_exit_functions() -> None:
+    program = (
+        "import atexit, threading; from fedsub_app.cli.main import process; atexit.register(print, 'last'); "
+        "threading.Thread(target=lambda: (threading.main_thread().join(), print('thread'))).start(); process()"
+    )
+    for words, code in {"help fedselect": 0, "run method=fedavgg": 2}.items():
+        command = [sys.executable, "-c", program, *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.split()[-2:]) == (code, ["thread", "last"]), done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_output_that_finds_no_room_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "fedsub_app.cli", "help", "fedselect"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_help_page(name: str) -> None:
     page = about_method(name)

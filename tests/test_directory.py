@@ -17,8 +17,8 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.directory import Run, new_folder, open_run
-from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.directory import Run, open_run
+from fedsub_app.runs.recorded import new_folder, settings_of
 from fedsub_app.settings import digest
 from fedsub_app.training.client_state import ClientState
 

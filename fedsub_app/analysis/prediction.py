@@ -22,10 +22,10 @@ from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import unseen_rows
 from fedsub_app.models import adapters, base_digest, other_base, scale_of, tensors_of
 from fedsub_app.runs.checkpoint import global_network
-from fedsub_app.runs.recorded import read_recorded, settings_of
+from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
 from fedsub_app.settings import Settings
 from fedsub_app.training.local import evaluation_batches
-from fedsub_app.training.problem import Problem, own_code
+from fedsub_app.training.problem import Problem
 
 
 def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, Problem, Settings]:

@@ -25,10 +25,10 @@ def report(
     from fedsub_app.reports.html import write_html
     from fedsub_app.reports.pictures import draw_curves
     from fedsub_app.reports.records import grouped
-    from fedsub_app.runs.directory import reports_folder
+    from fedsub_app.runs.recorded import new_path, runs_folder
 
     groups = grouped(folders)
-    out = out or (folders[0] if len(folders) == 1 else reports_folder())
+    out = out or (folders[0] if len(folders) == 1 else new_path(runs_folder() / "reports"))
     picture = out if out.suffix and not out.is_dir() else out / ("curve.png" if len(folders) == 1 else "curves.png")
     if picture.parent == out:
         out.mkdir(parents=True, exist_ok=True)

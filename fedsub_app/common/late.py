@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are asked for: names and settings are there without torch."""
+"""Packages and modules that are imported when a name is asked for: names and settings are there without torch."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -16,3 +16,13 @@ def late(package: str, *modules: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get
+
+
+class Late:
+    """A module, imported when one of its names is asked for."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._module), name)

@@ -73,6 +73,7 @@ def environment() -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_DEDUP_LOGS": "0",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds between looks for a run to start, by default 1
         **({"FEDSUB_RUNS": str(PROJECT / "runs")} if is_checkout() else {}),
     }
 
@@ -209,8 +210,7 @@ def stop() -> str:
 
 def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
-    from fedsub_app.runs.directory import new_folder
-    from fedsub_app.runs.recorded import settings_of
+    from fedsub_app.runs.recorded import new_folder, settings_of
 
     settings = settings_of(overrides)  # fail early
     if connections().get(connection, {}).get("address") == LOCAL:
@@ -270,7 +270,7 @@ def bundle(settings: "Settings") -> Iterator[Path]:
     """
     from fedsub_app.runs.config import TABLE
     from fedsub_app.runs.methods import BUILT_IN
-    from fedsub_app.training.problem import own_code
+    from fedsub_app.runs.recorded import own_code
 
     own = {key: text for key, text in own_code(settings.flat()).items() if text.rpartition(":")[0].endswith(".py")}
     included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]

@@ -9,7 +9,6 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 import hashlib
 import os
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ import torch
 from filelock import FileLock, Timeout
 
 from fedsub_app.common.code import code_digest, versions
-from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import sweep, write_atomic, write_json
@@ -30,10 +28,9 @@ from fedsub_app.common.tensor_files import round_file, round_files, write_tensor
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import other_base
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
-from fedsub_app.runs.recorded import EXTENDED, RunFailed, read_recorded, resume_command
+from fedsub_app.runs.recorded import EXTENDED, RunFailed, new_folder, own_code, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
-from fedsub_app.training.problem import own_code
 
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
@@ -220,36 +217,6 @@ def _own_digests(settings: Settings) -> dict[str, str]:
         with start_file(settings).open("rb") as model:
             digests["start-from"] = hashlib.file_digest(model, "sha256").hexdigest()
     return digests
-
-
-def runs_folder() -> Path:
-    """Return the folder of all runs: $FEDSUB_RUNS (``make setup``: the checkout's runs/), else ./runs."""
-    return Path(os.environ.get("FEDSUB_RUNS", "runs"))
-
-
-def new_folder(settings: Settings) -> Path:
-    """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
-    name = settings.experiment or f"{settings.section}-{settings.dataset}"
-    name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")
-    return _new(runs_folder().resolve(), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-seed{settings.seed}")
-
-
-def reports_folder() -> Path:
-    """Make and return an empty folder for a comparison of runs; :class:`UserError` if it cannot."""
-    return _new(runs_folder() / "reports", time.strftime("%Y%m%d-%H%M%S"))
-
-
-def _new(root: Path, stamp: str) -> Path:
-    path = root / stamp
-    for number in range(2, 1000):
-        try:
-            path.mkdir(mode=0o700, parents=True)
-            return path
-        except FileExistsError:  # another folder of this second
-            path = root / f"{stamp}-{number}"
-        except OSError as error:
-            raise UserError(f"{path}: cannot be made ({error.strerror})") from None
-    raise UserError(f"{path}: there already")
 
 
 def _commit() -> str:

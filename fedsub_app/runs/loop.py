@@ -25,10 +25,10 @@ from fedsub_app.models import Network, base_bytes, base_digest
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import started
-from fedsub_app.runs.directory import Run, open_run, runs_folder
+from fedsub_app.runs.directory import Run, open_run
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.recorded import RunFailed
+from fedsub_app.runs.recorded import RunFailed, runs_folder
 from fedsub_app.runs.rounds import ended_by, plateau_lr
 from fedsub_app.runs.tracking import Tracking, check_tracker
 from fedsub_app.settings import Settings

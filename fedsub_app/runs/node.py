@@ -37,13 +37,14 @@ from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, u
 from fedsub_app.models import other_base
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.recorded import own_code
 from fedsub_app.secure.client import SECRET, withheld
 from fedsub_app.secure.client import answer as secure_answer
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.privacy import noisy
 from fedsub_app.training.client_state import ClientState, StateGone
 from fedsub_app.training.local import evaluation_batches, sums_of
-from fedsub_app.training.problem import Problem, own_code
+from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 

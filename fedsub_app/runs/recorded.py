@@ -1,13 +1,18 @@
 """The settings of a run, new or recorded in its directory; torch is not imported here."""
 
+import os
 import re
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
+from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Json, Value
+from fedsub_app.data.settings import SOURCES
 from fedsub_app.runs.config import canonical, resolve
 from fedsub_app.settings import LOCATION_KEYS, Settings
 
@@ -77,3 +82,41 @@ def read_recorded(folder: Path) -> Json:
     if not isinstance(recorded, dict) or not re.fullmatch(r"[0-9a-f]{12}", str(run_id)):
         raise UserError(f"{path}: not a run's settings (settings, run-id)")
     return content
+
+
+def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
+    """Return the keys that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, with it."""
+    known: dict[str, Collection[str]] = {"model": (), "dataset": SOURCES, "task": (OWN,), "method": ()}
+    texts = {key: str(keys[key]) for key in known if ":" in str(keys.get(key))}
+    if "model" in texts:
+        from fedsub_app.models.sources import PACKAGES  # which loads torch
+
+        known["model"] = PACKAGES
+    return {key: text for key, text in texts.items() if text.partition(":")[0] not in known[key]}
+
+
+def runs_folder() -> Path:
+    """Return the folder of all runs: $FEDSUB_RUNS (``make setup``: the checkout's runs/), else ./runs."""
+    return Path(os.environ.get("FEDSUB_RUNS", "runs"))
+
+
+def new_folder(settings: Settings) -> Path:
+    """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
+    name = settings.experiment or f"{settings.section}-{settings.dataset}"
+    name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")
+    return new_path(runs_folder().resolve(), f"-{name}-seed{settings.seed}")
+
+
+def new_path(root: Path, name: str = "") -> Path:
+    """Make and return an empty folder named by the time and ``name``; :class:`UserError` if it cannot."""
+    stamp = time.strftime("%Y%m%d-%H%M%S") + name
+    path = root / stamp
+    for number in range(2, 1000):
+        try:
+            path.mkdir(mode=0o700, parents=True)
+            return path
+        except FileExistsError:  # another folder of this second
+            path = root / f"{stamp}-{number}"
+        except OSError as error:
+            raise UserError(f"{path}: cannot be made ({error.strerror})") from None
+    raise UserError(f"{path}: there already")

@@ -33,8 +33,7 @@ from fedsub_app.common.progress import LINE_SECONDS, human_seconds
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.directory import runs_folder
-from fedsub_app.runs.recorded import RunFailed, settings_of
+from fedsub_app.runs.recorded import RunFailed, runs_folder, settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 

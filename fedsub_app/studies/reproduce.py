@@ -24,7 +24,7 @@ from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import draw_against_bytes
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import applicable_keys
-from fedsub_app.runs.directory import runs_folder
+from fedsub_app.runs.recorded import runs_folder
 from fedsub_app.studies.batch import Job, facts, gpus_of, run_all
 from fedsub_app.studies.evidence import check, difference, read_evidence, row_of, run_entry, sample_of, write_evidence
 from fedsub_app.studies.tables import Row, Table, read_table

@@ -25,7 +25,7 @@ from fedsub_app.reports.curves import Group
 from fedsub_app.reports.export import csv_text
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.directory import runs_folder
+from fedsub_app.runs.recorded import runs_folder
 from fedsub_app.settings import Settings
 from fedsub_app.studies.batch import facts, gpus_of, run_all
 from fedsub_app.studies.trials import Search, Space, Sweep, Trial, as_written, label, read_space, text_of

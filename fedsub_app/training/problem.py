@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -14,16 +14,13 @@ from fedsub_app import models
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape
-from fedsub_app.common.own_code import OWN
-from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tasks import Task, task_of
 from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
 from fedsub_app.data.samples import pooled
-from fedsub_app.data.settings import SOURCES
-from fedsub_app.models.sources import PACKAGES, answer, check_network, with_logits
+from fedsub_app.models.sources import answer, check_network, with_logits
 from fedsub_app.settings import Settings
 
 FIRST_SAMPLES = 32  # whose loss is tried before round 1
@@ -130,13 +127,6 @@ def trained_part(settings: Settings) -> models.Trained:
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     moves_base, again = settings.options.moves_base, settings.gradient_checkpointing
     return models.Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
-
-
-def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
-    """Return the keys that name code of the user, ``FILE.py:NAME`` or ``module:NAME``, with it."""
-    known = {"model": PACKAGES, "dataset": SOURCES, "task": (OWN,), "method": ()}
-    texts = {key: str(keys[key]) for key in known if key in keys}
-    return {key: text for key, text in texts.items() if ":" in text and text.partition(":")[0] not in known[key]}
 
 
 def with_named_head(model: nn.Module, head: str) -> nn.Module:
