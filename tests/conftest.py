@@ -1,5 +1,11 @@
-"""What several tests share."""
+"""What several tests share.
 
+With ``-n`` the process that hands the tests out reads this file too, and runs none: what takes long to import stands
+where it is used.
+"""
+
+import atexit
+import gc
 import inspect
 import logging
 import os
@@ -8,38 +14,42 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from helpers import Brightness, forget
-from hypothesis import settings
 
-from fedsub_app.client_app import app
-from fedsub_app.common.section import Value
-from fedsub_app.common.tensors import Json
-from fedsub_app.data import features
-from fedsub_app.data.features import Backbone
-from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.runs.config import applicable_keys
-from fedsub_app.runs.loop import run_experiment
-from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.recorded import settings_of
+if TYPE_CHECKING:
+    from helpers import Brightness
+
+    from fedsub_app.common.section import Value
+    from fedsub_app.common.tensors import Json
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: runs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Property tests draw the same cases in every run; `pytest --hypothesis-profile=search` draws new ones.
-settings.register_profile("search", deadline=None)
-settings.register_profile("same", deadline=None, derandomize=True)
-settings.load_profile("same")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """The suite runs on the CPU: no process of it sees a GPU, and device = "auto" is "cpu"; but with ``-m gpu``."""
-    torch.set_num_threads(1)  # as in every run; several tests at a time would wait for each other's threads
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    gc.disable()  # imports and parameters stay
+    import torch
+    from hypothesis import settings
+
+    torch.set_num_threads(1)  # as in every run; several tests at a time would wait for each other's threads
+    # Property tests draw the same cases in every run; `pytest --hypothesis-profile=search` draws new ones.
+    settings.register_profile("search", deadline=None)
+    settings.register_profile("same", deadline=None, derandomize=True)
+    settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for, among what tests make, and at the exit everywhere: extensions name leaks."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)
 
 
 # A test whose code names one of these starts a run or a process; so does one whose fixtures' code or helpers' does.
@@ -85,7 +95,7 @@ def _is_of_tests(function: FunctionType) -> bool:
 
 
 # Small enough that a run takes a second: digits, a small network, three rounds.
-SMALL: dict[str, Value] = {
+SMALL: "dict[str, Value]" = {
     "weighting": "uniform",  # of fedavg, with which many methods are compared, as of these methods
     "model": "feature-mlp",
     "method": "fedavg",
@@ -110,6 +120,8 @@ def _runs_in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _methods_of_files_are_forgotten() -> Iterator[None]:
+    from helpers import METHODS, forget
+
     yield
     for name in [name for name in METHODS if ":" in name]:
         forget(name)
@@ -135,27 +147,37 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def brightness(monkeypatch: pytest.MonkeyPatch) -> type[Brightness]:
+def brightness(monkeypatch: pytest.MonkeyPatch) -> "type[Brightness]":
     """Networks that take no time in the place of the backbones, whose features are then kept in groups of four."""
+    from helpers import Brightness
+
+    from fedsub_app.data import features
+
     sizes = {"resnet101": 2048, "densenet121": 1024}
-    monkeypatch.setattr(Backbone, "build", lambda self: Brightness(sizes[self.name]))
+    monkeypatch.setattr(features.Backbone, "build", lambda self: Brightness(sizes[self.name]))
     monkeypatch.setattr(features, "GROUP", 4)
     Brightness.seen = 0
     return Brightness
 
 
-def run_small(folder: Path, grid: Any = LocalGrid, **keys: Value) -> Json:
-    """Run on the local engine with ``SMALL`` and the given keys, but those of methods that do not run."""
+def run_small(folder: Path, grid: Any = None, **keys: "Value") -> "Json":
+    """Run with ``SMALL`` and the given keys, but those of methods that do not run; ``grid``: the local engine's."""
+    from fedsub_app.client_app import app
+    from fedsub_app.federation.local_grid import LocalGrid
+    from fedsub_app.runs.config import applicable_keys
+    from fedsub_app.runs.loop import run_experiment
+    from fedsub_app.runs.recorded import settings_of
+
     overrides = SMALL | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
     overrides = applicable_keys(overrides) | {"run-dir": str(folder)}
-    return run_experiment(grid(app, overrides), settings_of(overrides))
+    return run_experiment((grid or LocalGrid)(app, overrides), settings_of(overrides))
 
 
 @pytest.fixture
-def run_local(tmp_path: Path) -> Callable[..., tuple[Json, Path]]:
+def run_local(tmp_path: Path) -> "Callable[..., tuple[Json, Path]]":
     """Run with :func:`run_small` in a folder of the test's own; returns the summary and the run directory."""
 
-    def run(folder: str = "run", grid: Any = LocalGrid, **keys: Value) -> tuple[Json, Path]:
+    def run(folder: str = "run", grid: Any = None, **keys: "Value") -> "tuple[Json, Path]":
         return run_small(tmp_path / folder, grid, **keys), tmp_path / folder
 
     return run
@@ -169,7 +191,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """
 
     @cache
-    def run(**keys: Value) -> Path:
+    def run(**keys: "Value") -> Path:
         folder = tmp_path_factory.mktemp("shared") / "run"
         run_small(folder, **keys)
         return folder

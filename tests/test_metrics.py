@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tasks import task_of
@@ -30,6 +29,8 @@ def drawn(samples: int, classes: int, seed: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("classes", [2, 5])
 def test_they_are_scikit_learns(classes: int) -> None:
     """In percent; the area to the width of a bin. Sums of two batches are those of both."""
+    from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
+
     task, (output, y) = task_of("classification", ALL), drawn(400, classes, 1)
     values = task.metrics(added(task.sums(output[part], y[part]) for part in (slice(0, 150), slice(150, 400))))
     said, p = output.argmax(1), output.softmax(1).numpy()

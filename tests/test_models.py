@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torchvision.models import resnet18
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.models import (
@@ -165,6 +164,8 @@ def test_units_of_a_cnn_with_batch_norm_and_flatten():
 
 
 def test_pretrained_weights_are_torchvisions_file_with_a_new_head(tmp_path, monkeypatch):
+    from torchvision.models import resnet18
+
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     file = tmp_path / "hub/checkpoints/resnet18-f37072fd.pth"  # the name that torchvision looks for
 

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -210,6 +209,8 @@ TEXTS = ["a good film", "bad, very bad", "good", "so bad", "a film", "very good 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
+    import pandas as pd
+
     frame = pd.DataFrame(
         {
             "text": TEXTS * 5,
@@ -252,6 +253,8 @@ def test_columns_of_numbers(table: Path, source: str, monkeypatch: pytest.Monkey
 
 
 def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
+    import pandas as pd
+
     for name in ("one", "two"):
         pd.DataFrame({"x": range(12), "label": [0, 1] * 6}).to_csv(table / f"s-{name}.csv", index=False)
     data = load_dataset(resolve(keys_of(table, "csv:s-*.csv", group="file")).data)

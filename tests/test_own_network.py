@@ -15,9 +15,6 @@ from flwr.cli.build import build_fab_from_disk
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torchvision.models import get_model
-from torchvision.models.vgg import make_layers
-from torchvision.ops import StochasticDepth
 
 import fedsub_app
 from fedsub_app.common import own_code
@@ -191,6 +188,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_a_family_is_in_one_layer(family: str) -> None:
+    from torchvision.models import get_model
+
     with warnings.catch_warnings(), torch.device("cpu" if family in ("maxvit_t", "regnet_y_400mf") else "meta"):
         warnings.simplefilter("ignore", FutureWarning)
         model = get_model(family, weights=None, num_classes=10)
@@ -243,6 +242,8 @@ def every_tensor_once_in_the_order_of_execution(model: nn.Module, in_shape: Shap
 
 
 def test_tensors_beside_layers_go_with_the_first_of_them() -> None:
+    from torchvision.models import get_model
+
     with torch.device("meta"):
         layers = layer_groups(adopted(get_model("vit_b_16", image_size=32), (3, 32, 32)))
     assert layers[0] == (
@@ -317,6 +318,8 @@ def test_units_of_a_network_of_ones_own() -> None:
 
 def small_vgg(num_classes: int) -> nn.Module:
     """torchvision's VGG with BatchNorm in small: 123 million parameters of vgg11_bn are its first Linear's."""
+    from torchvision.models.vgg import make_layers
+
     features = make_layers([8, "M", 12, "M", 16, 16, "M"], batch_norm=True)
     classifier = nn.Linear(4 * 16, 24), nn.ReLU(), nn.Dropout(), nn.Linear(24, num_classes)
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), *classifier)
@@ -347,6 +350,8 @@ WHOLE_FAMILIES = {
 )
 def test_a_network_without_units_is_the_network_in_which_they_are_zero(name: str, options: str, count: int) -> None:
     """In training as well: outputs, gradients and running statistics. traced_groups tries it in evaluation alone."""
+    from torchvision.ops import StochasticDepth
+
     if name.startswith("timm"):
         pytest.importorskip("timm")
     model = build_model(name, (3, 32, 32), 10, 0, options=options).double()

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ import pytest
 import torch
 from helpers import Brightness
 from PIL import Image
-from scipy.io import savemat
-from torchvision import datasets
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
@@ -48,6 +47,9 @@ def write_cub(data: Path) -> None:
 
 
 def write_flowers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scipy.io import savemat
+    from torchvision.datasets import Flowers102
+
     top = data / "flowers-102"
     for number in range(1, 8):
         picture(top / f"jpg/image_{number:05}.jpg", 10 * number)
@@ -55,7 +57,7 @@ def write_flowers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     savemat(top / "setid.mat", {"trnid": [[5, 1, 2]], "valid": [[3, 7]], "tstid": [[6, 4]]})
     md5 = {name: hashlib.md5((top / f"{name}.mat").read_bytes()).hexdigest() for name in ("imagelabels", "setid")}
     files = {"image": ("102flowers.tgz", ""), "label": ("imagelabels.mat", md5["imagelabels"])}
-    monkeypatch.setattr(datasets.Flowers102, "_file_dict", files | {"setid": ("setid.mat", md5["setid"])})
+    monkeypatch.setattr(Flowers102, "_file_dict", files | {"setid": ("setid.mat", md5["setid"])})
 
 
 def write_aircraft(data: Path) -> None:
@@ -81,6 +83,8 @@ def write_dtd(data: Path) -> None:
 
 
 def write_cars(data: Path) -> None:
+    from scipy.io import savemat
+
     top = data / "stanford_cars"
     (top / "devkit").mkdir(parents=True)
     fields = [(name, "O") for name in ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname")]
@@ -181,7 +185,7 @@ def test_missing(data_dir: Path, name: str, kind: str, needed: str, monkeypatch:
         raise OSError("no route")
 
     if kind:
-        module = getattr(datasets, kind).__module__
+        module = getattr(import_module("torchvision.datasets"), kind).__module__
         monkeypatch.setattr(f"{module}.download_and_extract_archive", no_network)
     with pytest.raises(UserError, match=rf"dataset = '{name}': {data_dir} has no {needed}"):
         load(name)

@@ -18,7 +18,6 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from scipy.stats import hypergeom
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
@@ -153,6 +152,8 @@ def test_in_a_small_round_more_than_half_of_the_others_reveal_a_secret(
 @pytest.mark.parametrize(("dropouts", "corrupted"), [(0.05, 0.05), (0.1, 0.2), (0.3, 0.1)])
 def test_the_graph_is_the_smallest_that_keeps_the_bounds(clients: int, dropouts: float, corrupted: float) -> None:
     """The three failures of Bell et al. 2020, Section 3, by SciPy's hypergeometric tails; two neighbours fewer fail."""
+    from scipy.stats import hypergeom
+
     degree, least = degree_and_threshold(clients, dropouts, corrupted)
     bad, lost = int(corrupted * clients), int(dropouts * clients)
 
