@@ -3,6 +3,7 @@
 import math
 import tomllib
 from datetime import date
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.runs import config
 from fedsub_app.runs.config import (
     applicable_keys,
     as_toml,
@@ -119,7 +121,8 @@ def test_a_wrong_value_is_refused_where_another_method_runs(conf: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(experiments()))
-def test_every_experiment_resolves_for_every_method(name: str) -> None:
+def test_every_experiment_resolves_for_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_read_experiment", cache(config._read_experiment))  # the same files for each
     for method in METHODS:
         resolve({"experiment": name, "method": method})
 
@@ -306,8 +309,12 @@ VALUES = st.sampled_from(
         *([1], {"a": 1}, None, date(2026, 1, 1)),
     ]
 )
-# The words that a key allows, as they are listed, so that not every text is refused.
-WORDS = {key: st.sampled_from(allowed.split()[::2] or ["x"]) for key, (_, allowed, _) in describe().items()}
+
+
+@cache
+def words() -> dict[str, st.SearchStrategy[str]]:
+    """The words that a key allows, as they are listed, so that not every text is refused."""
+    return {key: st.sampled_from(allowed.split()[::2] or ["x"]) for key, (_, allowed, _) in describe().items()}
 
 
 @given(st.data(), st.sampled_from(sorted(METHODS)))
@@ -316,7 +323,7 @@ def test_any_values_of_any_keys_run_or_are_refused_in_one_line(data: st.DataObje
     general = sorted(key for key in defaults() if "." not in key and key not in ("method", "run-dir"))
     own = sorted(key for key in defaults() if key.startswith(f"{method}."))
     drawn = data.draw(st.lists(st.sampled_from(general + 4 * own), min_size=1, max_size=3, unique=True))
-    keys = {key: data.draw(VALUES | WORDS[key], label=key) for key in drawn}
+    keys = {key: data.draw(VALUES | words()[key], label=key) for key in drawn}
     refused = failed = ""
     with TemporaryDirectory() as folder:
         overrides: dict[str, Any] = {"num-rounds": 1, "model": "feature-mlp", "node-timeout": 0.1, "method": method}

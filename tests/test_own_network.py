@@ -5,9 +5,11 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,24 +180,66 @@ def test_tied_weights_have_one_name() -> None:
 TOKENS = Form(
     (Part((5,), torch.int64, 20), Part((5,), torch.int64, 2)), ("input_ids", "attention_mask")
 )  # of a text of five
-FAMILIES = {
-    "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "efficientnet_v2_s": 32,
-    "googlenet": 64, "inception_v3": 299, "maxvit_t": 224, "mnasnet0_5": 32, "mobilenet_v2": 32,
-    "mobilenet_v3_small": 32, "regnet_y_400mf": 32, "resnext50_32x4d": 32, "shufflenet_v2_x0_5": 32,
-    "squeezenet1_1": 32, "swin_t": 32, "swin_v2_t": 32, "vgg11_bn": 32, "vit_b_16": 224, "wide_resnet50_2": 32,
+FAMILIES = {"alexnet": 64, "googlenet": 64, "mnasnet0_5": 32, "squeezenet1_1": 32, "vgg11_bn": 32, "vit_b_16": 224}
+LARGE_FAMILIES = {  # as long as a run each
+    "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "efficientnet_v2_s": 32, "inception_v3": 299,
+    "maxvit_t": 224, "mobilenet_v2": 32, "mobilenet_v3_small": 32, "regnet_y_400mf": 32, "resnext50_32x4d": 32,
+    "shufflenet_v2_x0_5": 32, "swin_t": 32, "swin_v2_t": 32, "wide_resnet50_2": 32,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_of_a_family_is_in_one_layer(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [*FAMILIES.items(), *(pytest.param(*of, marks=pytest.mark.run) for of in LARGE_FAMILIES.items())],
+)
+def test_every_tensor_of_a_family_is_in_one_layer(family: str, size: int) -> None:
     from torchvision.models import get_model
 
     with warnings.catch_warnings(), torch.device("cpu" if family in ("maxvit_t", "regnet_y_400mf") else "meta"):
         warnings.simplefilter("ignore", FutureWarning)
         model = get_model(family, weights=None, num_classes=10)
-    every_tensor_once_in_the_order_of_execution(model.to("meta"), (3, FAMILIES[family], FAMILIES[family]))
-    last = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
-    assert set(map(id, last.parameters())) & {id(tensors_of(model)[name]) for name in layer_groups(model)[-1]}
+    every_tensor_once_in_the_order_of_execution(model.to("meta"), (3, size, size))
+
+
+SMALL_FAMILIES: dict[str, Callable[[Any], nn.Module]] = {
+    "convnext": lambda of: of.ConvNeXt([of.convnext.CNBlockConfig(8, 16, 1), of.convnext.CNBlockConfig(16, None, 2)]),
+    "densenet": lambda of: of.DenseNet(4, (2, 2), 8),
+    "efficientnet": lambda of: of.EfficientNet(
+        [
+            of.efficientnet.FusedMBConvConfig(1, 3, 1, 8, 8, 1),
+            of.efficientnet.FusedMBConvConfig(4, 3, 2, 8, 16, 1),
+            of.efficientnet.MBConvConfig(4, 5, 2, 16, 24, 2),
+        ],
+        dropout=0.2,
+        last_channel=32,
+    ),
+    "maxvit": lambda of: of.MaxVit((32, 32), 8, 2, [8, 16], [1, 2], 4, 0.1),
+    "mobilenet_v2": lambda of: of.MobileNetV2(10, 0.25, [[1, 16, 1, 1], [4, 24, 2, 2]]),
+    "mobilenet_v3": lambda of: of.MobileNetV3(
+        [
+            of.mobilenetv3.InvertedResidualConfig(8, 3, 8, 8, True, "RE", 2, 1, 1),
+            of.mobilenetv3.InvertedResidualConfig(8, 5, 16, 16, False, "HS", 2, 1, 1),
+        ],
+        last_channel=32,
+    ),
+    "regnet": lambda of: of.RegNet(of.regnet.BlockParams.from_init_params(4, 16, 8.0, 2.0, 8, 0.25)),
+    "resnext": lambda of: of.ResNet(of.resnet.Bottleneck, [1, 1, 1, 2], groups=4, width_per_group=4),
+    "shufflenet": lambda of: of.ShuffleNetV2([2, 2, 2], [8, 16, 24, 32, 48]),
+    "swin": lambda of: of.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4]),
+    "swin_v2": lambda of: of.SwinTransformer(
+        *([4, 4], 8, [2, 2], [2, 2], [4, 4]),
+        block=of.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=of.swin_transformer.PatchMergingV2,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_every_tensor_of_a_small_network_of_a_family_is_in_one_layer(family: str) -> None:
+    """The blocks of the large ones, few of them."""
+    every_tensor_once_in_the_order_of_execution(
+        SMALL_FAMILIES[family](import_module("torchvision.models")), (3, 32, 32)
+    )
 
 
 TRANSFORMERS = {
@@ -239,6 +283,8 @@ def every_tensor_once_in_the_order_of_execution(model: nn.Module, in_shape: Shap
     first = [min(each) for each in ran if each]
     assert first == sorted(first)
     assert len(first) > len(layers) / 2
+    last = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+    assert set(map(id, last.parameters())) & {id(tensors_of(model)[name]) for name in layers[-1]}
 
 
 def test_tensors_beside_layers_go_with_the_first_of_them() -> None:
@@ -328,7 +374,7 @@ def small_vgg(num_classes: int) -> nn.Module:
 NORM = ("weight", "bias", "running_mean", "running_var")
 SOURCES = {
     "torchvision:mobilenet_v3_small": ("", 27), f"{__name__}:small_vgg": ("", 5),
-    "torchvision:squeezenet1_1": ("", 25), "resnet18-gn": ("", 12),
+    "torchvision:squeezenet1_1": ("", 25), "bench.networks:Residual": ("", 3),
     "torchvision.models:VisionTransformer": (
         "image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32", 2
     ),
@@ -345,6 +391,7 @@ WHOLE_FAMILIES = {
     ("name", "options", "count"),
     [
         *((name, *of) for name, of in SOURCES.items()),
+        pytest.param("resnet18-gn", "", 12, marks=pytest.mark.run),  # as long as one
         *(pytest.param(name, *of, marks=pytest.mark.slow) for name, of in WHOLE_FAMILIES.items()),
     ],
 )

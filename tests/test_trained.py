@@ -26,7 +26,6 @@ from fedsub_app.data import Samples
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.training.problem import Problem, _named
 
-peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 Run = Callable[..., tuple[Json, Path]]
 WORDS = ["good", "bad", "fine", "poor", "nice", "ugly", "great", "awful"]
 
@@ -36,6 +35,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small BERT with weights, without a head for this task."""
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=8,
@@ -56,9 +57,21 @@ def keys(bert: Path, tmp_path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def classifier(folder: Path, **how: Any) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder, **how)
+
+
 def plain(bert: Path) -> Any:
     torch.manual_seed(9)  # another head than the run's
-    return transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=2)
+    return classifier(bert, num_labels=2)
+
+
+def adapted(bert: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(plain(bert), adapter)
 
 
 X = Inputs((torch.tensor([[3, 4, 0, 0], [5, 2, 7, 1]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])))
@@ -87,8 +100,8 @@ def test_what_peft_and_transformers_load_computes_the_same(
     assert main(["export", str(run), "--adapter", str(adapter), "--merged", str(merged)]) == 0
     assert capsys.readouterr().out.split() == [str(adapter), str(merged)]
     expected = ours(run)
-    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(plain(bert), adapter)), expected)
-    whole = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
+    torch.testing.assert_close(logits(adapted(bert, adapter)), expected)
+    whole = classifier(merged)
     torch.testing.assert_close(logits(whole), expected, rtol=1e-4, atol=1e-5)
     assert (logits(plain(bert)) - expected).abs().max() > 0.01
 
@@ -100,7 +113,7 @@ def test_a_clients_own_model_and_what_has_no_adapter(
     own = [ours(run, client) for client in (0, 1)]
     assert not torch.allclose(*own)
     write_adapter(run, tmp_path / "adapter", 1)
-    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(plain(bert), tmp_path / "adapter")), own[1])
+    torch.testing.assert_close(logits(adapted(bert, tmp_path / "adapter")), own[1])
     assert main(["export", str(run), "--adapter", "x", "--client", "2"]) == 2
 
 
@@ -111,7 +124,7 @@ def test_a_narrow_clients_adapter_has_its_rank(
     write_adapter(run, tmp_path / "adapter", 1)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (1, 8.0)  # alpha / r is 16 / 2
-    loaded = logits(peft.PeftModel.from_pretrained(plain(bert), tmp_path / "adapter"))
+    loaded = logits(adapted(bert, tmp_path / "adapter"))
     torch.testing.assert_close(loaded, ours(run, 1))
 
 
@@ -122,7 +135,7 @@ def test_weights_that_the_method_has_changed_are_merged(
     assert main(["export", str(run), "--adapter", str(tmp_path / "a")]) == 2
     assert "--adapter: flora changes other weights, so there is no adapter alone; --merged" in capfd.readouterr().err
     assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 0
-    whole = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    whole = classifier(tmp_path / "merged")
     torch.testing.assert_close(logits(whole), ours(run), rtol=1e-4, atol=1e-5)
 
 
