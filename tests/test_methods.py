@@ -362,6 +362,7 @@ def test_every_pass_is_in_the_flops() -> None:
     update = worker.run_training(dict(task.tensors), task.config)
     forward = worker.place.forward_flops(worker.network)
     assert update.metrics["flops"] == 2 * len(worker.y) * forward > 0
+    assert strategy.max_samples(0) == strategy.max_examples(0), "one pass that no key counts"
     _, client = made("fedavg-ft", **{"fedavg-ft__tune-epochs": 3})
     worker = client(0, 1, {})
     update = worker.run_evaluation(worker.initial(), {}, ["personal"])

@@ -237,6 +237,13 @@ def test_one_client_with_nan_does_not_take_the_others_of_its_node_along() -> Non
         read_update(parts[1], {"w": Spec((2, 3))}, {})
 
 
+def test_each_update_of_a_message_has_its_own_distance() -> None:
+    asked = {client: specs({"w": torch.zeros(2)}) for client in (0, 1)}
+    sent = [Update(client, {"w": torch.tensor([3.0, 4.0]) * (client + 1)}, {}, 1) for client in asked]
+    _, parts = unpack_reply(pack({}, [update_part(update) for update in sent]), asked)
+    assert [read_update(part, asked[0], {}).squares for part in parts] == [{"w": 25.0}, {"w": 100.0}]
+
+
 def test_an_update_survives_the_wire() -> None:
     update = Update(5, {"w": torch.ones(2, 3)}, {"loss": 1.5}, 20)
     back = read_update(received([update_part(update)])[0], {"w": Spec((2, 3))}, {"loss": Range(0, 2)})

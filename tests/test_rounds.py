@@ -19,7 +19,7 @@ from strategies.base import SubnetStrategy
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
-from strategies.rounds import _merged
+from strategies.rounds import _merged, sums_of
 from strategies.server import Facts
 
 
@@ -88,6 +88,22 @@ def test_a_merged_model_that_has_diverged_is_not_committed(loss: float, reason: 
     made.facts = Facts([10] * 4, 1.0, tested)
     assert outcome(made, 2).startswith(reason)
     assert bool(outcome(made, 2)) == bool(reason)
+
+
+def test_a_clients_bounds_with_local_steps() -> None:
+    """3 batches of 8 samples and one pass over 10; four passes of 2 FLOPs a sample."""
+    made = strategy(**{"local-steps": 3, "batch-size": 8})
+    made.facts = Facts([10] * 4, 2.0, lambda _: 0.0)
+    assert made.max_samples(0) == 34
+    assert made.max_flops(0) == 4 * 2 * 34
+
+
+def test_what_clients_say_that_a_sample_costs_counts_up_to_one_and_a_half_times_the_median() -> None:
+    """With ``robust``: 1 FLOP a sample twice, and 30 FLOPs, of which 1.5 count."""
+    each = ((0, 10, 10), (1, 20, 20), (2, 900, 30))
+    said = [Update(client, {}, {"flops": cost}, count) for client, cost, count in each]
+    assert sums_of(said, ["flops"]) == {"flops": 930}
+    assert sums_of(said, ["flops"], robust=True) == {"flops": 10 + 20 + 1.5 * 30}
 
 
 def test_remembered_values_come_back_from_their_named_tensors() -> None:

@@ -206,13 +206,13 @@ def test_against_the_papers_lines(method: str) -> None:
     torch.testing.assert_close(strategy.current["1.running_mean"], torch.tensor([1.0]))  # the plain mean
 
 
-def test_half_a_step_of_the_server() -> None:
-    whole, half = made("fedadam"), made("fedadam", **{"server-lr": 0.5})
-    for strategy in (whole, half):
+def test_a_quarter_of_a_step_of_the_server() -> None:
+    whole, quarter = made("fedadam"), made("fedadam", **{"server-lr": 0.25})
+    for strategy in (whole, quarter):
         strategy.current["0.weight"] = torch.zeros(1, 2)
         merge_round(strategy, [update(0, [1.0, -1.0], mean=4.0)])
     for name in ("0.weight", "1.running_mean"):  # both began at 0
-        torch.testing.assert_close(half.current[name], whole.current[name] / 2)
+        torch.testing.assert_close(quarter.current[name], whole.current[name] / 4)
 
 
 def test_a_very_adaptive_fedadam_moves_by_its_rate_alone() -> None:
