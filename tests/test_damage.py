@@ -29,6 +29,7 @@ from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import summary_table
 from fedsub_app.reports.curves import Group
 from fedsub_app.reports.records import read_run
+from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.runs.rounds import read_rounds
@@ -100,6 +101,15 @@ def test_a_run_of_which_every_round_was_abandoned_has_failed(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
     again = fedsub(tmp_path, "run", "--resume", str(tmp_path / "run"))
     assert (again.code, again.err) == (1, done.err)
+
+
+def test_an_abandoned_round_has_a_checkpoint_whatever_checkpoint_every_says(tmp_path: Path) -> None:
+    """The run that ends after it says that its checkpoint is there."""
+    keys = KEYS | {"method": "fedavg", "num-rounds": 9, "lr": 1e6, "local-epochs": 9, "run-dir": str(tmp_path / "run")}
+    keys |= {"checkpoint-every": 9, "max-abandoned": 2}
+    with pytest.raises(RunFailed, match=r"^2 rounds in a row were abandoned"):
+        run_experiment(LocalGrid(app, keys), settings_of(keys))
+    assert [read_checkpoint(path).abandoned for path in checkpoints(tmp_path / "run")] == [1, 2]
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(whole: Path, tmp_path: Path) -> None:
