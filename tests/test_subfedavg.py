@@ -487,6 +487,7 @@ def test_what_is_pruned_stays_0_everywhere(
 ) -> None:
     """Download, every step, the answer, the state and the personal model; and masks only shrink."""
     keys: dict[str, Value] = {"model": MODELS[pruning], "subfedavg.pruning": pruning, "subfedavg.target": 0.9}
+    keys["train-per-class"] = 12
     strategy, client = made(**keys, **optimizer)
     plan = strategy.plan
     states: list[Tensors] = [{}, {}, {}]
