@@ -265,6 +265,12 @@ def slow(strategy: Any) -> int:
     return next(client for client in range(4) if strategy.devices.of(client).name == "slow")
 
 
+@pytest.mark.parametrize(("model_width", "held"), [(1.0, {1.0, 0.5}), (0.8, {1.0, 0.625}), (0.5, {1.0})])
+def test_a_device_holds_a_fraction_of_the_narrower_model(model_width: float, held: set[float], two: str) -> None:
+    strategy = made(two, model_width=model_width)
+    assert {strategy.held_width(client) for client in range(4)} == held
+
+
 def test_ist_deals_units_in_proportion_to_the_widths(two: str) -> None:
     """Widths 1, 1, 0.5, 0.5: each client has one unit and a third or a sixth of the others."""
     strategy = made(two, method="ist")

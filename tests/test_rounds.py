@@ -98,6 +98,29 @@ def test_a_clients_bounds_with_local_steps() -> None:
     assert made.max_flops(0) == 4 * 2 * 34
 
 
+@pytest.mark.parametrize(("model", "steps"), [("lenet5", [2, 2, 4, 4]), ("lenet5-bn", [2, 2, 2, 4])])
+def test_a_clients_steps_are_without_a_last_batch_of_one_but_not_the_only_one(model: str, steps: list[int]) -> None:
+    """2 epochs of batches of 4 of 1, 4, 5 and 6 samples: BatchNorm cannot train on one."""
+    made = SubnetStrategy(resolve({"batch-size": 4, "local-epochs": 2}), build_model(model, (1, 28, 28), 10, 0))
+    assert [made.steps(examples) for examples in (1, 4, 5, 6)] == steps
+
+
+def test_a_blocks_mean_counts_as_all_samples_of_its_clients() -> None:
+    """Two clients with 10 samples and the mean 1, one with 30 and 2."""
+    merging = Merging(made := strategy(weighting="examples"))
+    for clients, count, mean in (((0, 1), 10, 1.0), ((2,), 30, 2.0)):
+        updates = [replace(update(client), num_examples=count) for client in clients]
+        merging.add_block([Valid(each, made.contribution(each), {}) for each in updates], {"w": torch.full((3,), mean)})
+    assert merging.result().model["w"].tolist() == pytest.approx([80 / 50] * 3)
+
+
+def test_an_update_that_changes_nothing_has_no_norm() -> None:
+    merging = Merging(made := strategy())
+    for client, norm in enumerate((0.0, 3.0, 0.0)):
+        merging.add(Valid(update(client), made.contribution(update(client)), {"update": norm}))
+    assert merging.norms == [3.0]
+
+
 def test_what_clients_say_that_a_sample_costs_counts_up_to_one_and_a_half_times_the_median() -> None:
     """With ``robust``: 1 FLOP a sample twice, and 30 FLOPs, of which 1.5 count."""
     each = ((0, 10, 10), (1, 20, 20), (2, 900, 30))
