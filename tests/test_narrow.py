@@ -14,7 +14,7 @@ from fedsub_app.subnets.masks import expand, fixed_masks
 from fedsub_app.subnets.slices import indices, put, take
 from fedsub_app.training.costs import subnet_flops, training_flops
 
-INPUTS = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "feature-mlp": (20,), "resnet18": (3, 32, 32)}
+INPUTS = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "feature-mlp": (20,), "resnet18": (3, 16, 16)}
 
 
 def network(name, seed=0):
