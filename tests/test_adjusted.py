@@ -22,7 +22,7 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.sparsity import kept_counts, worth_their_time
-from strategies.asked import FedTiny
+from strategies.asked import FedTiny, exchange_counts
 from strategies.sparse import Sparse
 
 Run = Callable[..., tuple[Json, Path]]
@@ -94,6 +94,20 @@ def test_fedtiny_takes_the_candidate_of_the_smallest_mean_loss() -> None:
     merge_round(strategy, [Update(c, {"losses": x}, {}, 1) for c, x in enumerate(losses)])
     assert strategy.masks["w.weight"].tolist() == [[True, False, False]]
     assert not strategy.stage(2)
+
+
+def test_fedtinys_first_candidate_has_no_noise() -> None:
+    strategy, _ = made("fedtiny")
+    assert isinstance(strategy, FedTiny)
+    first, second, *_ = ({name: int(mask.sum()) for name, mask in each.items()} for each in strategy.candidates)
+    assert first == kept_counts(strategy.shapes, 0.2, "erk") != second
+
+
+def test_no_more_weights_are_exchanged_than_are_pruned() -> None:
+    """Half of 9 and of 5 would be exchanged, of ten each."""
+    options = three("fedrts", [1, 1, 0], [0.5, -0.2, 0.0], share=0.5, **ALWAYS).options
+    masks = {"dense": torch.arange(10) < 9, "sparse": torch.arange(10) < 5}
+    assert exchange_counts(options, 1, masks) == {"dense": 1, "sparse": 2}
 
 
 def test_fedtinys_blocks_begin_with_the_last() -> None:
