@@ -903,6 +903,7 @@ def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None
     assert ["settings" in header for header in headers] == [False, False, True]
     assert phase.outbox.bytes_down == sum(sent)
     assert sum(phase.outbox.formula_of.values()) == 5 * 4
+    assert sorted(phase.asked) == list(range(5))
 
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:
