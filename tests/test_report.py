@@ -27,7 +27,7 @@ from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.compare import summary_table, summary_text, verdicts
-from fedsub_app.reports.curves import Group, curve
+from fedsub_app.reports.curves import Group, RunData, costs_of, curve
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import (
     DASHES,
@@ -118,6 +118,12 @@ def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None
         spent = [sum(line.get("flops", 0) for line in of[: place + 1]) / 1e9 for of in lines]
         assert found.x["GFLOPs"][place] == pytest.approx(sum(spent) / 2)
     assert found.x["round"] == [0, 1, 2]
+
+
+def test_device_seconds_are_a_cost_where_a_run_has_some() -> None:
+    without, spent = (RunData(Path(), {}, [{"device seconds": seconds}]) for seconds in (0.0, 3.0))
+    assert costs_of([without]) == ["MB by formula", "GFLOPs", "seconds in rounds"]
+    assert costs_of([without, spent]) == [*costs_of([without]), "device seconds"]
 
 
 @given(st.lists(st.floats(-1, 2), min_size=1, max_size=12), st.floats(0.001, 0.08))
