@@ -354,6 +354,16 @@ def test_the_flops_that_a_client_counts_are_those_that_torch_executes(
         merge_round(strategy, [update], asked=[0])
 
 
+def test_a_training_that_goes_on_counts_its_samples_once() -> None:
+    strategy, client = made("fedavg")
+    worker = client(0, 1, {})
+    worker.load(strategy.current)
+    training = worker.fit(epochs=1)
+    flops, published = worker.flops, worker.published_flops
+    training.run(worker.batches(1))
+    assert (worker.flops, worker.published_flops) == (2 * flops, 2 * published)
+
+
 def test_every_pass_is_in_the_flops() -> None:
     """B5: FedPAC's two passes for its features, and fine-tuning for an evaluation."""
     strategy, client = made("fedpac", local_epochs=0, **{"fedpac__head-epochs": 0})
