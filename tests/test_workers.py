@@ -142,6 +142,7 @@ def test_a_killed_worker_costs_its_clients_round_and_is_replaced(moment, run_loc
 
         def saved(self: ClientState, round_: int, *more: Any) -> None:
             if round_ == 2 and once(tmp_path / "killed"):
+                (tmp_path / "client").write_text(self.folder.name.removeprefix("client-"))
                 die()
             save(self, round_, *more)
 
@@ -163,6 +164,8 @@ def test_a_killed_worker_costs_its_clients_round_and_is_replaced(moment, run_loc
     lost = [entry for line in lines[1:] for entry in line["dropped"]]
     assert 1 <= len(lost) < 4
     assert all("worker process" in entry["reason"] and "SIGKILL" in entry["reason"] for entry in lost)
+    if moment == "mid-client":
+        assert int((tmp_path / "client").read_text()) in [entry["client"] for entry in lost]
     assert lines[-1]["dropped"] == []
     assert summary["status"] == "completed"
 
