@@ -83,11 +83,6 @@ class MaskedMean:
         self._weights: dict[str, Tensor] = {}  # their weights: 0-dim until a mask comes, then one a position
         self._total = torch.zeros(())
         self._unit: float | None = None
-        fits = 0 < sum(x.numel() for x in old.values()) <= BLOCK  # in one block, and no tensor is a special case
-        self._small = fits and all(x.dim() and x.numel() and x.is_cpu for x in old.values())
-        if self._small:
-            self._sums = {name: torch.zeros(x.shape) for name, x in old.items()}
-            self._weights = {name: torch.zeros(()) for name in old}
         self._counted = True  # all weights are 1 and fewer than 256: a byte a position holds them
 
     @torch.no_grad()
@@ -101,16 +96,6 @@ class MaskedMean:
         for update in scaled:
             self._total += update.weight
         self._counted = self._counted and all(update.weight == 1 for update in scaled) and bool(self._total < 256)
-        plain = all(not (u.masks or u.slices or u.alone) and u.tensors.keys() == self._old.keys() for u in scaled)
-        if self._small and plain and not any(weights.dim() for weights in self._weights.values()):
-            for update in scaled:  # the sums of _add_whole, all tensors by one call, for calls cost the most here
-                values, sums = [update.tensors[name] for name in self._old], list(self._sums.values())
-                torch._foreach_add_(list(self._weights.values()), update.weight)
-                if update.weight == 1:
-                    torch._foreach_add_(sums, values)
-                else:
-                    torch._foreach_addcmul_(sums, values, list(map(torch.ones_like, sums)), value=update.weight)
-            return
         for name, old in self._old.items():
             terms = [_Term.of(update, name) for update in scaled if name in update.tensors]
             if terms and old.numel():
@@ -148,7 +133,8 @@ class MaskedMean:
         if self._old[name].dim() == 0:  # blocks are cut along axis 0
             terms = [t._replace(x=t.x[None], mask=t.mask if t.mask is None else t.mask[None]) for t in terms]
         rows = max(1, BLOCK * len(sums) // sums.numel())
-        values = [term.x.split(rows) for term in terms]
+        # Splitting a tensor that fits one block costs as much as summing it: a third of the time of 1,000 LeNets.
+        values = [term.x.split(rows) if rows < len(sums) else (term.x,) for term in terms]
         # uint8 is the same bytes as bool and becomes a float two to three times faster. expand is a view, for any mask.
         masks = [t.mask if t.mask is None else t.mask.view(torch.uint8).expand(sums.shape).split(rows) for t in terms]
         buffer, ones = torch.empty_like(sums[:rows]), torch.ones_like(sums[:rows])
