@@ -1,4 +1,4 @@
-"""The settings of a run, new or recorded in its directory; torch is not imported here."""
+"""What is known of a run before torch is loaded: its settings, new or recorded, its folder, the user's code in it."""
 
 import os
 import re
