@@ -8,13 +8,16 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.late import uncollected
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.own_code import bundled
 from fedsub_app.deployment.engines import log_to_stdout, run_and_report
 from fedsub_app.deployment.ray_pool import mend
-from fedsub_app.federation.roll import wake
 from fedsub_app.runs.recorded import RunFailed, own_code, settings_of
 from fedsub_app.settings import Settings
+
+with uncollected():
+    from fedsub_app.federation.roll import wake
 
 log = logging.getLogger("fedsub")
 app = ServerApp()

@@ -1,9 +1,13 @@
 """The start: what names, settings and costs load, and what they do not."""
 
+import gc
 import subprocess
 import sys
 
+import pytest
+
 from client_apps.base import Client
+from fedsub_app.common.late import uncollected
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.models import model_names
 from fedsub_app.models.networks import _CONV_NETS, _MLPS
@@ -58,3 +62,17 @@ problem = Problem.of(resolve({}))
 assert forward_flops(problem, problem.network())
 """
     assert "torch._dynamo" not in loaded(program)
+
+
+def test_imports_run_without_garbage_collection_and_it_returns_as_it_was() -> None:
+    with pytest.raises(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.late import uncollected
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Json, Value
 from fedsub_app.reports.records import read_run
@@ -38,13 +39,14 @@ def run_local(
     ``workers``: number of processes, at most one a client; 1: this process; None: one a core, or one a GPU on GPUs.
     ``wait``: draw the pictures here, before the end, instead of in a process that outlives this one by a second or two.
     """
-    from fedsub_app.client_app import NodeApp
-    from fedsub_app.common.device import pick_device, visible_gpus
-    from fedsub_app.common.own_code import OWN
-    from fedsub_app.common.tasks import registered
-    from fedsub_app.federation.workers import local_grid
-    from fedsub_app.runs.node import given
-    from fedsub_app.training.problem import Problem
+    with uncollected():
+        from fedsub_app.client_app import NodeApp
+        from fedsub_app.common.device import pick_device, visible_gpus
+        from fedsub_app.common.own_code import OWN
+        from fedsub_app.common.tasks import registered
+        from fedsub_app.federation.workers import local_grid
+        from fedsub_app.runs.node import given
+        from fedsub_app.training.problem import Problem
 
     if (model is None) != (data is None):
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
@@ -73,8 +75,9 @@ def run_local(
 
 def run_and_report(grid: "Grid", settings: Settings, problem: "Problem | None" = None, wait: bool = False) -> Json:
     """Run all rounds as :func:`run_experiment` does, draw the pictures, also of a failed run, log the summary."""
-    from fedsub_app.runs.console import summary_table
-    from fedsub_app.runs.loop import run_experiment
+    with uncollected():
+        from fedsub_app.runs.console import summary_table
+        from fedsub_app.runs.loop import run_experiment
 
     try:
         summary = run_experiment(grid, settings, problem)

@@ -73,6 +73,7 @@ def environment() -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_prestart_worker_first_driver": "0",  # its workers start before the actors, which do not take them
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds between looks for a run to start, by default 1
         **({"FEDSUB_RUNS": str(PROJECT / "runs")} if is_checkout() else {}),
     }
