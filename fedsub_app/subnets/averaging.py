@@ -112,8 +112,8 @@ class MaskedMean:
             weights = weights.to(torch.uint8 if self._counted else torch.float32)
             self._weights[name] = weights if weights.dim() else weights.expand(shape).clone()
         else:
-            for term in terms:
-                weights += term.weight
+            for weight in [len(terms)] if self._counted else [term.weight for term in terms]:
+                weights += weight
         for whole, some in groupby(terms, lambda term: term.place is None):
             (self._add_whole if whole else self._add_slices)(name, list(some))
 
@@ -139,10 +139,10 @@ class MaskedMean:
         masks = [t.mask if t.mask is None else t.mask.view(torch.uint8).expand(sums.shape).split(rows) for t in terms]
         buffer, ones = torch.empty_like(sums[:rows]), torch.ones_like(sums[:rows])
         for k, part in enumerate(sums.split(rows)):
-            size, covering = len(part), weights[k * rows :][: len(part)] if masked else weights
+            whole, covering = ones[: len(part)], weights[k * rows :][: len(part)] if masked else weights
             for x, m, (*_, weight) in zip(values, masks, terms, strict=True):
                 # The same sums with and without a mask, so that a mask of ones changes no bit.
-                mask = ones[:size] if m is None else buffer[:size].copy_(m[k])
+                mask = whole if m is None else buffer[: len(part)].copy_(m[k])
                 if m is None and weight == 1:
                     part.add_(x[k])
                 else:
