@@ -1,9 +1,12 @@
-"""FedAvg as other frameworks have it: BlazeFL 2.0.3, fluke 0.8.1, pfl 0.6.0 and Flower 1.41; for ``bench/peers.py``.
+"""FedAvg as others have it: BlazeFL 2.0.3, fluke 0.8.1, pfl 0.6.0, FL-bench and Flower 1.41; for ``bench/peers.py``.
 
-What they do besides: BlazeFL draws batches by torch's DataLoader; pfl takes them in the data's order, cut once; fluke
-copies the shuffled data in every epoch and a model for every message; Flower has a node and two messages a client.
+What they do besides: BlazeFL and FL-bench draw batches by torch's DataLoader; pfl takes them in the data's order, cut
+once; fluke copies the shuffled data in every epoch and a model for every message; Flower has a node and two messages a
+client.
 """
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,6 +150,45 @@ def pfl(case: Case) -> Done:
         callbacks=[Rounds()],
     )  # fmt: skip
     return clock.done(network)
+
+
+def flbench(case: Case) -> Done:
+    """The client of FL-bench's FedAvg, one after the other as its serial mode has them, and its server's mean."""
+    from data.utils.datasets import BaseDataset  # type: ignore[import-not-found]
+    from omegaconf import OmegaConf  # type: ignore[import-not-found]
+    from src.client.fedavg import FedAvgClient  # type: ignore[import-not-found]
+    from src.server.fedavg import FedAvgServer  # type: ignore[import-not-found]
+
+    common = {
+        "batch_size": BATCH, "local_epoch": 1, "buffers": "global", "reset_optimizer_on_global_epoch": True,
+        "client_side_evaluation": False, "test": {"client": dict.fromkeys(("train", "val", "test"), False)},
+    }  # fmt: skip
+    own, model = case.data(), case.model()
+    places = torch.arange(case.clients * case.samples).split(case.samples)
+    x, y = (torch.cat(each) for each in zip(*own, strict=True))
+    dataset = BaseDataset(x.clone(), y, list(range(CLASSES)))
+    dataset.data = x  # it takes values above 1 for bytes
+    worker = FedAvgClient(
+        model=case.model(),
+        optimizer_cls=partial(torch.optim.SGD, lr=LR),
+        lr_scheduler_cls=None,
+        args=OmegaConf.create({"common": common}),
+        dataset=dataset,
+        data_indices=[{"train": each.tolist(), "val": [], "test": []} for each in places],
+        device=torch.device("cpu"),
+        return_diff=False,
+    )
+    public = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    server = SimpleNamespace(return_diff=False, public_model_params=public, model=model)
+    about = {"local_epoch": 1, "optimizer_state": {}, "personal_model_params": {}}
+    clock = Clock()
+    clock.tick()
+    for _ in range(case.rounds + 1):
+        sent = {"regular_model_params": server.public_model_params, **about}
+        packages = {client: worker.train({"client_id": client, **sent}) for client in range(case.clients)}
+        FedAvgServer.aggregate_client_updates(server, packages)
+        clock.tick()
+    return clock.done(model)
 
 
 def flower(case: Case) -> Done:

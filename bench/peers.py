@@ -2,7 +2,7 @@
 
 ::
 
-    python -m bench.peers install FOLDER    # BlazeFL, fluke and pfl, each into a folder of its own: 110 MB
+    python -m bench.peers install FOLDER    # BlazeFL, fluke, pfl and FL-bench, each into a folder of its own: 110 MB
     python -m bench.peers run FOLDER [--network NAME…] [--clients N…] [--peers NAME…] [--rounds 4] [--repeats 3]
     python -m bench.peers table
 
@@ -51,7 +51,9 @@ INSTALL = {
     "fluke": "fluke-fl==0.8.1 torchmetrics lightning-utilities cerberus omegaconf antlr4-python3-runtime==4.9.3"
     " hydra-core diskcache opacus opt_einsum clearml wandb",
     "pfl": "pfl==0.6.0 prv_accountant dp_accounting multiprocess dill",
+    "FL-bench": "hydra-core omegaconf antlr4-python3-runtime==4.9.3 nvidia-ml-py",
 }
+CLONES = {"FL-bench": ("https://github.com/KarhouTam/FL-bench", "06e658bca5af6ce732e25bb7c0f8be321e14a85e")}
 SUBFEDAVG: dict[str, Value] = {  # each client prunes half in the first round, whatever the accuracy
     "method": "subfedavg", "local-epochs": 2, "subfedavg.share": 0.5, "subfedavg.target": 0.5,
     "subfedavg.distance": 0.0, "subfedavg.score": -1.0, "subfedavg.gate-data": "test",
@@ -181,6 +183,7 @@ def peers() -> dict[str, Callable[[Case], Done]]:
         "BlazeFL": frameworks.blazefl,
         "fluke": frameworks.fluke,
         "pfl": frameworks.pfl,
+        "FL-bench": frameworks.flbench,
         "ideal pool, two": pool,
         "fedsub, two": partial(fedsub, workers=WORKERS),
         "Flower, two": frameworks.flower,
@@ -245,6 +248,9 @@ def main() -> int:
     if options.command == "one":
         print(json.dumps(measure(options.name, options.network, options.clients, options.rounds)))
     elif options.command == "install":
+        for name, (url, revision) in CLONES.items():
+            subprocess.run(["git", "clone", "--quiet", url, str(options.folder / name)], check=True)
+            subprocess.run(["git", "-C", str(options.folder / name), "checkout", "--quiet", revision], check=True)
         for name, packages in INSTALL.items():
             command = [sys.executable, *PIP, str(options.folder / name), *packages.split()]
             subprocess.run(command, check=True)
