@@ -88,11 +88,11 @@ def test_fedtiny_by_hand() -> None:
 
 def test_fedtiny_takes_the_candidate_of_the_smallest_mean_loss() -> None:
     """0.5 and 0.25 against 0.4 and 0.45."""
-    strategy = three("fedtiny", [1, 1, 1], [0.5, -0.2, 0.3], density=0.34, candidates=2)
+    strategy = three("fedtiny", [1, 1, 1], [0.5, -0.6, 0.3], density=0.34, candidates=2)
     assert strategy.stage(1)
     losses = [torch.tensor([0.5, 0.4]), torch.tensor([0.25, 0.45])]
     merge_round(strategy, [Update(c, {"losses": x}, {}, 1) for c, x in enumerate(losses)])
-    assert strategy.masks["w.weight"].tolist() == [[True, False, False]]
+    assert strategy.masks["w.weight"].tolist() == [[False, True, False]]
     assert not strategy.stage(2)
 
 

@@ -28,7 +28,7 @@ from fedsub_app.reports.html import write_html
 from fedsub_app.reports.records import grouped, read_run
 from fedsub_app.runs import console
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.loop import prepare
+from fedsub_app.runs.loop import client_bytes, prepare
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.plan import plan
 from fedsub_app.runs.rounds import read_rounds
@@ -76,6 +76,12 @@ def test_the_time_of_a_client_by_hand() -> None:
     device = Device(name="a", share=1.0, down_mbps=8.0, flops_per_second=1e9, up_mbps=4.0)
     assert device.seconds(1e6, 2e9, 1e6) == pytest.approx(1 + 2 + 2)
     assert Device(name="a", share=1.0).seconds(1e6, 2e9, 1e6) == 0
+
+
+@pytest.mark.parametrize(("keys", "times"), [({}, 3), ({"momentum": 0.9}, 4), ({"optimizer": "adam"}, 5)])
+def test_the_bytes_of_a_client_by_hand(keys: dict[str, Any], times: int) -> None:
+    """Network, gradients and received model, each moment of the optimizer, and the samples."""
+    assert client_bytes(settings(**keys), 100, 7) == times * 100 + 7
 
 
 def test_the_clients_are_cut_into_the_shares_by_the_seed(two: str) -> None:

@@ -253,6 +253,7 @@ def test_hetlora_prunes_ranks_that_have_become_smaller(made: Made) -> None:
     assert answer[PRUNES]
     assert not answer["one.lora_A.default.weight"][2:].any()
     assert answer["one.lora_A.default.weight"][:2].any()
+    assert not answer["one.lora_B.default.weight"][:, 2:].any()
 
 
 def test_what_moves_the_base_is_sent_down_alone(made: Made) -> None:

@@ -302,9 +302,12 @@ def test_wrong_settings_are_named(keys: dict[str, str | float], line: str) -> No
 
 
 def test_statistics_take_no_noise() -> None:
-    strategy, _ = made("fedavg", weighting="uniform", model="mnist-cnn-bn", image_size=28, **PRIVATE)
-    with pytest.raises(UserError, match=r"model = 'mnist-cnn-bn': not with dp-noise-multiplier above 0: 'bn1\.running"):
-        check_defences(strategy)
+    """LG-FedAvg's head has none; its first rounds, if there are such, share the whole model."""
+    keys = {"weighting": "uniform", "model": "mnist-cnn-bn", "image_size": 28, **PRIVATE}
+    for method, own in (("fedavg", {}), ("lg-fedavg", {"lg_fedavg__warm_rounds": 1})):
+        with pytest.raises(UserError, match=r"model = 'mnist-cnn-bn': not with dp-noise-multiplier above 0: 'bn1"):
+            check_defences(made(method, **keys, **own)[0])
+    check_defences(made("lg-fedavg", **keys, lg_fedavg__warm_rounds=0)[0])
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, run_local: Run) -> None:

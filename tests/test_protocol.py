@@ -100,9 +100,9 @@ def test_a_shared_model_travels_once() -> None:
     assert not parts[1][1]["w"].any()
 
 
-def raw(array: Array, index: object = None) -> RecordDict:
-    text = json.dumps({"parts": [{}], "index": [[[0], [0]]] if index is None else index})
-    return RecordDict({HEADER: deflated(text), TENSORS: ArrayRecord({"0:w": array})})
+def raw(array: Array, index: object = None, copies: int = 1) -> RecordDict:
+    text = json.dumps({"parts": [{}], "index": [[[0], [0]]] * copies if index is None else index})
+    return RecordDict({HEADER: deflated(text), TENSORS: ArrayRecord({f"{k}:w": array for k in range(copies)})})
 
 
 CUT = bytes(deflated('{"parts":[],"index":[]}')["json"])[:-1]  # type: ignore[arg-type]
@@ -135,6 +135,7 @@ def test_a_header_is_small_and_inflated_no_farther_than_allowed() -> None:
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[5], [0]]]), "not fedsub's wire format"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[0], [5]]]), "tensor 'w': no row 5 of 1"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), []), "not fedsub's wire format"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), copies=2), "two tensors of one name"),
     ],
 )
 def test_damaged_content_is_refused(content: RecordDict, reason: str) -> None:
@@ -169,6 +170,9 @@ def test_a_good_update_passes() -> None:
     update = reply()
     assert (update.client, update.num_examples, update.metrics) == (3, 10, {"loss": 0.5, "steps": 2})
     assert reply({"extra": torch.ones(1)}).tensors["extra"] == 1
+    assert reply({"theta": torch.tensor([0.0, 1.0])}).tensors["theta"].tolist() == [0, 1]
+    for examples, steps, loss in ((1, 1, 0), (1000, 9, 100)):  # the bounds themselves
+        assert reply(**{"num-examples": examples, "metrics": {"steps": steps, "loss": loss}}).metrics["steps"] == steps
 
 
 @pytest.mark.parametrize(
