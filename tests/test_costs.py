@@ -20,6 +20,7 @@ def test_mlp_by_hand():
     assert forward_flops(problem, model) == 2 * (2 * 3 + 3 * 4)
     # backward: weight gradients of both layers, input gradient of the second only
     assert training_flops(problem, model) == 2 * (2 * (2 * 3) + 3 * (3 * 4))
+    assert torch.backends.mha.get_fastpath_enabled()  # as before it was counted
 
 
 def test_lenet_is_the_sub_fedavg_notes():
