@@ -293,6 +293,13 @@ def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
     assert torch.equal(strategy.task(0).tensors["theta"], (masks[1].float() + masks[2].float()) / 2)
 
 
+@pytest.mark.parametrize(("rounds", "units"), [(0, None), (1, [128, 128])])
+def test_without_a_warm_up_no_client_has_a_fixed_mask(rounds: int, units: list[int] | None) -> None:
+    keys = {"num-clients": 2, "class-lists": "0 1, 2 3", "fedpews.masks": "fixed", "fedpews.warmup-rounds": rounds}
+    masks = FedPeWS(resolve(SETTINGS | keys), build_model("fedpews-mlp", (5,), 4, 0)).unit_masks()
+    assert (None if masks is None else masks.sum(1).tolist()) == units
+
+
 @pytest.mark.parametrize("others", ["masks", "mean", "highest"])
 def test_many_clients_do_not_empty_each_others_masks(others: str, run_local: Run) -> None:
     """Ten clients, one class each: the diversity term leaves hardly a unit to nobody."""
