@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp.strategy import FedAvg
 from helpers import METHOD_KEYS, forget
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -444,6 +445,8 @@ def test_wrong_arrays_leave_no_directory(tmp_path: Path) -> None:
     wrong = arrays(nn.Linear(2, 2))
     with pytest.raises(fedsub.UserError, match=r"^initial_arrays: "):
         fedsub.start(fedsub.FedAvg(model=Net), grid(), initial_arrays=wrong, run_dir=tmp_path / "run")
+    with pytest.raises(fedsub.UserError, match=r"^strategy = FedAvg: must be one of fedsub's, such as fedsub.FedAvg"):
+        fedsub.start(FedAvg(), grid(), initial_arrays=arrays())  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 
 

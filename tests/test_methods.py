@@ -1,6 +1,7 @@
 """What holds of every method: it asks without changing, any objective fits, and evaluating it changes nothing."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -104,6 +105,17 @@ def test_a_strategy_that_is_asked_does_not_change(method: str) -> None:
         assert same(strategy.personal_download(update.client), strategy.personal_download(update.client))
     assert same(strategy.state(), before)
     assert same(strategy.current, model)
+
+
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_values_are_any_or_from_0_or_from_0_to_1(method: str) -> None:
+    """Variances, norms, counts and probabilities; steps are whole numbers from 1 on."""
+    strategy, _ = made(method)
+    for strategy.round in (1, 2, 3):
+        for spec in strategy.expected(0).values():
+            steps = spec.dtype == torch.int64
+            assert steps or (spec.low, spec.high) in {(-math.inf, math.inf), (0, math.inf), (0, 1)}
+            assert not steps or spec.low == 1
 
 
 OBJECTIVES = [

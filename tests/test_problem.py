@@ -1,12 +1,18 @@
 """One problem: made once of names, or of objects of one's own; its task's sums add up to its metrics."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from helpers import problem_of
+from torch import nn
 from torch.nn import functional as F
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tasks import Classification
 from fedsub_app.models import tensors_of
 from fedsub_app.runs.config import resolve
+from fedsub_app.runs.loop import prepare
 from fedsub_app.training.costs import forward_flops
 from fedsub_app.training.problem import Problem
 from fedsub_app.training.workplace import workplace
@@ -30,6 +36,14 @@ def test_a_network_is_fresh_and_of_the_seed() -> None:
     assert not torch.equal(tensors_of(other)["fc1.weight"], tensors_of(first)["fc1.weight"])
     named = Problem.of(resolve(KEYS | {"seed": 4})).network()
     assert torch.equal(tensors_of(named)["fc1.weight"], tensors_of(other)["fc1.weight"])
+
+
+def test_what_a_network_rules_out_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^fedselect\.layer = 'fc9': no layer with weights; '' is all layers$"):
+        prepare(resolve(KEYS | {"method": "fedselect", "fedselect.layer": "fc9"}))
+    recurrent = replace(problem_of((3, 4)), build=lambda _: nn.Sequential(nn.LSTM(3, 4)), width=0.5)
+    with pytest.raises(UserError, match=r"^model-width = 0\.5: layer 0: no units are known for a LSTM$"):
+        recurrent.network()
 
 
 def test_a_problem_of_ones_own_objects() -> None:
