@@ -21,6 +21,7 @@ from fedsub_app.federation.wire import (
     TENSORS,
     Part,
     Stack,
+    asks_for_settings,
     deflated,
     inflated,
     pack,
@@ -141,6 +142,7 @@ def test_a_header_is_small_and_inflated_no_farther_than_allowed() -> None:
 def test_damaged_content_is_refused(content: RecordDict, reason: str) -> None:
     with pytest.raises(BadReply, match=reason):
         unpack(content)
+    assert not asks_for_settings(content)
 
 
 EXPECTED = {

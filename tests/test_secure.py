@@ -500,6 +500,7 @@ def test_a_client_lost_in_any_step_is_survived(step: str, lossy: Callable[..., P
     assert line["status"] == "ok"
     dropped = [] if step == OPENED else [1]
     assert [drop["client"] for drop in line["dropped"]] == dropped
+    assert line.get("partial") == ("4 of 5 replies" if dropped else None)
     plain = lossy({"train": dropped}, "plain", secure_aggregation=False)
     assert away(model(folder), model(plain), strategy_of(settings_for()).current) < 1e-4
 
@@ -770,6 +771,7 @@ def test_a_client_lost_before_its_mask_is_counted_is_as_if_not_asked(step: str, 
     (line,) = read_rounds(folder)[1:]
     dropped = [] if step == OPENED else [1]
     assert [drop["client"] for drop in line["dropped"]] == dropped
+    assert line.get("partial") == ("4 of 5 replies" if dropped else None)
     plain = lossy({"train": dropped}, "plain", secure_aggregation=False, **MASKED)
     assert away(model(folder), model(plain), strategy_of(settings_for(**MASKED)).current) < 1e-4
 
