@@ -509,6 +509,7 @@ def test_a_silent_node_costs_no_seconds_and_is_never_given_up(clock: list[float]
     fed.meet(grid)
     assert set(fed.nodes) == {2, 99}
     assert not fed.roll.called
+    assert not fed.roll.waiting
 
 
 def test_a_node_that_was_lost_is_called_when_flower_lists_it_again(clock: list[float]) -> None:
