@@ -149,6 +149,7 @@ def test_fedtinys_losses_have_batchnorm_adapted_to_the_client() -> None:
         logits = torch.func.functional_call(worker.place.problem.network().train(), model, (worker.x,))
         loss = nn.functional.cross_entropy(logits, worker.y)
         assert float(answer.tensors["losses"][number]) == pytest.approx(float(loss), rel=1e-4)
+    assert answer.metrics["train-loss"] == float(answer.tensors["losses"][0]) != float(answer.tensors["losses"][1])
 
 
 # --- slow references --------------------------------------------------------------------------------------------------

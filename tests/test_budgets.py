@@ -143,6 +143,11 @@ def test_a_budget_is_raised_on_resume(run_local: Run) -> None:
         ("stop-at-score", 90.0, 80.0, "classification", False),
         ("stop-at-score", 5.0, 4.0, "regression", True),
         ("num-rounds", 5, 4, "classification", False),
+        ("num-rounds", 5, 5, "classification", False),
+        ("max-bytes", 10.0, 10.0, "classification", False),
+        ("max-bytes", 10.0, True, "classification", False),
+        ("max-bytes", 10.0, "", "classification", False),
+        ("stop-at-score", None, 1.0, "classification", False),
     ],
 )
 def test_what_is_more(key: str, old: float, value: float, task: str, more: bool) -> None:

@@ -298,6 +298,35 @@ def test_a_wrong_setting_is_one_clear_line(keys: dict[str, str | int | float | b
     assert str(caught.value) == line
 
 
+RANGES: list[tuple[str, list[float | str], list[float | str]]] = [
+    ("fedadam.beta1", [0.0, 0.99], [-0.1, 1.0]),
+    ("heterofl.widths", ["1"], ["0", "1.1", ""]),
+    ("subfedavg.target", [0.0, 0.99], [-0.1, 1.0]),
+    ("subfedavg.channel-share", [0.0, 0.99], [-0.1, 1.0]),
+    ("fedala.percent", [0.1, 100.0], [0.0, 100.1]),
+    ("hetlora.gamma", [0.01, 1.0], [0.0, 1.1]),
+    ("feddst.density", [0.01, 1.0], [0.0, 1.1]),
+    ("fedtiny.noise", [0.0, 0.99], [-0.1, 1.0]),
+    ("fedselect.alpha", [0.0, 1.0], [-0.1, 1.1]),
+    ("participation", [0.01, 1.0], [0.0, 1.1]),
+    ("oversample", [1.0, 10.0], [0.9, 10.1]),
+    ("trim-fraction", [0.0, 0.49], [-0.1, 0.5]),
+    ("dp-delta", [0.01, 0.99], [0.0, 1.0]),
+    ("secure-dropouts", [0.0, 0.49], [-0.1, 0.5]),
+    ("secure-corrupted", [0.0, 0.49], [-0.1, 0.5]),
+]
+
+
+@pytest.mark.parametrize(("key", "inside", "outside"), RANGES)
+def test_the_ends_of_ranges(key: str, inside: list[float | str], outside: list[float | str]) -> None:
+    method = {"method": key.partition(".")[0]} if "." in key else {}
+    for value in inside:
+        resolve(method | {"num-clients": 1000, "participation": 0.1, key: value})
+    for value in outside:
+        with pytest.raises(UserError, match=f"^{key} = .*: must be "):
+            resolve(method | {key: value})
+
+
 # --- whatever keys are set to: a run, or one line that says what is wrong ------------------------------------------
 
 VALUES = st.sampled_from(

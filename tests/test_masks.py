@@ -198,6 +198,16 @@ def test_fixed_masks_with_shares():
     assert [int(m["a"].sum()) for m in masks.fixed_masks(groups, [0.1, 0.2, 0.7])] == [1, 2, 7]
 
 
+def test_units_are_dealt_by_the_generator() -> None:
+    """Equal parts; of narrow clients one unit each, and the other eight by their widths."""
+    groups = (UnitGroup("a", 10, ("a.weight",), ()),)
+    dealt, again = (masks.deal(groups, [1.0] * 3, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert [int(m["a"].sum()) for m in dealt] == [4, 3, 3]
+    assert [m["a"].tolist() for m in dealt] == [m["a"].tolist() for m in again]
+    groups = (UnitGroup("a", 11, ("a.weight",), ()),)
+    assert [int(m["a"].sum()) for m in masks.deal(groups, [0.5, 0.25, 0.25], generator(0))] == [5, 3, 3]
+
+
 def test_split_gather_scatter():
     model = tiny("mlp")
     groups = unit_groups(model)

@@ -71,6 +71,15 @@ def test_as_many_replies_as_min_replies_are_enough(count: int, reason: str) -> N
     assert outcome(strategy(**{"min-replies": 2}), count) == reason
 
 
+def test_krum_needs_twice_the_liars_and_three() -> None:
+    five = {"num-clients": 5, "mean": "krum", "weighting": "uniform"}
+    made = strategy(**five, **{"byzantine-clients": 1})
+    assert outcome(made, 5) == ""
+    assert outcome(made, 4) == "4 valid replies: mean = 'krum' with byzantine-clients = 1 needs 5"
+    with pytest.raises(UserError, match=r"^byzantine-clients = 2: at most 1 with mean = 'krum' and the 5 clients"):
+        strategy(**five, **{"byzantine-clients": 2})
+
+
 @pytest.mark.parametrize(("diverged", "reason"), [(2, ""), (3, "training diverged on 3 of 5 clients")])
 def test_a_round_is_abandoned_when_more_than_half_of_its_clients_diverged(diverged: int, reason: str) -> None:
     assert outcome(strategy(), 2, diverged) == reason
