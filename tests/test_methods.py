@@ -236,6 +236,8 @@ def test_a_clients_own_model_is_the_one_that_was_measured(method: str, shared_ru
     for client in measured:
         own = client_of(folder, int(client))
         assert own.score("test") == pytest.approx(measured[client]["personal-accuracy"], abs=1e-4)
+        own.load(model_of(folder))
+        assert own.score("test") == pytest.approx(measured[client]["global-local-accuracy"], abs=1e-4)
 
 
 @pytest.mark.parametrize("method", METHOD_KEYS)

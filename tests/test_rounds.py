@@ -16,6 +16,7 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from strategies.base import SubnetStrategy
+from strategies.bounding import Bounds
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
@@ -121,6 +122,18 @@ def test_a_blocks_mean_counts_as_all_samples_of_its_clients() -> None:
         updates = [replace(update(client), num_examples=count) for client in clients]
         merging.add_block([Valid(each, made.contribution(each), {}) for each in updates], {"w": torch.full((3,), mean)})
     assert merging.result().model["w"].tolist() == pytest.approx([80 / 50] * 3)
+
+
+def test_clients_that_did_not_train_bound_nobody() -> None:
+    """Three of five send the model as it is; the change of 1 of the others is as it was."""
+    made = strategy(**{"num-clients": 5})
+    bounds, sent = Bounds(made, dict.fromkeys(range(5), 1.0)), [1.0, 1.0, 1.0, 2.0, 2.0]
+    updates = [update(client, value=value) for client, value in enumerate(sent)]
+    valid = [Valid(each, made.contribution(each), {}) for each in updates]
+    for each in valid:
+        bounds.measure(each.update, each.contribution)
+    assert [float(each.contribution.tensors["w"][0]) for each in bounds.bounded(valid)] == sent
+    assert not bounds.report
 
 
 def test_an_update_that_changes_nothing_has_no_norm() -> None:
