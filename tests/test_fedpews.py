@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import SAME, away, merge_round, read
 from safetensors.torch import load_file
+from test_methods import made
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -275,6 +276,14 @@ def test_theta_of_the_others_by_hand() -> None:
         strategy.options = strategy.options.model_copy(update={"others": others})
         found = [strategy.task(client).tensors["theta"][0].item() for client in range(3)]
         assert found == pytest.approx(expected)
+
+
+def test_a_client_takes_itself_away_from_the_mean_of_all() -> None:
+    """Of three with 1, 0 and 0.5: 1.5 less 1, halved; one that has lost its state, or is not counted, takes all."""
+    _, client = made("fedpews")
+    theta, own = torch.tensor([0.5]), {"counted": torch.tensor([1.0])}
+    found = [client(0, 1, state).others(theta, counted) for state, counted in ((own, 3), ({}, 3), (own, 0))]  # type: ignore[attr-defined]
+    assert [float(x) for x in found] == [0.25, 0.5, 0.5]
 
 
 def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
