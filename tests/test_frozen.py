@@ -32,6 +32,7 @@ from fedsub_app.models.frozen import blocks_of
 from fedsub_app.models.sources import base_names
 from fedsub_app.runs import node
 from fedsub_app.runs.config import resolve
+from fedsub_app.subnets.pruning import prunable
 from fedsub_app.training.costs import forward_flops, training_flops
 from fedsub_app.training.problem import Problem
 
@@ -145,6 +146,14 @@ def test_flops_are_those_that_are_computed() -> None:
     assert forward_flops(head, head.network()) == forward
     assert training_flops(head, head.network()) == forward + 2 * 128 * 10  # 128 features, 10 classes
     assert training_flops(whole, whole.network()) > 2 * forward
+
+
+def test_pruned_is_a_fraction_of_what_is_trained() -> None:
+    """Of the head's 8 x 3 weights and 3 biases."""
+    plan = prunable(freeze(mlp(12, 3, [8]), Trained("head"), "mlp"), "unstructured")
+    masks = plan.everything()
+    masks["fc2.weight"][0] = False
+    assert plan.pruned(masks) == 8 / 27
 
 
 def test_bf16_is_the_base_alone() -> None:

@@ -50,6 +50,7 @@ def test_a_problem_of_ones_own_objects() -> None:
     problem = problem_of((3, 4), classes=5)
     assert problem.data.in_shape == (3, 4)
     assert problem.network()(torch.zeros(2, 3, 4)).shape == (2, 5)
+    assert torch.equal(problem.network().fc1.weight, problem.build(0).fc1.weight)  # type: ignore[arg-type, union-attr]
     assert forward_flops(problem, problem.network()) == 2 * (12 * 1000 + 1000 * 5)
 
 

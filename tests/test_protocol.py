@@ -224,6 +224,11 @@ def test_a_bad_update_is_refused(broken: dict[str, Any], reason: str) -> None:
         reply(**broken)
 
 
+def test_specs_are_alike_whatever_they_start_from() -> None:
+    assert replace(EXPECTED["w"], start=torch.zeros(2, 3)) == replace(EXPECTED["w"], start=torch.ones(2, 3))
+    assert EXPECTED["w"] != replace(EXPECTED["w"], low=0)
+
+
 def test_a_variance_is_not_negative() -> None:
     """Of three clients' variances 1 and one of -9 the mean is negative, and the network answers NaN."""
     expected = specs({"bn.running_var": torch.ones(2), "bn.running_mean": torch.ones(2)})
