@@ -41,7 +41,9 @@ def grids() -> Iterator[Callable[..., Any]]:
 
     yield grid
     for one in made:
+        processes = [worker.process for worker in one._workers.values()]
         one.close()
+        assert not any(process.is_alive() for process in processes)
 
 
 def children(pid: int) -> list[int]:
