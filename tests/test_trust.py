@@ -252,6 +252,7 @@ def test_a_run_on_real_nodes_is_audited_and_robust(
         assert (folder / "model-best.safetensors").exists()
     lines = verify(path)
     assert [line["event"] for line in lines] == ["run begins", "run completed"] * 2
+    assert [line["round"] for line in lines] == [1] * 4
     assert lines[0]["nodes"] == [2]
     assert lines[0]["code"] == code_digest()
     assert modes(path) == {0o600}
