@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.console import opening, round_line, summary_table
 from fedsub_app.runs.loop import prepare
@@ -114,3 +116,13 @@ def test_a_plan_and_the_opening() -> None:
     assert f"{(data + 7 * model + 2 * 4 * model) / 1e6:.2f} MB of tensors on the server" in said[6]
     many = plan(resolve(SMALL | {"method": "fedavg", "num-clients": 25}))
     assert "\n25 clients: 8 to 8 training samples (median 8), " in many
+
+
+def test_a_methods_own_settings_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are not the defaults, and nothing where all are."""
+    with caplog.at_level("INFO", "fedsub"):
+        for order in ("shallow", "deep"):
+            keys = {"method": "fedpart", "fedpart.order": order, "fedpart.full-rounds": 2}
+            prepare(resolve(SMALL | keys))[2].summary()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert said == ["fedpart: order = 'deep'"]
