@@ -17,6 +17,7 @@ from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from strategies.base import SubnetStrategy
 from strategies.bounding import Bounds
+from strategies.direction import agreement
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
@@ -134,6 +135,16 @@ def test_clients_that_did_not_train_bound_nobody() -> None:
         bounds.measure(each.update, each.contribution)
     assert [float(each.contribution.tensors["w"][0]) for each in bounds.bounded(valid)] == sent
     assert not bounds.report
+
+
+def test_updates_agree_where_they_have_the_same_tensors() -> None:
+    """The first changes w and b by 1, the second b alone: cosines of (1, 1) with (0, 1), and of 1 with 1."""
+    made = strategy()
+    made.current = {"w": torch.zeros(1), "b": torch.zeros(1)}
+    sent = [{"w": torch.ones(1), "b": torch.ones(1)}, {"b": torch.ones(1)}]
+    valid = [Valid(Update(k, each), Contribution(each, None, 1.0), {}) for k, each in enumerate(sent)]
+    found = agreement(made, valid, torch.ones(2, dtype=torch.float64))
+    assert found.tolist() == pytest.approx([0.5**0.5, 1.0])
 
 
 def test_an_update_that_changes_nothing_has_no_norm() -> None:
