@@ -65,9 +65,13 @@ assert forward_flops(problem, problem.network())
 
 
 def test_imports_run_without_garbage_collection_and_it_returns_as_it_was() -> None:
-    with pytest.raises(ImportError), uncollected():
-        assert not gc.isenabled()
-        raise ImportError
+    def failing() -> None:
+        with uncollected():
+            assert not gc.isenabled()
+            raise ImportError
+
+    with pytest.raises(ImportError):
+        failing()
     assert gc.isenabled()
     gc.disable()
     try:
