@@ -120,7 +120,7 @@ class WorkerGrid(LocalGrid):
     @_limits()
     def _collect(self, seconds: float) -> None:
         node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
-        for ready in wait_for(list(node_of), seconds):
+        for ready in wait_for(list(node_of), seconds) if node_of else ():
             node = node_of[ready]
             worker = self._workers[node]
             reply: Message | None

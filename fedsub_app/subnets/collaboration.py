@@ -51,7 +51,7 @@ def combination(h: Tensor, variances: Tensor, client: int) -> Tensor:
         method="SLSQP",
         options={"ftol": 1e-10, "maxiter": 300},
     )
-    weights = torch.zeros(count)
+    weights = torch.zeros(count, dtype=torch.float64)
     if result.success:
         weights = torch.from_numpy(np.where(result.x < SMALLEST_WEIGHT, 0.0, result.x))
     if float(weights.sum()) <= 0:
