@@ -282,6 +282,17 @@ def test_a_long_update_weighs_less(run_local: Run) -> None:
     assert lines[0]["largest-update-norm"] > 50 * 0.1
 
 
+@pytest.mark.parametrize(("factor", "refused"), [(4.5, []), (6.0, [0])])
+def test_an_update_of_five_times_the_median_norm_is_the_largest(
+    run_local: Run, factor: float, refused: list[int]
+) -> None:
+    keys: Json = {"robust": "on", "attack": "scale", "attack_scale": factor, "partition": "iid", "num_rounds": 1}
+    _, folder = run_local(str(factor), num_clients=5, **keys)
+    dropped = read_rounds(folder)[1].get("dropped", [])
+    norms = [one["client"] for one in dropped if "max-update-norm = 5 times the round's median" in one["reason"]]
+    assert norms == refused
+
+
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 EVERY = set(DEFENCES)
