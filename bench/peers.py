@@ -2,7 +2,7 @@
 
 ::
 
-    python -m bench.peers install FOLDER    # BlazeFL, fluke, pfl and FL-bench, each into a folder of its own: 110 MB
+    python -m bench.peers install FOLDER    # BlazeFL, fluke, pfl and FL-bench, each into a folder of its own
     python -m bench.peers run FOLDER [--network NAME…] [--clients N…] [--peers NAME…] [--rounds 4] [--repeats 3]
     python -m bench.peers table
 
