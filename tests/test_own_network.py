@@ -169,6 +169,15 @@ def test_resnet18_with_group_norm_has_no_running_statistics() -> None:
     assert sum(p.numel() for p in model.parameters()) == 11_175_370  # resnet18's, whose affine BatchNorm has as many
 
 
+@pytest.mark.parametrize(("name", "plain"), [("resnet18-gn", True), ("resnet18", False)])
+def test_group_norm_reads_images_in_torchs_plain_layout(name: str, plain: bool) -> None:
+    model = build_model(name, (3, 16, 16), 10, 0).eval()
+    first, seen = next(module for module in model.modules() if isinstance(module, nn.Conv2d)), []
+    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_contiguous()))
+    model(torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last))
+    assert seen == [plain]
+
+
 def test_tied_weights_have_one_name() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
