@@ -95,7 +95,8 @@ class SubFedAvgClient(Client):
         target = max(options.target, 1 - self.width)
         if self.metrics["mask-distance"] <= least or pruned >= target:
             return {}
-        return prune_weights(last, old, last_share(pruned, target, options.share, options.pruning == "hybrid"))
+        share = last_share(pruned, target, options.share, options.pruning == "hybrid")
+        return late if share == options.share else prune_weights(last, old, share)
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Return the channels' masks without the smallest scaling factors' channels; none where epochs agree."""

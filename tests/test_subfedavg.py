@@ -170,6 +170,8 @@ def test_masks_only_shrink(data: st.DataObject) -> None:
     alive = mask & (values != 0)
     if bool(alive.any()):
         assert bool(new.any())
+        least = np.quantile(values[alive].abs().double().numpy(), share)  # Algorithm 1, as published
+        assert new.equal(mask & (values.abs().double() >= least))
         # A quantile has at most this part of the values below it.
         assert int((alive & ~new).sum()) <= share * int(alive.sum()) + 1
     if bool(mask.any()):

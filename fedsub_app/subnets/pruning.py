@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -110,13 +109,18 @@ def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], sh
     Weights with an absolute value below the ``share`` quantile of the nonzero absolute values are removed (linear
     between two values). The largest one always stays. ``share`` is r_us in [0, 1], of the weights that remain.
     """
-    pruned = {}
+    pruned = dict(masks)
     for name, mask in masks.items():
-        size = (tensors[name] * mask).abs().double()
-        alive = size[size > 0].numpy()
-        pruned[name] = mask
+        size = torch.where(mask, tensors[name], 0).abs_()
+        values = size.numpy().ravel()
+        alive = values[values > 0]
         if len(alive):
-            pruned[name] = mask & (size >= float(np.quantile(alive, share)))
+            position = share * (len(alive) - 1)
+            neighbours = [int(position), min(int(position) + 1, len(alive) - 1)]
+            alive.partition(neighbours)
+            below, above = alive[neighbours].tolist()
+            quantile = below + (above - below) * (position - int(position))
+            pruned[name] = mask & (size >= (above if quantile > below else below))
     return pruned
 
 

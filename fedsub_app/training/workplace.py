@@ -75,7 +75,13 @@ class Workplace:
 
     def initial(self, seed: int | None = None) -> Tensors:
         """Return the initial global model, from the seed or as the server sent it, or another seed's model."""
-        return self.first() if self.first and seed is None else tensors_of(self.problem.network(seed))
+        if seed is not None:
+            return tensors_of(self.problem.network(seed))
+        return {name: tensor.detach().clone() for name, tensor in self._initial.items()}
+
+    @cached_property
+    def _initial(self) -> Tensors:
+        return self.first() if self.first else tensors_of(self.problem.network())
 
 
 @lru_cache(maxsize=1)
