@@ -169,12 +169,14 @@ def test_resnet18_with_group_norm_has_no_running_statistics() -> None:
     assert sum(p.numel() for p in model.parameters()) == 11_175_370  # resnet18's, whose affine BatchNorm has as many
 
 
-@pytest.mark.parametrize(("name", "plain"), [("resnet18-gn", True), ("resnet18", False)])
-def test_group_norm_reads_images_in_torchs_plain_layout(name: str, plain: bool) -> None:
-    model = build_model(name, (3, 16, 16), 10, 0).eval()
+@pytest.mark.parametrize(
+    ("name", "size", "plain"), [("resnet18-gn", 32, True), ("resnet18-gn", 96, False), ("resnet18", 32, False)]
+)
+def test_resnet18_with_group_norm_reads_small_images_in_torchs_plain_layout(name: str, size: int, plain: bool) -> None:
+    model = build_model(name, (3, size, size), 10, 0).eval()
     first, seen = next(module for module in model.modules() if isinstance(module, nn.Conv2d)), []
     first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_contiguous()))
-    model(torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last))
+    model(torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last))
     assert seen == [plain]
 
 

@@ -75,14 +75,8 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
 
 
 def with_logits(model: nn.Module) -> nn.Module:
-    """Return the network, modified: it takes several tensors, and answers a tensor where it answered ``logits``.
-
-    With GroupNorm it reads images in torch's plain layout: in that of the samples, channels last, the same step of
-    ResNet-18 takes 1.2 to 1.7 times as long on a CPU (bench/README.md).
-    """
+    """Return the network, modified: it takes several tensors, and answers a tensor where it answered ``logits``."""
     model.register_forward_hook(_logits)
-    if any(isinstance(module, nn.GroupNorm) for module in model.modules()):
-        model.register_forward_pre_hook(_contiguous)
     model.register_forward_pre_hook(_arguments, with_kwargs=True)
     return model
 
@@ -117,10 +111,6 @@ def numbers(in_shape: Shape, model: str) -> tuple[int, ...]:
         allowed = "a network of yours, 'FILE.py:NAME', or transformers:NAME"
         raise UserError(f"model = {model!r}: takes one tensor of numbers, these inputs are tokens; allowed: {allowed}")
     return tuple(in_shape)
-
-
-def _contiguous(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
 
 
 def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
