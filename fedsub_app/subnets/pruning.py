@@ -115,11 +115,13 @@ def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], sh
         values = size.numpy().ravel()
         alive = values[values > 0]
         if len(alive):
-            position = share * (len(alive) - 1)
-            neighbours = [int(position), min(int(position) + 1, len(alive) - 1)]
+            # numpy's quantile would sort float64 copies: no value lies between its two neighbours, which are enough.
+            last = len(alive) - 1
+            first = int(position := share * last)
+            neighbours = [first, min(first + 1, last)]
             alive.partition(neighbours)
             below, above = alive[neighbours].tolist()
-            quantile = below + (above - below) * (position - int(position))
+            quantile = below + (above - below) * (position - first)
             pruned[name] = mask & (size >= (above if quantile > below else below))
     return pruned
 
