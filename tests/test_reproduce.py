@@ -146,7 +146,7 @@ def test_a_table_is_run_written_and_not_run_twice(
         for seed in (0, 1)
     ]
     # "local" keeps its models in its clients' states, which nobody asks for any more.
-    assert sorted(path.name for path in (out / "digits-local/seed0").iterdir() if path.is_dir()) == ["checkpoints"]
+    assert not any((out / "digits-local/seed0/clients").iterdir())
     mean, spread = sum(finals) / 2, abs(finals[0] - finals[1]) / 2**0.5
     assert fedavg[4] == f"{mean:.2f} ± {spread:.2f} (2)"
     assert fedavg[3] == "7"
@@ -264,6 +264,23 @@ def test_a_run_of_other_settings_is_not_deleted(table: str, tmp_path: Path, stat
     found = [path.read_bytes() for path in tmp_path.glob("run-before-*/rounds.jsonl")]
     assert found == [before]
     assert "; kept as run-before-" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize(("method", "code"), [("local", 2), ("fedavg", 0)])
+def test_more_rounds_need_the_clients_states(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, code: int
+) -> None:
+    """A table's runs do not keep them: clients that had to begin anew would not be said to."""
+    row = next(row for row in read_table(table).rows if row.overrides["method"] == method)
+    job = reproduce.job_of(row, 0, tmp_path / "run")
+    assert batch.run_job(job.overrides, job.folder) == ""
+    before = (job.folder / "rounds.jsonl").read_bytes()
+    assert cli.main(["run", "--resume", str(job.folder), "num-rounds=9", "--workers", "1"]) == code
+    if code:
+        gone = "has no states of its clients: reproduce and sweep keep none; run it anew"
+        assert capsys.readouterr().err == f"error: num-rounds = 9: the run to resume in {job.folder} {gone}\n"
+        assert (job.folder / "rounds.jsonl").read_bytes() == before
+        assert job.summary() is not None
 
 
 def killed(*_: object) -> str:

@@ -52,6 +52,9 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
             if key == "num-rounds" and recorded.get("lr-schedule") == "cosine":
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has a cosine to {old!r}")
             longer[key] = value
+            if (states := folder / "clients").is_dir() and not any(states.iterdir()):
+                gone = "has no states of its clients: reproduce and sweep keep none"
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} {gone}; run it anew")
     before = {key: value for key, value in recorded.items() if key != "experiment"}
     try:
         resolve(before)

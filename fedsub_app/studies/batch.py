@@ -165,7 +165,11 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
             kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
             log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
         run_local(keys, wait=True)
-        shutil.rmtree(folder / "clients", ignore_errors=True)
+        states = folder / "clients"
+        had_states = any(states.glob("client-*"))
+        shutil.rmtree(states, ignore_errors=True)
+        if had_states:
+            states.mkdir()  # empty: the run cannot get more rounds
     except (UserError, RunFailed) as error:
         return str(error)
     return ""
