@@ -33,7 +33,9 @@ class Gate:
     factor: Tensor | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output if self.factor is None else output * self.factor.view(-1, *[1] * (output.dim() - 2))
+        if self.factor is None:
+            return output
+        return output * (self.factor.view(-1, *[1] * (output.dim() - 2)) if output.dim() > 2 else self.factor)
 
     def __deepcopy__(self, memo: object) -> "Gate":
         return Gate()

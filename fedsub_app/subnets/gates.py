@@ -48,13 +48,18 @@ def gated(
     if outputs:
         with _entering(network, split(mask, groups)):
             return network(x, tensors)
-    gates = split(mask.square(), groups)
+    gates = split(mask.square() if mask.requires_grad else mask, groups)  # 0 and 1 are their squares
     on = split(mask.detach().bool(), groups) if narrow else {}
     if narrow and all(units.any() for units in on.values()):  # torch has no layer without any unit
         gates = {name: gate[on[name]] for name, gate in gates.items()} if mask.requires_grad else {}
         tensors = take(network.parameters if tensors is None else tensors, groups, on)
-    with _on(network, gates):
+    for name, gate in gates.items():
+        network.gates[name].factor = gate
+    try:
         return network(x, tensors)
+    finally:
+        for name in gates:
+            network.gates[name].factor = None
 
 
 def _multiplied(network: Network, gates: Tensors, tensors: Tensors | None, outputs: bool) -> Tensors:
@@ -70,18 +75,6 @@ def _multiplied(network: Network, gates: Tensors, tensors: Tensors | None, outpu
                 gate = F.pad(gate, (start, length - start - len(gate)), value=1.0)
                 masked[name] = masked[name] * gate.view([-1 if k == axis else 1 for k in range(masked[name].dim())])
     return masked
-
-
-@contextmanager
-def _on(network: Network, factors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply the outputs of the layers, or of the BatchNorm behind them, by the factors."""
-    for name, factor in factors.items():
-        network.gates[name].factor = factor
-    try:
-        yield
-    finally:
-        for name in factors:
-            network.gates[name].factor = None
 
 
 @contextmanager
