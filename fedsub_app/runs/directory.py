@@ -35,6 +35,7 @@ from fedsub_app.settings import Settings, digest
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 BASE = "base"  # key of settings.json: digest of the network's frozen base
+ENDING_SECONDS = 2  # a killed command's processes may take so long to end
 
 
 class Run:
@@ -50,7 +51,7 @@ class Run:
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
-        self._lock = FileLock(folder / ".lock", timeout=0, mode=0o600)
+        self._lock = FileLock(folder / ".lock", timeout=ENDING_SECONDS, mode=0o600)
         try:
             self._lock.acquire()
         except Timeout:
