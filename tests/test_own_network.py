@@ -373,6 +373,32 @@ def test_units_of_a_network_of_ones_own() -> None:
     assert groups["join"].cols == (("flat.weight", 48),)
 
 
+class ReadTwice(nn.Module):
+    """Channels that one layer reads at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.join = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.stem(x))
+        return self.head(torch.relu(self.join(torch.cat([h, h], 1))).flatten(1))
+
+
+def test_units_that_a_layer_reads_twice() -> None:
+    stem, join = unit_groups(adopted(ReadTwice(), (1, 4, 4)))
+    assert stem.blocks == (Place("join.weight", 1, 0, 1, 8), Place("join.weight", 1, 4, 1, 8))
+    assert join.cols == (("head.weight", 16),)
+
+
+def test_three_reasons_are_enough_for_a_network_without_units() -> None:
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(5)]
+    with pytest.raises(TypeError) as error:
+        unit_groups(adopted(nn.Sequential(*layers), (5,)))
+    assert re.findall(r"(\d)\.0: ", str(error.value)) == ["4", "3", "2"]  # from the end
+
+
 def small_vgg(num_classes: int) -> nn.Module:
     """torchvision's VGG with BatchNorm in small: 123 million parameters of vgg11_bn are its first Linear's."""
     from torchvision.models.vgg import make_layers

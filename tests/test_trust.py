@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import stat
 import subprocess
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from fedsub_app.data.files import FORMATS, IMAGES, read_files, read_idx
 from fedsub_app.deployment import commands
 from fedsub_app.deployment import federation as machine
 from fedsub_app.deployment.flower import PROJECT
+from fedsub_app.deployment.node import Node, run
 from fedsub_app.federation import nodes as federation_nodes
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.reports.export import csv_text
@@ -65,6 +67,37 @@ def test_what_a_federation_writes_is_its_owners_alone(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
     assert said.read_text() == "0077\n"
     assert modes(tmp_path / "superlink.db") == modes(said) == {0o600}
+
+
+class Asked(Node):
+    """A node whose program says under which umask it runs."""
+
+    command = ("python", "-c", "import os; print(oct(os.umask(0)))")  # type: ignore[assignment]
+
+
+def test_what_a_node_writes_is_its_owners_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        run(Asked("127.0.0.1:1", 0, 1, None, None, None, None, tmp_path / "state", 0))
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
+    assert capfd.readouterr().out == "0o77\n"
+    assert modes(tmp_path / "state") == {0o700}
+
+
+def test_a_start_waits_for_processes_that_run_and_ends_with_one_that_has_ended(tmp_path: Path) -> None:
+    command = ["python", "-c", "import time; time.sleep(60)"]
+    pid = machine.start(command, tmp_path / "superlink.log", os.environ)
+    processes = {"superlink": machine.Process(command, pid), "node-0": machine.Process(["not", "started"])}
+    starting = machine.Starting(tmp_path, machine.Federation(processes=processes), print)
+    try:
+        starting.wait("late", list(processes))
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with pytest.raises(UserError, match=r"^superlink has ended: "):
+        starting.wait("late", list(processes))
 
 
 def test_keys_are_ignored_by_git_and_sent_to_no_builder() -> None:
