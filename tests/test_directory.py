@@ -39,6 +39,15 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: py
         open_run(resolve({}))
 
 
+def test_a_closed_run_is_open_to_another(tmp_path: Path) -> None:
+    """While the object that held it is still there."""
+    first = opened(tmp_path)
+    with pytest.raises(UserError, match="another process is running it"):
+        opened(tmp_path, resume=True)
+    first.close()
+    opened(tmp_path, resume=True).close()
+
+
 def test_a_run_that_recorded_a_key_that_is_gone_is_refused(tmp_path: Path) -> None:
     opened(tmp_path / "run", method="subfedavg", local_epochs=2, validation_fraction=0.1).close()
     path = tmp_path / "run/settings.json"

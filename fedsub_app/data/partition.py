@@ -67,9 +67,7 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
         train[client], rest = _split(indices, settings.validation_fraction, 0, settings.seed, client, "validation")
         validation.append(rest)
         if not len(train[client]):
-            size = len(rest) + (len(test[client]) if test else 0)
-            keys = "num-clients, validation-fraction or holdout-fraction" if size else "num-clients"
-            how = f"partition = {settings.partition!r} of {len(dataset.train_y)} samples; lower {keys}"
+            how = f"partition = {settings.partition!r} of {len(dataset.train_y)} samples; lower num-clients"
             raise UserError(f"num-clients = {settings.num_clients}: client {client} has no training sample with {how}")
     if by_label:  # of all its samples: one that falls wholly into validation stays in the test set
         test = _test_by_label(dataset, [torch.cat(parts) for parts in zip(train, validation, strict=True)])
