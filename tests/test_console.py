@@ -81,7 +81,7 @@ def test_a_plan_and_the_opening() -> None:
     """77,010 parameters, 10,010 of them the head's; 200 samples of 64 numbers for 4 clients; 316,000 FLOPs a sample.
 
     On the server: the data, four times the model and two messages of twice four models; all answers with a median. In a
-    process: the data, network, gradients, received model and samples of a client, and a message.
+    process: the data, the clients' samples as they train on them, a network, gradients, received model, and a message.
     """
     settings = resolve(SMALL | {"method": "lg-fedavg", "lg-fedavg.warm-rounds": 2})
     problem, partition, strategy = prepare(settings)
@@ -92,7 +92,7 @@ def test_a_plan_and_the_opening() -> None:
     said = plan(settings).splitlines()
     rest = "of the whole network, without the method's own additions and savings"
     data, model = (200 + 359) * (64 * 4 + 8), 4 * 77_010
-    worker = data + 3 * model + 50 * 64 * 4 + 2 * 4 * model
+    worker = data + 3 * model + 200 * 64 * 4 + 2 * 4 * model
     assert said[1:8] == [
         "data              digits: 200 training and 359 test samples, 10 classes",
         "network           feature-mlp: 77,010 parameters, 308 kB",

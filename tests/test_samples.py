@@ -13,6 +13,8 @@ from torch import Tensor
 
 import fedsub_app.common.machine
 import fedsub_app.data.dataset
+import fedsub_app.training.workplace
+from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.data import Samples, load_dataset
@@ -146,3 +148,13 @@ def test_server_and_clients_of_a_process_share_what_is_on_the_device(data_dir: P
         assert GlobalTest(place.problem, place.device).x is place.test_x
         assert torch.equal(place.train_x[:4].cpu(), place.problem.data.train_x[:4])
     workplace.cache_clear()
+
+
+def test_the_samples_of_the_clients_that_trained_last_are_kept(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = write_set(data_dir) | {"partition": "iid", "num_clients": 3, "method": "fedavg"}
+    place = workplace.__wrapped__(resolve({name.replace("_", "-"): value for name, value in keys.items()}))
+    largest = max(len(indices) for indices in place.partition.train) * 3 * 16 * 16 * 4
+    monkeypatch.setattr(fedsub_app.training.workplace, "KEPT_BYTES", 2 * largest)
+    first, second, third = (Client(place, client, 1, {}).x for client in (0, 1, 2))
+    later = [Client(place, client, 2, {}).x for client in (2, 1, 0)]
+    assert [x is before for x, before in zip(later, (third, second, first), strict=True)] == [True, True, False]

@@ -17,6 +17,7 @@ from fedsub_app.runs.loop import check_devices, client_bytes, prepare
 from fedsub_app.settings import Settings
 from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MAX_STACKED
+from fedsub_app.training.workplace import KEPT_BYTES
 from strategies.base import SubnetStrategy
 from strategies.server import Facts
 
@@ -96,8 +97,9 @@ def _memory(strategy: SubnetStrategy, dataset: Dataset, partition: Partition) ->
     messages = min(2 * model * min(settings.message_clients, settings.sample_size), settings.message_mb * 2**20)
     server = data + (3 + kept) * model + 2 * messages  # current, mean and weights; two messages at a node
     together = min(MAX_STACKED, settings.message_clients, settings.sample_size) if settings.stack_clients else 1
-    samples = max(map(len, partition.train)) * size_of(dataset.in_shape)  # numbers as float32
-    worker = data + together * client_bytes(settings, model, samples) + messages
+    sizes, sample = [len(indices) for indices in partition.train], size_of(dataset.in_shape)  # numbers as float32
+    samples = max(together * max(sizes), min(KEPT_BYTES // sample, sum(sizes))) * sample
+    worker = data + together * client_bytes(settings, model, 0) + samples + messages
     part = f", {human_bytes(base)} of them the frozen base" if base else ""
     return f"about {human_bytes(server)} of tensors on the server, {human_bytes(worker)} in a process that trains{part}"
 

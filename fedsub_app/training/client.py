@@ -87,14 +87,15 @@ class ClientTools:
     def samples(self, split: Split) -> tuple[Batch | LazySamples, Tensor]:
         """Return the client's samples and labels of a split; there may be none for validation."""
         place = self.place
+        if split == "train":
+            x, y = place.training_samples(self.id)
+            return x, place.problem.data.num_classes - 1 - y if self.attack == "label-flip" else y
         index = getattr(place.partition, split)[self.id].to(place.device)
         in_test_set = split == "test" and place.partition.test_pool == "test"
-        x, y = (place.test_x, place.test_y) if in_test_set else (place.train_x, place.train_y)
+        source, labels = (place.test_x, place.test_y) if in_test_set else (place.train_x, place.train_y)
         if split == "test" and not len(index):
             raise UserError(f"client {self.id} has no test samples")
-        if split == "train" and self.attack == "label-flip":
-            return x.part(index), place.problem.data.num_classes - 1 - y[index]
-        return x.part(index), y[index]
+        return source.part(index), labels[index]
 
     def generator(self, purpose: str) -> torch.Generator:
         return generator(self.settings.seed, self.round, self.id, purpose)

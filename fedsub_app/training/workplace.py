@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.device import pick_device
+from fedsub_app.common.inputs import Batch
 from fedsub_app.common.run_files import initial_model
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.data import AnySamples, Partition, make_partition
+from fedsub_app.data import AnySamples, LazySamples, Partition, make_partition
 from fedsub_app.models import Network, base_digest, narrowed, tensors_of, widths_of
 from fedsub_app.settings import Settings
 from fedsub_app.training import costs
 from fedsub_app.training.optimizer import Optimizer
 from fedsub_app.training.problem import Problem
+
+KEPT_BYTES = 2**28  # of clients' training samples, as float32, in a process
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,17 @@ class Workplace:
         return self.train_x.darkest()
 
     # Caches belong to the workplace, not to its class: an earlier run's tensors on a GPU are freed with its workplace.
+    @cached_property
+    def training_samples(self) -> Callable[[int], tuple[Batch | LazySamples, Tensor]]:
+        """Function: client -> its training samples and labels, not to be changed; the last clients' are kept."""
+
+        def taken(client: int) -> tuple[Batch | LazySamples, Tensor]:
+            index = self.partition.train[client].to(self.device)
+            return self.train_x.part(index), self.train_y[index]
+
+        sample = 1 if isinstance(self.train_x, LazySamples) else self.train_x[:1].nbytes
+        return lru_cache(KEPT_BYTES // (sample * max(map(len, self.partition.train))))(taken)
+
     @cached_property
     def narrow_network(self) -> Callable[[tuple[tuple[str, int], ...]], Network]:
         """Function: names and units of the hidden layers -> the network of these widths."""
