@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fedsub_app.training import costs
 from fedsub_app.training.local import crop_and_flip, epoch, evaluation_batches
 from fedsub_app.training.objectives import PREVIOUS, Forward, Moon, Objective, Prox
 from fedsub_app.training.optimizer import Optimizer
-from fedsub_app.training.workplace import Workplace
+from fedsub_app.training.workplace import Split, Workplace
 
 Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
 Correct = Callable[[Tensors], None]
@@ -28,7 +28,6 @@ OWN = "own/"  # prefix of the client's own model in its state
 # Trains a client beside others (stacked.py); of one greenlet.
 side_by_side: ContextVar[Callable[["Training", list[Tensor]], tuple[float, int]] | None]
 side_by_side = ContextVar("side_by_side", default=None)
-Split = Literal["train", "validation", "test"]
 
 
 class ClientTools:
@@ -87,15 +86,11 @@ class ClientTools:
     def samples(self, split: Split) -> tuple[Batch | LazySamples, Tensor]:
         """Return the client's samples and labels of a split; there may be none for validation."""
         place = self.place
-        if split == "train":
-            x, y = place.training_samples(self.id)
-            return x, place.problem.data.num_classes - 1 - y if self.attack == "label-flip" else y
-        index = getattr(place.partition, split)[self.id].to(place.device)
-        in_test_set = split == "test" and place.partition.test_pool == "test"
-        source, labels = (place.test_x, place.test_y) if in_test_set else (place.train_x, place.train_y)
-        if split == "test" and not len(index):
+        x, y = place.training_samples(self.id) if split == "train" else place.samples(self.id, split)
+        if split == "test" and not len(y):
             raise UserError(f"client {self.id} has no test samples")
-        return source.part(index), labels[index]
+        flips = split == "train" and self.attack == "label-flip"
+        return x, place.problem.data.num_classes - 1 - y if flips else y
 
     def generator(self, purpose: str) -> torch.Generator:
         return generator(self.settings.seed, self.round, self.id, purpose)

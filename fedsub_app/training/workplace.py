@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from fedsub_app.training import costs
 from fedsub_app.training.optimizer import Optimizer
 from fedsub_app.training.problem import Problem
 
+Split = Literal["train", "validation", "test"]
 KEPT_BYTES = 2**28  # of clients' training samples, as float32, in a process
 
 
@@ -52,18 +54,21 @@ class Workplace:
     @cached_property
     def training_samples(self) -> Callable[[int], tuple[Batch | LazySamples, Tensor]]:
         """Function: client -> its training samples and labels, not to be changed; the last clients' are kept."""
-
-        def taken(client: int) -> tuple[Batch | LazySamples, Tensor]:
-            index = self.partition.train[client].to(self.device)
-            return self.train_x.part(index), self.train_y[index]
-
         sample = 1 if isinstance(self.train_x, LazySamples) else self.train_x[:1].nbytes
-        return lru_cache(KEPT_BYTES // (sample * max(map(len, self.partition.train))))(taken)
+        kept = KEPT_BYTES // (sample * max(map(len, self.partition.train)))
+        return lru_cache(kept)(lambda client: self.samples(client, "train"))
 
     @cached_property
     def narrow_network(self) -> Callable[[tuple[tuple[str, int], ...]], Network]:
         """Function: names and units of the hidden layers -> the network of these widths."""
         return lru_cache(8)(lambda widths: Network(narrowed(self.network.module, self.network.units, dict(widths))))
+
+    def samples(self, client: int, split: Split) -> tuple[Batch | LazySamples, Tensor]:
+        """Return a client's samples and labels of a split; there may be none."""
+        index = getattr(self.partition, split)[client].to(self.device)
+        in_test_set = split == "test" and self.partition.test_pool == "test"
+        x, y = (self.test_x, self.test_y) if in_test_set else (self.train_x, self.train_y)
+        return x.part(index), y[index]
 
     def network_for(self, tensors: Mapping[str, Tensor]) -> Network:
         """Return the network that has tensors of these shapes: the whole one, or one with fewer hidden units."""
