@@ -492,3 +492,15 @@ def ends_as_if_never_stopped(run_local: Callable[..., Any], scratch: Path, keys:
     run_local("part", **keys, resume=True)
     assert rounds(part) == rounds(whole)
     assert (part / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def tokenizer_folder(folder: Path) -> None:
+    """Save a tokenizer of four words in the form in which transformers saves one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    words = {"[PAD]": 0, "[UNK]": 1, "good": 2, "film": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

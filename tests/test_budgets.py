@@ -40,13 +40,16 @@ def test_the_round_that_uses_it_up_is_the_last(
 
 
 ALL: Json = {"max-flops": 2e9, "max-bytes": 6e6, "all-budgets": True}
+SECONDS: Json = ALL | {"max-device-seconds": 40.0}
 
 
 def lines_by_hand() -> list[Json]:
-    """Rounds of 1 GFLOP and 1 MB; rounds 2 and 4 are evaluated, which takes 1 MB more each."""
+    """Rounds of 1 GFLOP, 1 MB and 10 seconds of devices; rounds 2 and 4 are evaluated, which takes 1 MB more each."""
     lines: list[Json] = [{"round": 0, "global-accuracy": 10.0}]
     for number in range(1, 6):
-        lines += [{"round": number, "flops": 1e9, "formula-bytes-down": 4e5, "formula-bytes-up": 6e5}]
+        lines += [
+            {"round": number, "flops": 1e9, "formula-bytes-down": 4e5, "formula-bytes-up": 6e5, "device-seconds": 10}
+        ]
     for number in (2, 4):
         lines[number]["formula-bytes-up"] += 1e6
         lines[number] |= {"measurement": {"formula-bytes-up": 1e6}, "global-accuracy": 10.0 * number}
@@ -62,10 +65,11 @@ def test_with_all_budgets_the_last_ends_the_run_and_earlier_evaluations_cost_not
 
 def test_a_run_is_read_at_each_budget() -> None:
     """The last evaluation that costs no more, with its own measurement."""
-    record = Record(Path(), {"settings": ALL}, lines_by_hand())
+    record = Record(Path(), {"settings": SECONDS}, lines_by_hand())
     assert at_budgets(record, "global-accuracy") == {
         "2 GFLOPs": {"round": 2, "final": 20.0, "spent": 2.5},
         "6 MB": {"round": 4, "final": 40.0, "spent": 5 / 6},
+        "40 device seconds": {"round": 4, "final": 40.0, "spent": 1.25},
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from helpers import tokenizer_folder
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
@@ -300,13 +301,7 @@ def test_tokenizers_of_the_training_texts(name: str) -> None:
 
 def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     """In the form in which transformers saves one, without a network."""
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
-    words = {"[PAD]": 0, "[UNK]": 1, "good": 2, "film": 3}
-    saved = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    saved.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    saved.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer_folder(tmp_path)
     encode, size = tokenizer_of(f"transformers:{tmp_path}", TEXTS, 9)
     assert size == 4
     assert encode(["good film", "a good one", ""]) == [[2, 3], [1, 2, 1], []]

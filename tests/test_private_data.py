@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Message
-from helpers import rounds
+from helpers import rounds, tokenizer_folder
 
 from fedsub_app.analysis.activations import analyse
 from fedsub_app.analysis.approximation import approximation
@@ -161,3 +161,34 @@ def test_texts_of_a_nodes_own_need_the_servers_tokens() -> None:
         UserError, match=r"^tokenizer = 'words': differs between nodes; must be 'transformers:NAME' with"
     ):
         node._private_place(text, "notes.csv", header, Path())
+
+
+BAG = """
+from torch import nn
+
+
+class Bag(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 8), nn.Linear(8, num_classes)
+
+    def forward(self, input_ids, attention_mask):
+        mask = attention_mask[..., None]
+        return self.head((self.embed(input_ids) * mask).sum(-2) / mask.sum(-2).clamp(min=1))
+"""
+
+
+def test_texts_of_a_nodes_own_in_the_servers_tokens(run_local: RunLocal, tmp_path: Path) -> None:
+    """A tokenizer that is saved in a folder is the same on every node; a table of other classes is refused."""
+    tokenizer_folder(tmp_path / "tokens")
+    (tmp_path / "bag.py").write_text(BAG)
+    for name, other in (("server", "bad"), ("clinic", "bad"), ("elsewhere", "worse")):
+        rows = [f"{('good', other)[k % 2]},{('good', 'film')[k % 2]} film" for k in range(40)]
+        (tmp_path / f"{name}.csv").write_text("said,text\n" + "\n".join(rows) + "\n")
+    keys = {"dataset": f"csv:{tmp_path}/server.csv", "input": "text", "label": "said", "tokens": 3, "lr": 0.5}
+    keys |= {"tokenizer": f"transformers:{tmp_path}/tokens", "model": f"{tmp_path}/bag.py:Bag", "evaluate": "global"}
+    paths = [tmp_path / "clinic.csv", tmp_path / "elsewhere.csv"]
+    summary, folder = run_local("run", grid=lambda _, given: Private(given, paths), **KEYS | keys | {"num_rounds": 5})
+    labels = "labels ('good', 'worse'), the server's data set has ('bad', 'good')"
+    assert dropped(folder) == {1: f"node failed: private-data = '{paths[1]}': {labels}"}
+    assert summary["final-global-accuracy"] == 100.0

@@ -107,7 +107,7 @@ def run_entry(folder: Path, metric: str) -> Json:
 
 
 def at_budgets(record: Record, metric: str) -> Json:
-    """Return the last evaluated round in each budget: "150 MB" -> its numbers; ``spent``: fraction of it, at most 1."""
+    """Return the last evaluated round in each budget: "150 MB" -> its numbers; ``spent``: fraction of it by the run."""
     found, lines = {}, record.lines
     evaluated = [number for number, line in enumerate(lines) if metric in line]
     for key in [key for key in BUDGETS if record.settings.get(key)]:
