@@ -23,7 +23,7 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
@@ -554,6 +554,19 @@ def test_a_client_whose_channels_are_gone_trains_and_sends_a_smaller_network() -
     assert update.metrics["flops"] == batches * per_sample
     assert per_sample < 0.5 * training_flops(problem_of(IN_SHAPE), whole)
     assert {n: len(t.flatten()) for n, t in update.tensors.items() if n in expected} == expected
+
+
+def test_moon_compares_with_the_last_trained_model_cut_to_the_channels_that_are_left() -> None:
+    strategy, client = made(subfedavg__target=0.0001, objective="moon")
+    strategy.masks[0] = strategy.masks[0] | {"conv1": bits(*[1, 0] * 5)}
+    task = strategy.task(0)
+    own = {name: torch.full_like(tensor, 0.5) for name, tensor in strategy.current.items()}
+    state = prefixed("own/", own) | prefixed("mask/", pack_bits(strategy.masks[0]))
+    worker = client(0, 2, state)
+    worker.run_training(dict(task.tensors), task.config)
+    assert worker.previous["conv1.weight"].shape == (5, 1, 5, 5)
+    assert worker.previous["conv2.weight"].shape == (20, 5, 5, 5)
+    assert all((tensor == 0.5).all() for name, tensor in worker.previous.items() if name.startswith("conv"))
 
 
 @pytest.mark.parametrize("pruning", ["structured", "hybrid"])
