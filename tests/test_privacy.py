@@ -88,6 +88,13 @@ def test_secret_numbers_are_normal() -> None:
     assert secret_normal(torch.Size([])).dim() == 0
 
 
+def test_the_least_and_the_greatest_secret_number_are_finite_and_opposite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quantiles of half a step above 0 and half a step below 1."""
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"\0" * (count // 2) + b"\xff" * (count // 2))
+    least, greatest = secret_normal(torch.Size([2])).tolist()
+    assert greatest == -least == pytest.approx(8.2095, abs=1e-4)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 99), st.floats(0.01, 10), st.integers(0, 5))
 def test_one_client_changes_the_sum_by_clip_norm_at_most(clients: int, seed: int, most: float, gone: int) -> None:
