@@ -127,10 +127,14 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_one_client_has_no_overlap(run_local: Run) -> None:
-    keys = FEDSELECT | {"num-clients": 1, "num-rounds": 2}
+@pytest.mark.parametrize("kept", [{"keep-checkpoints": 2}, {"keep-checkpoints": 0, "checkpoint-every": 2}], ids=str)
+def test_one_client_has_no_overlap(run_local: Run, caplog: pytest.LogCaptureFixture, kept: Json) -> None:
+    """Nothing is said of checkpoints where none was deleted."""
+    keys = FEDSELECT | {"num-clients": 1, "num-rounds": 2} | kept
     _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
-    assert cli.main(["analyse", str(folder)]) == 0
+    with caplog.at_level("WARNING", "fedsub"):
+        assert cli.main(["analyse", str(folder)]) == 0
+    assert "checkpoints" not in caplog.text
     assert (folder / "mask-size.csv").exists()
     assert not list(folder.glob("overlap*"))
 
