@@ -1,5 +1,6 @@
 """Means of blocks of clients that nodes take: the same bits whatever the nodes and messages."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,47 @@ def test_no_bit_depends_on_nodes_or_messages(method: str, run_local: Run, monkey
         same, others = run(f"{nodes} {size}", grid, message_clients=size)
         assert all(torch.equal(model[key], same[key]) for key in model)
         assert others == lines
+
+
+def refused_examples(parts: list[tuple[Json, Tensors]]) -> None:
+    parts[1][0]["num-examples"] = 0
+
+
+def infinite_mean(parts: list[tuple[Json, Tensors]]) -> None:
+    parts[-1][1]["fc1.bias"][0] = float("inf")
+
+
+def failed(parts: list[tuple[Json, Tensors]]) -> None:
+    parts[1][0]["error"] = "ValueError: no data"
+
+
+INVALID = "the mean of its block is not valid"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (refused_examples, dict.fromkeys(range(BLOCK), INVALID) | {1: r"num-examples = 0: must be [0-9]+"}),
+        (infinite_mean, dict.fromkeys(range(BLOCK), INVALID)),
+        (failed, {1: "client failed: ValueError: no data"}),
+    ],
+    ids=["refused", "infinite", "failed"],
+)
+def test_a_block_counts_as_a_whole_or_not_at_all(
+    run_local: Run, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any], None], said: dict[int, str]
+) -> None:
+    """What the server refuses is in the mean already; a client that has failed at its node is not."""
+
+    def spoilt(run: Any, tasks: Any, how: Json) -> Any:
+        parts = block_parts(run, tasks, how)
+        if tasks[0][0]["client"] == 0:
+            spoil(parts)
+        return parts
+
+    monkeypatch.setattr(node, "block_parts", spoilt)
+    _, folder = run_local("run", **CROWD | {"num_rounds": 1})
+    (line,) = rounds(folder)[1:]
+    dropped = {drop["client"]: drop["reason"] for drop in line["dropped"]}
+    assert dropped.keys() == said.keys()
+    assert all(re.match(said[client], reason) for client, reason in dropped.items()), dropped
+    assert line["status"] == "ok"
