@@ -4,13 +4,14 @@ import csv
 import math
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from helpers import SAME, away, fedsub, merge_round, problem_of, result
+from helpers import SAME, away, fedsub, forgetful, merge_round, problem_of, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -851,6 +852,17 @@ def test_a_client_that_lost_its_state_says_so() -> None:
     _, client = made()
     with pytest.raises(StateGone, match="client 0 has lost its state: its masks are not there"):
         client(0, 2, {}).lost_state()
+
+
+def test_a_client_that_lost_its_state_begins_with_the_whole_network(run_local: Run, tmp_path: Path) -> None:
+    """Its state is gone before round 3: dropped then, it is sent everything in round 4, and prunes anew."""
+    grid = forgetful(tmp_path / "run", client=1, after=2)
+    _, folder = run_with(partial(run_local, grid=grid), num_rounds=4, subfedavg__target=0.9)
+    lines = read_rounds(folder)
+    assert [[drop["client"] for drop in line["dropped"]] for line in lines if line["round"]] == [[], [], [1], []]
+    bits = [unprefixed("mask/", client_state(folder, k, 4)) for k in range(3)]
+    first, again, last = (sum(int(np.unpackbits(packed.numpy()).sum()) for packed in of.values()) for of in bits)
+    assert again > max(first, last)
 
 
 def test_masks_survive_the_checkpoint() -> None:
