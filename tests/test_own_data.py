@@ -339,6 +339,59 @@ def test_a_data_set_of_the_cache(table: Path, monkeypatch: pytest.MonkeyPatch) -
         load_dataset(resolve(keys | {"dataset": "hf:ward/others"}).data)
 
 
+BROKEN = "def load():\n    raise ValueError('no\\ndatabase')\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "said"),
+    [
+        (
+            "csv:t.csv",
+            {"t.csv": "x,kind,split\n1,a,train\n2,b,val\n"},
+            "^t.csv: column 'split' has 'val': must be 'train'",
+        ),
+        ("csv:t.csv", {"t.csv": "x,kind,split\n1,a,train\n2,b,train\n"}, "dataset = 'csv:t.csv': no test samples$"),
+        ("csv:t.csv", {"t.csv": "x,kind,split\n1,a,test\n2,b,test\n"}, "dataset = 'csv:t.csv': no training samples$"),
+        ("csv:t.csv", {"t.csv": "kind\na\nb\n" * 9}, "dataset = 'csv:t.csv': no column of inputs besides kind"),
+        ("parquet:t.parquet", {"t.parquet": "PAR1"}, r"^t.parquet: not a readable parquet file \("),
+        ("hf:{}/some", {"some/test.csv": "x,kind\n1,a\n"}, "/some': has test; must have train$"),
+        ("load.py:load", {"load.py": BROKEN}, "dataset = 'load.py:load': ValueError: no database$"),
+    ],
+    ids=["split", "no test", "no training", "no inputs", "parquet", "hf", "code"],
+)
+def test_a_table_that_is_not_one_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, files: dict[str, str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        load_dataset(resolve(keys_of(tmp_path, source.format(tmp_path), label="kind")).data)
+    assert "\n" not in str(error.value)
+
+
+def test_images_of_a_folder_of_the_package_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def load(name: str, width: int) -> Any:
+        for split in ("train", "test"):
+            for kind, brightness, size in (("cat", 0, 4), ("dog", 255, width)):
+                folder = tmp_path / name / split / kind
+                folder.mkdir(parents=True)
+                Image.new("RGB", (size, 3), (brightness, 0, 255)).save(folder / "one.png")
+        return load_dataset(resolve(keys_of(tmp_path, f"hf:{tmp_path}/{name}", label="label", normalise="none")).data)
+
+    data = load("alike", width=4)
+    assert (len(data.train_y), len(data.test_y), data.in_shape, data.num_classes) == (2, 2, (3, 3, 4), 2)
+    assert torch.as_tensor(data.train_x[:])[:, :, 0, 0].tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
+    with pytest.raises(UserError, match=r"images of \(3, 4, 3\) and \(3, 5, 3\): must be of one size$"):
+        load("wider", width=5)
+
+
 def test_the_sources_of_the_standard_library() -> None:
     assert {"asyncio", "email", "json"} <= python_packages().keys()
     keys = {"dataset": "python-sources", "domains": "json, email", "task": "next-token", "partition": "source"}
