@@ -32,7 +32,7 @@ from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.secure import secagg
-from fedsub_app.secure.client import COUNTS, COVERED, KEYS, OPENED, SHARES, SUM, Secrets
+from fedsub_app.secure.client import COUNTS, COVERED, KEYS, OPENED, SHARES, SUM, Secrets, withheld
 from fedsub_app.secure.secagg import (
     COMPLETE,
     CORRECTNESS,
@@ -237,6 +237,44 @@ def test_too_few_shares_open_nothing() -> None:
     group = Group(vectors(5), 0.3)
     with pytest.raises(ProtocolError, match="2 of 3 shares of client 0: more neighbours are lost"):
         group.open([0, 3, 6, 9, 12], silent=[9, 12])
+
+
+def test_shares_of_another_key_than_a_lost_clients_open_nothing() -> None:
+    """Neighbours that reveal what they hold of somebody else's key: its public key is another one."""
+    group = Group(vectors(5), 0.3)
+    alive = [3, 6, 9]
+    theirs = {client: [group.members[other].shares[client][secagg.SHARE :] for other in alive] for client in (0, 12)}
+    zeros, graph = np.zeros(50, np.uint32), {12: alive}
+    assert unmasked(zeros, {12: theirs[12]}, alive, graph, group.keys, 3).any()
+    with pytest.raises(ProtocolError, match="the shares of client 12 are not those of its key"):
+        unmasked(zeros, {12: theirs[0]}, alive, graph, group.keys, 3)
+
+
+def test_a_public_key_that_anybody_could_use_is_refused() -> None:
+    """The neutral element, with which every private key agrees on zeros."""
+    member = Member(0)
+    with pytest.raises(ProtocolError, match=r"^a public key is not valid$"):
+        member.share({other: bytes(len(member.public)) for other in (1, 2)}, 2)
+
+
+def test_a_client_without_its_secrets_says_so(tmp_path: Path) -> None:
+    """They are deleted when they are taken: it answers once."""
+    kept = Secrets(tmp_path, 1, 0)
+    kept.begin(change=torch.ones(2), covered=torch.ones(2))
+    kept.keep(Member(0))
+    assert kept.take().client == 0
+    with pytest.raises(UserError, match=r"^secure-aggregation: its secrets of this round are not there$"):
+        kept.take()
+
+
+def test_a_trained_client_that_diverged_keeps_and_sends_nothing(tmp_path: Path) -> None:
+    shapes = {"w": [2], "b": []}
+    header: Json = {"round": 1, "secure": {"shapes": shapes, "absolute": [], "public": False}}
+    trained = Update(0, {"w": torch.tensor([1.0, float("inf")]), "b": torch.tensor(0.0)}, {}, 5)
+    update = withheld(tmp_path, header, {"client": 0}, {"w": torch.zeros(2), "b": torch.tensor(0.0)}, trained)
+    assert (update.diverged, update.tensors) == (True, {})
+    assert update.error == "tensor 'w': NaN or infinite values"
+    assert not list(tmp_path.iterdir())
 
 
 def test_fewer_shares_than_the_threshold_tell_nothing_of_the_seed() -> None:
