@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import run_small
 from flwr.cli.build import build_fab_from_disk
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedsub_app
 from fedsub_app.common import own_code
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.inputs import Form, Part, Shape, blank
+from fedsub_app.common.inputs import Form, Inputs, Part, Shape, blank, form_of
 from fedsub_app.common.own_code import bundled
 from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.models import (
@@ -597,6 +598,61 @@ def test_the_head_that_a_key_names(file: Path) -> None:
     assert network(torch.zeros(2, 1, 8, 8)).features.shape == (2, 64)  # what enters it
     with pytest.raises(UserError, match="head = 'last': 'last' is no layer; allowed are head, body or some of first"):
         Problem.of(resolve(keys | {"head": "last"})).network()
+
+
+LAYERLESS = """
+import torch
+from torch import nn
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(64, 10))
+
+    def forward(self, x):
+        return x.flatten(1) @ self.w
+
+
+class Layer(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+"""
+
+
+@pytest.mark.parametrize("name", ["Linear", "Layer"])
+def test_a_network_without_a_layer_in_it_is_all_head(name: str, tmp_path: Path) -> None:
+    """It trains; what would be a method's other part is nothing, which is refused."""
+    (tmp_path / "flat.py").write_text(LAYERLESS)
+    keys: dict[str, Any] = {"model": f"{tmp_path}/flat.py:{name}", "partition": "iid", "num_clients": 2}
+    for method in ("fedavg", "moon", "fedpart", "scaffold"):
+        assert run_small(tmp_path / method, method=method, **keys)["final-global-accuracy"] > 50
+    for method, part, has in (("fedper", "head", "[12]"), ("lg-fedavg", "body", "0")):
+        said = f"^{method}.personal = '{part}': {has} of [12] tensors; allowed is a part of the model$"
+        with pytest.raises(UserError, match=said):
+            run_small(tmp_path / "refused", method=method, **keys)
+    assert not (tmp_path / "refused").exists()
+
+
+class OfTwo(nn.Module):
+    """Its inputs come by name, as those of an adopted network do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return (self.scores[tokens] * mask[..., None]).sum(1)
+
+
+def test_what_enters_a_network_without_a_layer_is_its_first_input() -> None:
+    x = Inputs.of({"tokens": torch.tensor([[1, 2], [3, 0]]), "mask": torch.tensor([[1, 1], [1, 0]])})
+    output = Network(adopted(OfTwo(), form_of(x)))(x)
+    assert output.logits.tolist() == [[2.0] * 3, [1.0] * 3]
+    assert output.features.tolist() == [[1, 2], [3, 0]]
 
 
 class SeveralHeads(nn.Module):

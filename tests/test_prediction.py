@@ -60,6 +60,40 @@ def test_a_client_predicts_with_its_own_model(pictures: tuple[Path, list[Path]])
         assert 100 * int(right) / len(mine) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("form", ["{kind}", "{part}/{kind}"])
+def test_labels_of_a_folder_of_images_are_its_folders(tmp_path: Path, form: str) -> None:
+    """A white and a black class, which one round tells apart."""
+    for number in range(12):
+        for kind, grey in (("night", 0), ("day", 255)):
+            folder = tmp_path / "sky" / form.format(kind=kind, part="test" if number % 6 == 0 else "train")
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), abs(grey - number)).save(folder / f"{number:02}.png")
+    keys: dict[str, Any] = {"dataset": "sky", "data_dir": str(tmp_path), "model": "feature-mlp", "partition": "iid"}
+    run_small(tmp_path / "run", num_rounds=3, num_clients=2, local_epochs=5, **keys)
+    files = [next((tmp_path / "sky").rglob(f"{kind}/00.png")) for kind in ("night", "day")]
+    assert [label for _, label, _ in predictions(tmp_path / "run", files)[1]] == ["night", "day"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"dataset": "synthetic-3k", "model": "fedpews-mlp"},
+            "dataset = 'synthetic-3k': its samples are no images; predict",
+        ),
+        ({"dataset": "python-sources", "task": "next-token"}, "/run: predict reads images and tables; `client_of` and"),
+    ],
+    ids=["points", "texts"],
+)
+def test_what_predict_does_not_read(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    net = "from torch import nn\n\n\ndef net(num_classes):\n    return nn.Embedding(num_classes, num_classes)\n"
+    (tmp_path / "net.py").write_text(net)
+    model = {"model": f"{tmp_path / 'net.py'}:net", "domains": "json"} if "task" in keys else {}
+    run_small(tmp_path / "run", **{"num_rounds": 1, "num_clients": 2, "partition": "iid"} | model | keys)
+    with pytest.raises(UserError, match=said):
+        predictions(tmp_path / "run", [tmp_path / "a.png"])
+
+
 @pytest.fixture(scope="module")
 def patients(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run on a table whose labels are words, and the table's lines."""

@@ -47,9 +47,9 @@ class Tap:
     is_open = False
     entered: Tensor | None = None
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         if self.is_open:
-            self.entered = inputs[0]
+            self.entered = (*inputs, *named.values())[0]
 
     def __deepcopy__(self, memo: object) -> "Tap":
         return Tap()
@@ -91,7 +91,7 @@ class Network:
     @cached_property
     def _tap(self) -> Tap:
         tap = Tap()
-        self.module.get_submodule(head_layer(self.module)).register_forward_pre_hook(tap)
+        self.module.get_submodule(head_layer(self.module)).register_forward_pre_hook(tap, with_kwargs=True)
         return tap
 
     def __call__(self, x: Batch, tensors: Mapping[str, Tensor] | None = None) -> Output:

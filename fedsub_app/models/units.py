@@ -26,7 +26,7 @@ _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictiona
 
 
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{name}" for name in tensors_of(module))
+    return tuple(f"{prefix}.{name}".removeprefix(".") for name in tensors_of(module))
 
 
 def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
@@ -125,14 +125,14 @@ def with_head(model: nn.Module, head: str) -> nn.Module:
 def head_layer(model: nn.Module) -> str:
     """Return the name of the head: what :func:`with_head` has set, else the last Linear in order of execution.
 
-    Where there is no Linear, the last layer with a weight of several axes.
+    Where there is no Linear, the last layer with a weight of several axes; "", the whole model, without one.
     """
     if named := getattr(model, _HEAD, ""):
         return str(named)
     modules, tensors = executed(model), tensors_of(model)
     linear = [name for name, module in modules if isinstance(module, nn.Linear)]
     others = [name for name, _ in modules if f"{name}.weight" in tensors and tensors[f"{name}.weight"].dim() > 1]
-    return (linear or others)[-1]
+    return ["", *(linear or others)][-1]
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -157,13 +157,14 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
     """
     every, head = tuple(tensors_of(model)), head_names(model)
     if part in ("head", "body"):
-        return tuple(name for name in every if (name in head) == (part == "head"))
-    prefixes = [prefix.strip() for prefix in part.split(",")]
-    for prefix in prefixes:
-        if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):
-            layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in every))
-            raise ValueError(f"{prefix!r} is no layer; allowed are head, body or some of {layers}")
-    names = tuple(n for n in every if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes))
+        names = tuple(name for name in every if (name in head) == (part == "head"))
+    else:
+        prefixes = [prefix.strip() for prefix in part.split(",")]
+        for prefix in prefixes:
+            if not any(name == prefix or name.startswith(f"{prefix}.") for name in every):
+                layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in every))
+                raise ValueError(f"{prefix!r} is no layer; allowed are head, body or some of {layers}")
+        names = tuple(n for n in every if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes))
     if not 0 < len(names) < len(every):
         raise ValueError(f"{len(names)} of {len(every)} tensors; allowed is a part of the model")
     return names
