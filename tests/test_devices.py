@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -424,6 +425,26 @@ def test_a_run_with_devices_is_the_same_on_two_workers_and_after_a_resume(
     _, folder = run_local("budget", **keys, resume=True, max_device_seconds=0.0)
     assert rounds(folder) == lines
     shown_by_all_reports(folder, tmp_path)
+
+
+def test_late_clients_do_not_count_and_are_named_where_nobody_stands_in(two: str, run_local: Run) -> None:
+    keys: dict[str, Any] = {"method": "heterofl", "devices": two, "num_clients": 6, "num_rounds": 1}
+    _, folder = run_local("patient", **keys)
+    longest = read_rounds(folder)[1]["device-seconds"]
+    classes = devices_of(two, 6, 0)
+    slow = {client for client in range(6) if classes.of(client).name == "slow"}
+    assert 0 < len(slow) < 4
+    _, folder = run_local("deadline", **keys, deadline=0.9 * longest)
+    line = read_rounds(folder)[1]
+    assert {drop["client"] for drop in line["dropped"]} == slow
+    reason = rf"late: [0-9.]+ s on its device \(slow\), deadline = {0.9 * longest:g}"
+    assert all(re.fullmatch(reason, drop["reason"]) for drop in line["dropped"]), line["dropped"]
+    assert line["device-seconds"] == pytest.approx(0.9 * longest)
+    spare = keys | {"clients_per_round": 3, "oversample": 2.0}
+    _, folder = run_local("spares", **spare, deadline=0.9 * longest)
+    line = read_rounds(folder)[1]
+    assert line["dropped"] == []
+    assert line["device-seconds"] < 0.9 * longest
 
 
 def shown_by_all_reports(folder: Path, tmp_path: Path) -> None:
