@@ -62,7 +62,7 @@ def test_a_client_predicts_with_its_own_model(pictures: tuple[Path, list[Path]])
 
 @pytest.mark.parametrize("form", ["{kind}", "{part}/{kind}"])
 def test_labels_of_a_folder_of_images_are_its_folders(tmp_path: Path, form: str) -> None:
-    """A white and a black class, which one round tells apart."""
+    """A white and a black class, which three rounds tell apart."""
     for number in range(12):
         for kind, grey in (("night", 0), ("day", 255)):
             folder = tmp_path / "sky" / form.format(kind=kind, part="test" if number % 6 == 0 else "train")

@@ -132,7 +132,7 @@ def head_layer(model: nn.Module) -> str:
     modules, tensors = executed(model), tensors_of(model)
     linear = [name for name, module in modules if isinstance(module, nn.Linear)]
     others = [name for name, _ in modules if f"{name}.weight" in tensors and tensors[f"{name}.weight"].dim() > 1]
-    return ["", *(linear or others)][-1]
+    return (linear or others or [""])[-1]
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
