@@ -20,6 +20,7 @@ from fedsub_app.models import (
     tensors_of,
     unit_groups,
 )
+from fedsub_app.models.networks import MaxPool
 
 # name, input, classes, parameters as the papers or their code have them
 PAPERS = [
@@ -259,6 +260,22 @@ def test_lenet5_is_the_one_of_the_papers() -> None:
     for k in (1, 2):
         h = torch.relu(F.linear(h, t[f"fc{k}.weight"], t[f"fc{k}.bias"]))
     torch.testing.assert_close(model(x), F.linear(h, t["fc3.weight"], t["fc3.bias"]))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [(2, 2), (5, 8), (9, 3)])
+def test_pooling_without_a_gradient_is_torchs(size: tuple[int, int], layout: torch.memory_format) -> None:
+    """Odd borders, equal numbers, infinities and NaN as well."""
+    x = torch.randint(-3, 3, (4, 3, *size), generator=torch.Generator().manual_seed(0)).float()
+    x[0, 0, 0, 0], x[1, 0, 1, 0], x[2, 0, 0, 1] = -torch.inf, torch.inf, torch.nan
+    x = x.contiguous(memory_format=layout)
+    expected = F.max_pool2d(x, 2)
+    with torch.no_grad():
+        pooled = MaxPool()(x)
+    assert torch.equal(pooled.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(pooled.isnan(), expected.isnan())
+    assert pooled.stride() == expected.stride()
+    assert MaxPool()(x.requires_grad_()).grad_fn is not None
 
 
 def test_a_network_runs_with_other_tensors_as_torchs_functional_call_does() -> None:

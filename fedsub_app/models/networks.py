@@ -56,6 +56,25 @@ def _image_shape(name: str, in_shape: tuple[int, ...], smallest: int) -> tuple[i
     return in_shape[0], in_shape[1], in_shape[2]
 
 
+class MaxPool(nn.MaxPool2d):
+    """2 x 2 max-pooling; where no gradient is asked for, on a CPU, several times as fast as torch's, with its outputs.
+
+    torch looks for the place of each maximum too, one number after the other where a layer has few channels: that was
+    40 % of LeNet-5's evaluation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.device.type != "cpu":
+            pooled: Tensor = super().forward(x)
+            return pooled
+        height, width = (size // 2 * 2 for size in x.shape[-2:])
+        rows = torch.maximum(x[..., 0:height:2, :width], x[..., 1:height:2, :width])
+        return torch.maximum(rows[..., 0::2], rows[..., 1::2])
+
+
 def _conv_net(
     name: str,
     in_shape: tuple[int, ...],
@@ -81,7 +100,7 @@ def _conv_net(
         layers[f"conv{k}"] = nn.Conv2d(in_channels, out_channels, kernel, padding=padding)
         if batch_norm:
             layers[f"bn{k}"] = nn.BatchNorm2d(out_channels)
-        layers[f"pool{k}"] = nn.MaxPool2d(2)  # before the ReLU, which commutes with it: a quarter of its work
+        layers[f"pool{k}"] = MaxPool()  # before the ReLU, which commutes with it: a quarter of its work
         layers[f"relu{k}"] = nn.ReLU()
         in_channels = out_channels
     layers["flatten"] = nn.Flatten()
