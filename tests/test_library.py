@@ -492,6 +492,9 @@ def test_a_torch_dataset_is_as_its_tensors() -> None:
 
 def test_a_network_that_is_none_is_one_line() -> None:
     data = ((X, Y), (X, Y))
+    wanted = r"^model = <class '.*Linear'>: missing a required argument: 'in_features'; must be a class or a function"
+    with pytest.raises(fedsub.UserError, match=wanted):
+        Problem.own(nn.Linear, data, resolve({}))
     with pytest.raises(fedsub.UserError, match=r"^model = <class 'dict'>: returned a dict, must be a torch.nn.Module$"):
         Problem.own(dict, data, resolve({}))  # type: ignore[arg-type]
     with pytest.raises(fedsub.UserError, match=r"^model = Flatten: returns \(2, 1, 64\) for two samples, must be"):

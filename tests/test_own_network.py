@@ -507,6 +507,15 @@ def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) ->
     assert bool(off.any()) == outputs  # with "weights" a unit that is off gets no gradient
 
 
+class Last(nn.Sequential):
+    """The last step of what recurrent layers return, without their state."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)[0][:, -1] if isinstance(layer, nn.RNNBase) else layer(x)
+        return x
+
+
 @pytest.mark.parametrize(
     ("network", "said"),
     [
@@ -516,6 +525,7 @@ def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) ->
             nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4), nn.Linear(4, 3)),
             "1: 2, a LayerNorm, computes",
         ),
+        (Last(nn.Flatten(2), nn.GRU(16, 5), nn.Linear(5, 3)), "from a Last: 1: the units of a GRU read each other"),
     ],
 )
 def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None:

@@ -81,6 +81,8 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
         graph = torch_pruning.DependencyGraph().build_dependency(model, x, verbose=False)
     last = next(iter(graph.module2node))  # it is built from the output
     tensors, kinds = tensors_of(model), graph.ops.OPTYPE
+    recurrent = {m: name for m, name in names.items() if isinstance(m, nn.RNNBase | nn.RNNCellBase)}
+    reasons |= {name: f"the units of a {type(module).__name__} read each other" for module, name in recurrent.items()}
     seen: set[nn.Module] = set()
     offered: dict[int, UnitGroup] = {}
     for module in [m for m in graph.module2node if isinstance(m, nn.modules.conv._ConvNd | nn.Linear)]:

@@ -1,6 +1,7 @@
 """The learning problem, independent of the method: data, network, loss and score."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -152,6 +153,14 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
     The global generators are left as they were. With ``in_shape`` the network has layers and units by its graph, but
     for a Sequential that is read like those listed.
     """
+
+    try:
+        inspect.signature(model).bind()
+    except ValueError:  # a builtin has none
+        pass
+    except TypeError as error:
+        wanted = "must be a class or a function that needs no argument; functools.partial(Net, …) makes one"
+        raise UserError(f"model = {shown(model)}: {error}; {wanted}") from None
 
     def build(seed: int) -> nn.Module:
         with drawing(CPU, seed, "model"):
