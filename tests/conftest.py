@@ -110,6 +110,7 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """A run of a test waits some twenty times for the disk; no test cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr("fedsub_app.common.files.flush", lambda _: None)
         yield
 
 

@@ -1,7 +1,9 @@
 """The files of a run's directory, written and read back."""
 
 import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,16 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from fedsub_app.common import files
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import read_json, write_atomic, write_json
+from fedsub_app.common.files import flush, read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
+from fedsub_app.common.tensors import Json
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import Run, open_run
 from fedsub_app.runs.recorded import new_folder, settings_of
 from fedsub_app.settings import digest
-from fedsub_app.training.client_state import ClientState
+from fedsub_app.training.client_state import ClientState, flush_states
 
 
 def opened(folder: Path, **keys: Value) -> Run:
@@ -152,6 +156,35 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: P
     write_atomic(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_clients_states_reach_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(os, "fsync", waited.append)
+    monkeypatch.setattr(files, "flush", waited.append)
+    for client in range(3):
+        ClientState(tmp_path, client).save(1, {"w": torch.ones(2)}, 0, [])
+    assert not waited
+    flush_states()
+    flush_states()  # nothing was written since
+    assert waited == [tmp_path]
+
+
+@pytest.mark.parametrize(("method", "flushes"), [("fedselect", 2), ("fedavg", 0)])
+def test_a_reply_leaves_when_its_clients_states_are_on_disk(
+    run_local: Callable[..., tuple[Json, Path]], monkeypatch: pytest.MonkeyPatch, method: str, flushes: int
+) -> None:
+    states: list[int] = []
+    monkeypatch.setattr(files, "flush", lambda folder: states.append(len(list(folder.glob("*/round-*")))))
+    run_local(method=method, num_rounds=2, num_clients=2)
+    assert len(states) == flushes
+    assert all(states)
+
+
+def test_flushing_a_folder_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    flush(tmp_path)
+    with pytest.raises(OSError, match="No such file"):
+        flush(tmp_path / "gone")
 
 
 @settings(deadline=None, max_examples=40)

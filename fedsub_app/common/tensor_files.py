@@ -37,10 +37,12 @@ def round_files(folder: Path) -> dict[int, Path]:
     return {number: round_file(folder, number) for number in numbers}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Write named tensors and texts, atomically; after an OSError no part of the file is left."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str] | None = None, wait: bool = True
+) -> None:
+    """Write named tensors and texts as :func:`~fedsub_app.common.files.write_atomic` does."""
     apart, texts = _apart(tensors), dict(header or {})
-    write_atomic(path, save(apart, texts | {CHECKSUM: _checksum(path, apart, texts)}))
+    write_atomic(path, save(apart, texts | {CHECKSUM: _checksum(path, apart, texts)}), wait)
 
 
 def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:

@@ -42,7 +42,7 @@ from fedsub_app.secure.client import SECRET, withheld
 from fedsub_app.secure.client import answer as secure_answer
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.privacy import noisy
-from fedsub_app.training.client_state import ClientState, StateGone
+from fedsub_app.training.client_state import ClientState, StateGone, flush_states
 from fedsub_app.training.local import evaluation_batches, sums_of
 from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import together
@@ -88,7 +88,9 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context
     """
     stamp = {NONCE: header[NONCE]}
     try:
-        return _content(header, parts, stamp, context, source)
+        content = _content(header, parts, stamp, context, source)
+        flush_states()
+        return content
     except UserError as error:
         return pack(stamp | {"error": str(error)}, [])
     except Exception as error:

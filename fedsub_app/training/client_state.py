@@ -4,14 +4,18 @@ Flower's ``context.state`` is lost after a restart or an exception, and travels 
 
 A task names the round of the client's last merged reply, and the client continues from the state of exactly that round.
 The state of a reply that was lost, or of a round that was never checkpointed, is deleted by the client's next task.
+The states of a message's clients are on disk before its reply is sent.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
+from fedsub_app.common import files
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensor_files import read_tensors, round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors
+
+_written: set[Path] = set()  # folders of states that may not be on disk yet
 
 
 class StateGone(UserError):
@@ -36,14 +40,21 @@ class ClientState:
             raise UserError(f"{path}: {reason}; delete it to have the client start anew") from None
 
     def save(self, round_: int, tensors: Tensors, merged: int, checkpoints: Iterable[int]) -> None:
-        """Write the state of ``round_``; delete the older ones that no task can name.
+        """Write the state of ``round_``, for :func:`flush_states`; delete the older ones that no task can name.
 
         ``merged``: round of the client's last merged reply, 0 for none; no state between it and ``round_`` was merged.
         ``checkpoints``: of the server; a resume from one names the newest merged state up to it.
         """
-        write_tensors(round_file(self.folder, round_), tensors)
-        files = {number: path for number, path in round_files(self.folder).items() if number != round_}
-        named = {max((number for number in files if number <= min(last, merged)), default=0) for last in checkpoints}
-        for number, path in files.items():
+        write_tensors(round_file(self.folder, round_), tensors, wait=False)
+        _written.add(self.folder.parent)
+        others = {number: path for number, path in round_files(self.folder).items() if number != round_}
+        named = {max((number for number in others if number <= min(last, merged)), default=0) for last in checkpoints}
+        for number, path in others.items():
             if number != merged and number not in named:
                 path.unlink(missing_ok=True)
+
+
+def flush_states() -> None:
+    """Wait until the states that this process has written are on disk."""
+    while _written:
+        files.flush(_written.pop())
