@@ -1,8 +1,11 @@
 """A run and long work are plain lines, also on a terminal; a batch says how far its runs are."""
 
 import itertools
+import os
 import re
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,21 @@ def test_a_round_is_a_line(run_local: RunLocal, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines if line.startswith("round")] == ["round 1/2", "round 2/2"]
     assert not any("\x1b" in line for line in lines)
+
+
+def test_a_run_goes_on_without_the_reader_of_its_lines(
+    run_local: RunLocal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``fedsub run | head`` printed a traceback for each line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as nobody:  # when it is closed
+        monkeypatch.setattr(sys, "stdout", nobody)
+        log_to_stdout()
+        summary, folder = run_local(num_rounds=2)
+    assert summary["rounds"] == 2
+    assert (folder / "model.safetensors").exists()
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["none", "resnet101-densenet121-random"])

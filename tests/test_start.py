@@ -40,6 +40,21 @@ def test_names_and_settings_need_neither_torch_nor_flower() -> None:
     assert not {"torch", "numpy", "flwr", "ray"} & loaded(NAMES)
 
 
+def test_a_partition_of_flwr_datasets_does_not_load_its_pictures() -> None:
+    """seaborn and scipy take 1.3 s. The package itself can be imported afterwards, with the same partitioners."""
+    program = """
+from fedsub_app.cli.main import main
+assert main(["run", "quickstart/digits", "partition=shards", "--dry-run"]) == 0
+"""
+    package = """
+from flwr_datasets import FederatedDataset, partitioner
+assert partitioner.ShardPartitioner is sys.modules["flwr_datasets.partitioner"].ShardPartitioner
+assert FederatedDataset
+"""
+    assert not {"seaborn", "scipy"} & loaded(program)
+    assert "seaborn" in loaded(program + package)
+
+
 def test_the_places_of_the_methods_are_there() -> None:
     for about in METHODS.values():
         assert issubclass(about.settings, MethodSettings)

@@ -11,10 +11,14 @@ rest.
 """
 
 import inspect
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -267,9 +271,9 @@ def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) 
 def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Return each client's training samples, int64: partition = "dirichlet", "shards", "classes" or "flwr:NAME"."""
     from datasets import Dataset as Table
-    from flwr_datasets import partitioner as partitioners
 
     name, key, options = _partitioner(settings)
+    partitioners = _partitioners()
     kind = getattr(partitioners, name, None)
     if kind is None:
         allowed = ", ".join(each for each in dir(partitioners) if each.endswith("Partitioner"))
@@ -291,6 +295,18 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
         of += f" with {least} or more each" if (least := settings.min_samples) else ""
         raise UserError(f"{key} = {settings.toml()[key]!r}: no partition of {of}: {one_line(error)}") from error
     return [torch.tensor(client, dtype=torch.int64) for client in clients]
+
+
+def _partitioners() -> ModuleType:
+    """Return ``flwr_datasets.partitioner``, without its package's pictures: seaborn and scipy take 1.3 s to import."""
+    name = "flwr_datasets"
+    if name in sys.modules or (spec := find_spec(name)) is None:
+        return import_module(f"{name}.partitioner")
+    sys.modules[name] = module_from_spec(spec)  # a package that was not run
+    try:
+        return import_module(f"{name}.partitioner")
+    finally:
+        del sys.modules[name]
 
 
 def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]:

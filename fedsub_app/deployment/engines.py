@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.late import uncollected
@@ -108,9 +108,19 @@ def _draw(folder: Path, wait: bool) -> None:
         log.warning("no pictures: %s", one_line(error))
 
 
+class _Lines(logging.StreamHandler[TextIO]):
+    """Lines on a stream. Where nobody reads it any more, as in ``fedsub run | head``, the run goes on without them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is of logging
+        if isinstance(sys.exc_info()[1], OSError):
+            self.setLevel(logging.CRITICAL + 1)
+        else:
+            super().handleError(record)
+
+
 def log_to_stdout() -> None:
     """Log plain lines to the current stdout, which Flower replaces to stream it."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Lines(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
