@@ -77,6 +77,13 @@ def test_a_summary() -> None:
     } <= {*summary_table(summary | more, SCORE).splitlines()}
 
 
+@pytest.mark.parametrize("trainable", ["", "lora"])
+def test_a_plan_has_the_warning_of_the_run(trainable: str) -> None:
+    said = plan(resolve(SMALL | {"method": "fedit", "trainable": trainable})).splitlines()
+    warned = ["warning   trainable = '': without 'lora' fedit is FedAvg"]
+    assert [line for line in said if line.startswith("warning")] == ([] if trainable else warned)
+
+
 def test_a_plan_and_the_opening() -> None:
     """77,010 parameters, 10,010 of them the head's; 200 samples of 64 numbers for 4 clients; 316,000 FLOPs a sample.
 

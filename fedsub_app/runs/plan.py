@@ -48,6 +48,7 @@ def plan(settings: Settings) -> str:
         ("training", _training(strategy, partition, sample_flops)),
         ("memory", _memory(strategy, dataset, partition)),
         *((f"device {name}", text) for name, text in check_devices(strategy, problem, partition)),
+        *([("warning", strategy.warning)] if strategy.warning else []),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), "", _clients(dataset, partition)])
