@@ -359,7 +359,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WRONG_COMMANDS: list[tuple[list[str], str]] = [
     (["-s", "num-round=3"], "num-round = 3: unknown key; did you mean num-rounds?"),
     (["-s", "lr=-1"], "lr = -1: must be greater than 0"),
-    (["-s", "lr=fast"], "lr = 'fast': must be number"),
+    (["-s", "lr=fast"], "lr = 'fast': must be a number"),
     (["-s", "lr"], "'lr': expected key=value"),
     (["-s", "method=fedavgg"], "method = 'fedavgg': allowed are {methods}"),
     (["fedpews/digit"], "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?"),

@@ -20,6 +20,7 @@ FAST = {
     "list": 0,
     "list settings": 0,
     "help fedselect": 0,
+    "help lr": 0,
     "run quickstart/digits num-round=3": 2,
     "run method=fedavgg": 2,
     "run quickstart/digit": 2,
@@ -44,7 +45,7 @@ def test_settings_stand_alone_or_behind_s() -> None:
     [
         (["rn"], "No such command 'rn'. Did you mean 'run'?"),
         (["run", "--worker", "2"], "No such option '--worker'. Did you mean '--workers'?"),
-        (["help", "fedpa"], "help fedpa: no such method or command; did you mean fedpac?"),
+        (["help", "fedpa"], "help fedpa: no such method, setting or command; did you mean fedpac?"),
         (["cp", "quickstart/digit", "my.toml"], "cp quickstart/digit: did you mean quickstart/digits?"),
         (["run", "--workers", "two"], "Invalid value for '--workers': 'two' is not a valid int"),
     ],
@@ -98,6 +99,11 @@ def test_every_method_has_a_help_page(name: str) -> None:
     page = about_method(name)
     assert page.startswith(f"# {name}\n\n{METHODS[name].description}.")
     assert all(f"| {name}.{field.alias} |" in page for field in METHODS[name].settings.model_fields.values())
+
+
+def test_a_setting_has_a_help_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "dirichlet-alpha"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("| dirichlet-alpha | 0.5 | number > 0")
 
 
 @pytest.mark.parametrize("name", experiments())

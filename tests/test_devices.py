@@ -112,7 +112,7 @@ def test_presets_are_valid_and_name_their_sources(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[[class]]\nname = "a"\nshare = 1\nwidth = 2', "class 1 width = 2: Input should be less than or equal to 1"),
+        ('[[class]]\nname = "a"\nshare = 1\nwidth = 2', "class 1 width = 2: must be less than or equal to 1"),
         ('[[class]]\nname = "a"\nshare = 1\nwidht = 1', "class 1 widht = 1: Extra inputs are not permitted"),
         ('[[class]]\nname = "a"', "class 1 share missing"),
         ('[[class]]\nname = "a"\nshare = 0.5', "the shares add up to 0.5: must be 1"),

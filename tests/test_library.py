@@ -123,7 +123,7 @@ def test_keywords_are_the_keys() -> None:
     ("name", "given", "said"),
     [
         ("FedSelect", {"alpha": 2.0}, r"^fedselect.alpha = 2.0: must be less than or equal to 1$"),
-        ("FedSelect", {"lr": "fast"}, r"^lr = 'fast': must be number$"),
+        ("FedSelect", {"lr": "fast"}, r"^lr = 'fast': must be a number$"),
         ("FedSelect", {"alhpa": 0.3}, r"^alhpa = 0.3: no keyword of fedselect; did you mean alpha\?$"),
         ("FedAvg", {"momentum": 0.9, "optimizer": "adam"}, r"^momentum = 0.9: allowed with optimizer = 'sgd' or 'rms"),
         ("ISTProx", {"objective": "moon"}, r"^objective = 'moon': must be 'prox' with method = 'istprox'$"),

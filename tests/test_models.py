@@ -75,7 +75,7 @@ def test_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone
 @pytest.mark.parametrize(
     ("name", "in_shape", "said"),
     [
-        ("lenet", (3, 32, 32), ["model", "'lenet'", "lenet5", "resnet18"]),
+        ("LeNet", (3, 32, 32), ["model", "'LeNet'", "resnet18", "; did you mean lenet5?"]),
         ("lenet5", (1, 8, 8), ["model", "'lenet5'", "(1, 8, 8)", "16 x 16"]),
         ("fedpews-cnn", (3, 7, 32), ["model", "'fedpews-cnn'", "(3, 7, 32)", "8 x 8"]),
         ("resnet18", (5,), ["model", "'resnet18'", "(5,)", "channels"]),

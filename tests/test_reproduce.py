@@ -102,7 +102,7 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
             '["7", "12.3"]',
             "setting 1, paper, FedAvg: ['7', '12.3']: must be a table of rounds, final, gigabytes, gflops",
         ),
-        ('rounds = "7"', "rounds = 7", "setting 1, paper, FedAvg, rounds = 7: must be string"),
+        ('rounds = "7"', "rounds = 7", "setting 1, paper, FedAvg, rounds = 7: must be a text"),
         ("paper.FedAvg", "paper.FedAvgg", "setting 1, paper.FedAvgg: no such method; allowed are FedAvg, local"),
         ('label = "local"', 'name = "local"', "method 2: 'name': unknown key; allowed are label, set"),
         ('label = "local"\n', "", "method 2, label: missing"),

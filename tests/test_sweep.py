@@ -61,7 +61,7 @@ def test_values_ranges_and_what_stays() -> None:
         (["-s", "lr=0..1:log"], "lr = 0..1:log: must be above 0 on a logarithmic scale"),
         (["-s", "batch-size=1.5..8"], "batch-size = 1.5..8: must be from one integer to another"),
         (["-s", "optimizer=1..2"], "optimizer = 1..2: only a number has a range; values to try stand with commas"),
-        (["-s", "lr=0.1..x", "-s", "momentum=0,0.9", *VALIDATED], "lr = '0.1..x': must be number"),
+        (["-s", "lr=0.1..x", "-s", "momentum=0,0.9", *VALIDATED], "lr = '0.1..x': must be a number"),
         (["-s", "learning=0.1,0.2", *VALIDATED], "learning = 0.1: unknown key; "),
         (["-s", "lr=0.1..5e6", "--trials", "2", *VALIDATED], "lr = 5000000.0: must be less than or equal to 1000000"),
         (

@@ -17,6 +17,7 @@ from fedsub_app.common.files import write_atomic
 from fedsub_app.common.spelling import near
 from fedsub_app.common.text import markdown, show
 
+SETTING = ("key", "default", "allowed", "meaning")
 Kind = StrEnum("Kind", "METHODS DATASETS MODELS EXPERIMENTS TABLES SETTINGS")
 
 
@@ -24,7 +25,7 @@ def list_names(what: Annotated[Kind | None, Argument(help="default: all but the 
     """List methods, datasets, models, experiments, tables or settings."""
     texts = []
     for kind in [what] if what else list(Kind)[:-1]:
-        header = ("key", "default", "allowed", "meaning") if kind is Kind.SETTINGS else (kind[:-1], "about")
+        header = SETTING if kind is Kind.SETTINGS else (kind[:-1], "about")
         rows = [[name, *columns] for name, columns in _entries(kind).items()]
         texts.append(f"## {kind.capitalize()}\n\n{markdown(header, rows)}")
     show("\n\n".join(texts))
@@ -78,9 +79,11 @@ def copy(
 
 def explain(
     context: Context,
-    topic: Annotated[str | None, Argument(help="a method or a command", autocompletion=complete_methods)] = None,
+    topic: Annotated[
+        str | None, Argument(help="a method, a setting or a command", autocompletion=complete_methods)
+    ] = None,
 ) -> None:
-    """Explain a method (idea, paper, settings, example) or a command."""
+    """Explain a method (idea, paper, settings, example), a setting or a command."""
     from fedsub_app.runs.config import check
     from fedsub_app.runs.methods import METHODS
 
@@ -92,10 +95,15 @@ def explain(
         with command.make_context(f"fedsub {topic or ''}".rstrip(), ["--help"], parent=parent if topic else None):
             return
     check({"method": str(topic)})
-    if topic not in METHODS:
-        hint = near(str(topic), [*METHODS, *group.commands], "`fedsub list methods` shows the methods")
-        raise UserError(f"help {topic}: no such method or command; {hint}")
-    show(about_method(str(topic)))
+    settings = _entries(Kind.SETTINGS)
+    if topic in METHODS:
+        text = about_method(str(topic))
+    elif topic in settings:
+        text = markdown(SETTING, [[str(topic), *settings[topic]]])
+    else:
+        hint = near(str(topic), [*METHODS, *group.commands, *settings], "`fedsub list` shows methods and other names")
+        raise UserError(f"help {topic}: no such method, setting or command; {hint}")
+    show(text)
 
 
 def about_method(name: str) -> str:
@@ -106,7 +114,7 @@ def about_method(name: str) -> str:
 
     method = METHODS[name]
     rows = [[key, *cells] for key, cells in describe().items() if key.startswith(f"{section_of(name)}.")]
-    keys = markdown(("key", "default", "allowed", "meaning"), rows) if rows else "It has no settings of its own."
+    keys = markdown(SETTING, rows) if rows else "It has no settings of its own."
     preset = ", ".join(f"`{key} = {value}`" for key, value in method.preset.items())
     place = vars(method)["strategy"]  # its module is not imported for its docstring: that would load torch
     spec = find_spec(f"strategies.{place.partition(':')[0]}" if isinstance(place, str) else place.__module__)

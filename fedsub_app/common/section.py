@@ -121,6 +121,20 @@ TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), Pl
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]
 
 
+_KINDS = {
+    "a valid number": "a number",
+    "a valid integer": "an integer",
+    "a valid boolean": "true or false",
+    "a valid string": "a text",
+}
+
+
+def wanted(message: str) -> str:
+    """Return pydantic's ``Input should be …`` in our words, ``must be …``, and what it says otherwise as it is."""
+    kind = message.removeprefix("Input should be ")
+    return message if kind == message else f"must be {_KINDS.get(kind, kind)}"
+
+
 def flatten(table: Mapping[str, Any], prefix: str = "", deep: bool = False) -> dict[str, Value]:
     """Nested TOML tables as one level of dotted keys; unless ``deep``, a table in a method's table stays as it is."""
     flat: dict[str, Value] = {}

@@ -15,8 +15,14 @@ if TYPE_CHECKING:  # pydantic takes its time
 
 def near(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return ``"did you mean …?"`` with the most similar known word, ``otherwise`` where none is similar."""
-    found = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {found[0]}?" if found else otherwise
+    lower = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), lower, n=1)
+    return f"did you mean {lower[found[0]]}?" if found else otherwise
+
+
+def one_of(word: str, known: Collection[str], *others: str) -> str:
+    """Return what is allowed in the place of a wrong word: ``"fedavg, fedprox; did you mean fedavg?"``."""
+    return "; ".join(filter(None, [", ".join(known), *others, near(word, known)]))
 
 
 def check_keys(values: "Mapping[str, Value]", known: Collection[str], source: str = "") -> None:
@@ -29,8 +35,7 @@ def check_keys(values: "Mapping[str, Value]", known: Collection[str], source: st
 
 def check_method(method: object, known: Collection[str]) -> None:
     if method not in known:
-        hint = near(str(method), known)
-        raise UserError(f"method = {shown(method)}: allowed are {', '.join(known)}{f'; {hint}' if hint else ''}")
+        raise UserError(f"method = {shown(method)}: allowed are {one_of(str(method), known)}")
 
 
 def check_experiment(name: str, source: str = "experiment") -> None:

@@ -15,6 +15,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.seeds import generator
+from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.files import Pictures, Split, read_files, read_npz
@@ -110,7 +111,7 @@ def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
         raise UserError(f"{packed}: a zip archive; unpack it, or pack it again as one of {', '.join(ARCHIVES)}")
     if file is None:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
-        known = ", ".join(dataset_names(str(data)))
+        known = one_of(name, dataset_names(str(data)))
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
     train, test = read_npz(file) if file.suffix == ".npz" else read_files(settings, file)
     num_classes = int(max(train[1].max(), test[1].max())) + 1

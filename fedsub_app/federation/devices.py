@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from fedsub_app.common.conf_files import conf_folder, is_file, read_toml
 from fedsub_app.common.errors import shown
-from fedsub_app.common.section import AmountOrNone, NonNegative, Section
+from fedsub_app.common.section import AmountOrNone, NonNegative, Section, wanted
 
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor
@@ -111,7 +111,7 @@ def _classes(text: str) -> tuple[Device, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = " ".join(str(part + 1) if isinstance(part, int) else part for part in first["loc"])
-        reason = "missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {first['msg']}"
+        reason = "missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {wanted(first['msg'])}"
         raise ValueError(f"{where} {reason}") from None
     names = [device.name for device in classes]
     if len({*names}) < len(names):

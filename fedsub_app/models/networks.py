@@ -20,6 +20,7 @@ from fedsub_app.common.inputs import Shape
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import drawing
+from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tensors import CPU, brought
 from fedsub_app.models.names import NETWORKS, is_sourced
 from fedsub_app.models.sources import adopted, base_names, from_source, numbers
@@ -179,7 +180,7 @@ def build_model(
     """
     if not is_sourced(name) and name not in NETWORKS:
         of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
-        raise UserError(f"model = {name!r} is not known; allowed: {', '.join(NETWORKS)}; {of_others}")
+        raise UserError(f"model = {name!r} is not known; allowed: {one_of(name, NETWORKS, of_others)}")
     if width and name not in _MLPS:
         only = f"with a width set, allowed are {', '.join(_MLPS)}"
         raise UserError(f"model = {name!r}: its layers' width is its own; {only}")

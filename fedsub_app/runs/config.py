@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from fedsub_app.common.conf_files import conf_name, experiment_file, is_file, read_toml
 from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import section_of
-from fedsub_app.common.section import Listed, Section, Value, flatten
+from fedsub_app.common.section import Listed, Section, Value, flatten, wanted
 from fedsub_app.common.spelling import check_experiment, check_keys, check_method
 from fedsub_app.runs.methods import METHODS, Method, check_name, installed, register_outside
 from fedsub_app.settings import Settings
@@ -172,8 +172,7 @@ def _one_line(error: ValidationError, prefix: str = "") -> str:
     if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all of it
         reason = str(first["ctx"]["error"])
         return f"{key} = {shown(first['input'])}: {reason}" if first["loc"] else reason
-    text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{key} = {shown(first['input'])}: must be {text}"
+    return f"{key} = {shown(first['input'])}: {wanted(first['msg'])}"
 
 
 def base_keys(experiment: str, method: str) -> dict[str, Value]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Count, CountOrZero, Value
+from fedsub_app.common.section import Count, CountOrZero, Value, wanted
 from fedsub_app.runs.config import applicable_keys
 
 
@@ -147,5 +147,4 @@ def _fault(error: ValidationError) -> str:
         return f"{where}: missing"
     if first["type"] == "value_error":  # our own checks already say what is allowed
         return f"{where}: {first['ctx']['error']}".removeprefix(": ")
-    text = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{where} = {first['input']!r}: must be {text}"
+    return f"{where} = {first['input']!r}: {wanted(first['msg'])}"
