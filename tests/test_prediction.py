@@ -169,13 +169,14 @@ def test_onnx_is_the_network(
     pictures: tuple[Path, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pixels in, the same outputs, for any number of samples."""
-    pytest.importorskip("onnx")
+    onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     run, files = pictures
     target = tmp_path / "model.onnx"
     assert main(["export", str(run), "--onnx", str(target), "--client", "1"]) == 0
     assert capsys.readouterr().out == f"{target}\ninput: [1, 8, 8] each, pixels, 0 to 255\n"
     pixels = np.stack([np.asarray(Image.open(file), dtype=np.float32)[None] for file in files])
+    assert [node.op_type for node in onnx.load(target).graph.node].count("MaxPool") == 3
     session = runtime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
     (outputs,) = session.run(None, {"input": pixels})
     network, problem, _ = model_of(run, 1)

@@ -68,7 +68,8 @@ class MaxPool(nn.MaxPool2d):
         super().__init__(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.device.type != "cpu":
+        traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()  # for another runtime
+        if traced or torch.is_grad_enabled() or x.device.type != "cpu":
             pooled: Tensor = super().forward(x)
             return pooled
         height, width = (size // 2 * 2 for size in x.shape[-2:])
