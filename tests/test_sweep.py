@@ -249,9 +249,9 @@ def test_killed_and_resumed_it_has_the_same_trials_and_numbers(tmp_path: Path, m
     assert f"Best: trial {rows[0]['trial']} (" in text
     assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     # What the killed trial came to is what it comes to in one go.
-    alone = Search("quickstart/digits", parse_pairs([*KEYS, "local-epochs=2"]), {}, "random", 1)
     folder = tmp_path / "alone"
-    overrides = alone.overrides(planned[1]) | {"run-dir": str(folder)}
+    overrides = parse_pairs([*KEYS, "local-epochs=2"]) | planned[1]
+    overrides |= {"experiment": "quickstart/digits", "run-dir": str(folder)}
     assert batch.run_job(overrides, folder) == ""
     summary = json.loads((folder / "summary.json").read_text())
     assert found["1"] == f"{summary['final-personal-validation-accuracy']:.2f}"
