@@ -1,8 +1,9 @@
 """Which client holds which samples.
 
 flwr-datasets' partitioners make ``dirichlet``, ``shards`` and the uneven case of ``classes`` (:func:`by_flwr`). The
-others are a few lines of torch here, because importing flwr-datasets takes seconds: ``iid`` gives the same sizes as its
-IidPartitioner, ``source`` the same clients as its NaturalIdPartitioner, ``lists`` has no counterpart there.
+others are a few lines of torch here, because the package datasets, on which it works, takes a second to import: ``iid``
+gives the same sizes as its IidPartitioner, ``source`` the same clients as its NaturalIdPartitioner, ``lists`` has no
+counterpart there.
 
 ``classes`` deals every class to equally many clients where ``num-clients * classes-per-client`` is a multiple of the
 number of classes, as FedSelect's code does, with distinct classes for each client; with one client a class (FedPeWS)

@@ -70,8 +70,7 @@ class MaxPool(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
         traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()  # for another runtime
         if traced or torch.is_grad_enabled() or x.device.type != "cpu":
-            pooled: Tensor = super().forward(x)
-            return pooled
+            return torch.max_pool2d(x, 2)
         height, width = (size // 2 * 2 for size in x.shape[-2:])
         rows = torch.maximum(x[..., 0:height:2, :width], x[..., 1:height:2, :width])
         return torch.maximum(rows[..., 0::2], rows[..., 1::2])
