@@ -17,7 +17,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import MAX_EXAMPLES, BadReply, Spec, Update, specs
-from fedsub_app.models import UnitGroup, tensors_of, unit_groups
+from fedsub_app.models import UnitGroup, head_names, tensors_of, unit_groups
 from fedsub_app.settings import Settings
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import gather, scatter
@@ -65,6 +65,8 @@ class Server:
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         if settings.batch_size == 1 and _normalised(model):
             raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
+        if settings.objective == "moon" and {*tensors_of(model)} <= {*head_names(model)}:
+            raise UserError("objective = 'moon': the network is all head, without features of its own to compare")
         self.settings = settings
         self.options = settings.options  # the method's own settings
         self.score = settings.score  # the task's score

@@ -638,12 +638,14 @@ def test_a_network_without_a_layer_in_it_is_all_head(name: str, tmp_path: Path) 
     """It trains; what would be a method's other part is nothing, which is refused."""
     (tmp_path / "flat.py").write_text(LAYERLESS)
     keys: dict[str, Any] = {"model": f"{tmp_path}/flat.py:{name}", "partition": "iid", "num_clients": 2}
-    for method in ("fedavg", "moon", "fedpart", "scaffold"):
+    for method in ("fedavg", "fedprox", "fedpart", "scaffold"):
         assert run_small(tmp_path / method, method=method, **keys)["final-global-accuracy"] > 50
     for method, part, has in (("fedper", "head", "[12]"), ("lg-fedavg", "body", "0")):
         said = f"^{method}.personal = '{part}': {has} of [12] tensors; allowed is a part of the model$"
         with pytest.raises(UserError, match=said):
             run_small(tmp_path / "refused", method=method, **keys)
+    with pytest.raises(UserError, match=r"^objective = 'moon': the network is all head, "):
+        run_small(tmp_path / "refused", method="moon", **keys)
     assert not (tmp_path / "refused").exists()
 
 
