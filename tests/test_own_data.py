@@ -253,6 +253,33 @@ def test_columns_of_numbers(table: Path, source: str, monkeypatch: pytest.Monkey
     assert [len(data.train_source[own].unique()) for own in clients.train] == [1, 1, 1]
 
 
+def vectors(*rows: object) -> str:
+    """Return the lines of a table of 24 rows, of the column ``v`` and two classes."""
+    return "".join(json.dumps({"v": rows[k % len(rows)], "kind": k % 2}) + "\n" for k in range(24))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_vectors(tmp_path: Path, kind: str) -> None:
+    """Such as features that another program made: each number is normalised as a column's are."""
+    import pandas as pd
+
+    (tmp_path / "t.jsonl").write_text(vectors([1, 5.0], [3, 5.0]))
+    pd.read_json(tmp_path / "t.jsonl", lines=True).assign(more=range(24)).to_parquet(tmp_path / "t.parquet")
+    wanted = "v" if kind == "jsonl" else "more, v"
+    data = load_dataset(resolve(keys_of(tmp_path, f"{kind}:t.{kind}", label="kind", input=wanted)).data)
+    x = torch.as_tensor(data.train_x[:])
+    assert data.in_shape == ((2,) if kind == "jsonl" else (3,))
+    assert x[:4, -2:].tolist() == [[-1, 0], [1, 0], [-1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("rows", [([1, 2], [1, 2, 3]), (["a"], ["b"]), ([[1, 2]],), ([1, 2], [1, 1e999]), ([1], 2)])
+def test_a_column_of_no_vectors_is_one_line(tmp_path: Path, rows: tuple[object, ...]) -> None:
+    (tmp_path / "t.jsonl").write_text(vectors(*rows))
+    said = "^dataset = 'jsonl:t.jsonl': column 'v': must be numbers, or vectors of one length, without infinite ones$"
+    with pytest.raises(UserError, match=said):
+        load_dataset(resolve(keys_of(tmp_path, "jsonl:t.jsonl", label="kind")).data)
+
+
 def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
     import pandas as pd
 
@@ -352,12 +379,19 @@ BROKEN = "def load():\n    raise ValueError('no\\ndatabase')\n"
         ),
         ("csv:t.csv", {"t.csv": "x,kind,split\n1,a,train\n2,b,train\n"}, "dataset = 'csv:t.csv': no test samples$"),
         ("csv:t.csv", {"t.csv": "x,kind,split\n1,a,test\n2,b,test\n"}, "dataset = 'csv:t.csv': no training samples$"),
+        ("csv:t.csv", {"t.csv": "x,kind\n1,a\n2,b\n"}, "no test samples; .*: every 6th sample of a class or group"),
+        (
+            "csv:t.csv",
+            {"t.csv": "x,kind\n" + "1,a\ninf,b\n" * 9},
+            "column 'x' has 8 empty or infinite values; must have",
+        ),
+        ("csv:t.csv", {"t.csv": "x,kind\n" + "1,1\n2,inf\n" * 9}, "column 'kind' has 9 empty or infinite values; must"),
         ("csv:t.csv", {"t.csv": "kind\na\nb\n" * 9}, "dataset = 'csv:t.csv': no column of inputs besides kind"),
         ("parquet:t.parquet", {"t.parquet": "PAR1"}, r"^t.parquet: not a readable parquet file \("),
         ("hf:{}/some", {"some/test.csv": "x,kind\n1,a\n"}, "/some': has test; must have train$"),
         ("load.py:load", {"load.py": BROKEN}, "dataset = 'load.py:load': ValueError: no database$"),
     ],
-    ids=["split", "no test", "no training", "no inputs", "parquet", "hf", "code"],
+    ids=["split", "no test", "no training", "too few", "inf", "class inf", "no inputs", "parquet", "hf", "code"],
 )
 def test_a_table_that_is_not_one_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, files: dict[str, str], said: str

@@ -157,7 +157,10 @@ def test_a_file_that_is_no_image_is_named(
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("age,outcome\n1,ill\n", "no column 'weight'"), ("age,weight\n1,\n", "column 'weight' has 1 empty values")],
+    [
+        ("age,outcome\n1,ill\n", "no column 'weight'"),
+        ("age,weight\n1,\n", "column 'weight' has 1 empty or infinite values"),
+    ],
 )
 def test_a_wrong_table_is_named(text: str, said: str, patients: tuple[Path, list[str]], tmp_path: Path) -> None:
     (tmp_path / "new.csv").write_text(text)

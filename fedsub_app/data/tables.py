@@ -1,10 +1,11 @@
 """Data in a source: ``dataset = "csv:FILE"``, ``tsv:``, ``parquet:``, ``jsonl:``, ``hf:NAME`` or ``FILE.py:NAME``.
 
-The columns of a table are numbers, texts or images: the keys ``input``, ``label`` and ``group`` name them.
+The columns of a table are numbers, vectors, texts or images: the keys ``input``, ``label`` and ``group`` name them.
 """
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "attention_mask")  # as transformers names them
 SPLIT, FILE = "split", "file"  # column that says "train" or "test"; column that is made: name of a row's file
+NUMBERS = "biuf"  # kinds of NumPy's types
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
 
 
@@ -58,7 +60,7 @@ def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame
         train, test, notes = train[~held_out], train[held_out], (*notes, HELD_OUT)
     for name, part in (("training", train), ("test", test)):
         if not len(part):
-            raise UserError(f"dataset = {wanted.dataset!r}: no {name} samples")
+            raise UserError(f"dataset = {wanted.dataset!r}: {'; '.join((f'no {name} samples', *notes))}")
     return train, test, notes
 
 
@@ -160,9 +162,9 @@ def _dataset(
     output: tuple[int, ...] | None = None
     if not names:
         raise UserError(f"dataset = {wanted.dataset!r}: no column of inputs besides {', '.join(train.columns)}")
-    if isinstance(columns[0][0].iloc[0], np.ndarray):
+    if getattr(columns[0][0].iloc[0], "ndim", 0) == 3:
         x = _images(wanted, [part[0] for part in columns])
-    elif all(column.dtype.kind in "biuf" for column in columns[0]):
+    elif all(c.dtype.kind in NUMBERS or isinstance(c.iloc[0], list | np.ndarray) for c in columns[0]):
         x = _numbers(wanted, columns)
     elif len(names) == 1:
         texts = [[str(text) for text in part[0]] for part in columns]
@@ -183,13 +185,14 @@ def _dataset(
 
 
 def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series[Any]":
-    """Return a column without empty values."""
+    """Return a column without empty or infinite values."""
     if name not in rows:
         allowed = ", ".join(map(str, rows.columns))
         raise UserError(f"dataset = {wanted.dataset!r}: no column {name!r}; allowed: {allowed}")
     column = rows[name]
-    if empty := int(column.isna().sum()):
-        raise UserError(f"dataset = {wanted.dataset!r}: column {name!r} has {empty} empty values; must have none")
+    if bad := int((~np.isfinite(column) if column.dtype.kind == "f" else column.isna()).sum()):
+        what = f"column {name!r} has {bad} empty or infinite values"
+        raise UserError(f"dataset = {wanted.dataset!r}: {what}; must have none")
     return column
 
 
@@ -202,13 +205,26 @@ def _images(wanted: DataSettings, columns: "Sequence[pd.Series[Any]]") -> list[S
 
 
 def _numbers(wanted: DataSettings, columns: "Sequence[Sequence[pd.Series[Any]]]") -> list[Samples]:
-    """Return columns of numbers, normalised by the training rows unless ``normalise`` is "none"."""
-    x = [torch.from_numpy(np.stack([column.to_numpy(dtype=np.float64) for column in part], 1)) for part in columns]
+    """Return columns of numbers and vectors, normalised by the training rows unless ``normalise`` is "none"."""
+    every = [_wide(wanted, parts) for parts in zip(*columns, strict=True)]
+    x = [torch.cat(part, 1) for part in zip(*every, strict=True)]
     if wanted.normalise != "none":
         mean, deviation = x[0].mean(0), x[0].std(0, correction=0)
         deviation[deviation < 1e-9] = 1.0  # a constant column stays constant
         x = [(part - mean) / deviation for part in x]
     return [Samples(part.float()) for part in x]
+
+
+def _wide(wanted: DataSettings, parts: "Sequence[pd.Series[Any]]") -> Sequence[Tensor]:
+    """Return the training and the test part of a column of numbers or vectors, float64 ``[n, d]``."""
+    if all(part.dtype.kind in NUMBERS for part in parts):
+        return [torch.tensor(part.to_numpy(dtype=np.float64)[:, None]) for part in parts]
+    with suppress(TypeError, ValueError):  # vectors of several lengths, or of words
+        rows = torch.from_numpy(np.stack([np.asarray(row, np.float64) for part in parts for row in part]))
+        if rows.ndim == 2 and rows.isfinite().all():
+            return [*rows.split([len(part) for part in parts])]
+    what = "numbers, or vectors of one length, without infinite ones"
+    raise UserError(f"dataset = {wanted.dataset!r}: column {parts[0].name!r}: must be {what}")
 
 
 def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") -> list[Tensor]:
