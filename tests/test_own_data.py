@@ -440,7 +440,11 @@ def test_the_sources_of_the_standard_library() -> None:
         ({"dataset": "csv:gone.csv"}, "dataset = 'csv:gone.csv': no such file here or in"),
         ({"label": "sort"}, "no column 'sort'; allowed: text, size, width, kind, site, file"),
         ({"group": "where"}, "no column 'where'; allowed"),
-        ({"input": "text, size"}, "input = 'text, size': must be numbers, or one column of texts"),
+        ({"input": "text, size"}, "input = 'text, size': must be numbers or vectors, or one column of texts"),
+        (
+            {"dataset": "jsonl:d.jsonl", "input": "d"},
+            "input = 'd': must be numbers or .*; they are d .object.",
+        ),
         ({"input": "size", "label": "width"}, "label = 'width': .* is no class; must be integers or words"),
         ({"input": "size", "task": "regression"}, "label = 'kind': must be numbers"),
         ({"input": "text", "tokenizer": "letters"}, "tokenizer = 'letters': allowed are characters, words, bpe"),
@@ -462,6 +466,7 @@ def test_the_sources_of_the_standard_library() -> None:
 )
 def test_a_source_that_cannot_be_read(table: Path, keys: dict[str, Any], message: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(table)
+    (table / "d.jsonl").write_text('{"d": {"bytes": "x"}, "kind": "a"}\n' * 12)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):
         fedsub_app.run(keys_of(table, "csv:t.csv", label="kind", model="feature-mlp", num_rounds=1) | keys)

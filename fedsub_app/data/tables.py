@@ -162,11 +162,12 @@ def _dataset(
     output: tuple[int, ...] | None = None
     if not names:
         raise UserError(f"dataset = {wanted.dataset!r}: no column of inputs besides {', '.join(train.columns)}")
-    if getattr(columns[0][0].iloc[0], "ndim", 0) == 3:
+    cell = columns[0][0].iloc[0]
+    if getattr(cell, "ndim", 0) == 3:
         x = _images(wanted, [part[0] for part in columns])
     elif all(c.dtype.kind in NUMBERS or isinstance(c.iloc[0], list | np.ndarray) for c in columns[0]):
         x = _numbers(wanted, columns)
-    elif len(names) == 1:
+    elif len(names) == 1 and isinstance(cell, str):
         texts = [[str(text) for text in part[0]] for part in columns]
         encode, size = tokenizer_of(in_data_folder(wanted.tokenizer, wanted.data_dir), texts[0], wanted.vocabulary)
         stored: list[Batch]
@@ -179,7 +180,9 @@ def _dataset(
         x, form = [Samples(part) for part in stored], form_of(*stored, tokens=size)
     else:
         kinds = ", ".join(f"{name} ({column.dtype})" for name, column in zip(names, columns[0], strict=True))
-        raise UserError(f"input = {', '.join(names)!r}: must be numbers, or one column of texts; they are {kinds}")
+        raise UserError(
+            f"input = {', '.join(names)!r}: must be numbers or vectors, or one column of texts; they are {kinds}"
+        )
     first, second = (Split(*split) for split in zip(x, y, groups, strict=True))
     return dataset_of(wanted.dataset, first, second, task, form or tuple(x[0].shape[1:]), output, notes)
 
