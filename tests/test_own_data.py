@@ -196,6 +196,9 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
         ((Rows([(X[0], 1)]), (X, Y)), broken, "train: collate of samples \\[0\\]: KeyError: 'ids'"),
         ((Rows([]), (X, Y)), None, "train: no samples"),
         (((X, Y - 1), (X, Y)), None, "train: label -1: must be 0 to 0"),
+        (((X, Y), (X / 0, Y)), None, "^test: x: must be finite numbers$"),
+        ((({"a": X, "b": X + torch.inf}, Y), (X, Y)), None, "^train: 'b': x: must be finite numbers$"),
+        ((Rows([(X[0], 1), (X[0] / 0, 1)]), (X, Y)), None, "^train: x: must be finite numbers$"),
     ],
 )
 def test_data_that_are_none(data: Any, collate: Any, message: str) -> None:

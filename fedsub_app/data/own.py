@@ -118,6 +118,8 @@ def _tensor(x: object, name: str) -> Tensor:
     if not isinstance(x, Tensor):
         raise UserError(f"{name}: a sample is no tensor but {shown(x)[:60]} ({type(x).__name__}); {ALLOWED}")
     if x.is_floating_point():
+        if not bool(x.isfinite().all()):
+            raise UserError(f"{name}: x: must be finite numbers")
         # Images channels-last in memory, as all others: the fastest in oneDNN.
         layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
         return x.detach().float().contiguous(memory_format=layout)
