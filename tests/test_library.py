@@ -495,12 +495,24 @@ def test_a_network_that_is_none_is_one_line() -> None:
     wanted = r"^model = <class '.*Linear'>: missing a required argument: 'in_features'; must be a class or a function"
     with pytest.raises(fedsub.UserError, match=wanted):
         Problem.own(nn.Linear, data, resolve({}))
+    with pytest.raises(fedsub.UserError, match=r"^model = Linear\(…\): is a network already; must be a class or a"):
+        Problem.own(nn.Linear(64, 10), data, resolve({}))
     with pytest.raises(fedsub.UserError, match=r"^model = <class 'dict'>: returned a dict, must be a torch.nn.Module$"):
         Problem.own(dict, data, resolve({}))  # type: ignore[arg-type]
     with pytest.raises(fedsub.UserError, match=r"^model = Flatten: returns \(2, 1, 64\) for two samples, must be"):
         Problem.own(lambda: nn.Flatten(2), data, resolve({}))
     with pytest.raises(fedsub.UserError, match=r"^ist.width: must be 0 with a network of your own"):
         Problem.own(Net, data, resolve({"method": "ist", "ist.width": 10, "model": "feature-mlp"}))
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("change", [lambda net: net.requires_grad_(False), lambda net: net.to(torch.complex64)])
+def test_a_network_without_anything_to_train_is_refused(change: Any) -> None:
+    problem = Problem.own(lambda: change(Net()), ((X, Y), (X, Y)), resolve({}))
+    with pytest.raises(
+        fedsub.UserError, match=r"^model = '<lambda>': has no parameters to train; allowed are floating"
+    ):
+        problem.check_start()
 
 
 def test_a_client_whose_data_fail_is_dropped() -> None:

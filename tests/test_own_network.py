@@ -18,6 +18,7 @@ from flwr.cli.build import build_fab_from_disk
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import fedsub_app
 from fedsub_app.common import own_code
@@ -526,11 +527,24 @@ class Last(nn.Sequential):
             "1: 2, a LayerNorm, computes",
         ),
         (Last(nn.Flatten(2), nn.GRU(16, 5), nn.Linear(5, 3)), "from a Last: 1: the units of a GRU read each other"),
+        (
+            nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(16, 4)), nn.ReLU(), nn.Linear(4, 3)),
+            "1: its weight is computed from other tensors",
+        ),
+        (
+            nn.DataParallel(nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 3))),
+            "no units are known for a DataParallel: RuntimeError: ",
+        ),
     ],
 )
 def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         unit_groups(adopted(network, (1, 4, 4)))
+
+
+def test_a_computed_weight_has_no_units_in_a_listed_network() -> None:
+    with pytest.raises(TypeError, match=r"^layer 0: its weight is computed from other tensors$"):
+        unit_groups(nn.Sequential(orthogonal(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 3)))
 
 
 # --- a user's file on Flower's engines --------------------------------------------------------------------------------

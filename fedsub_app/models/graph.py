@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree
 
 from fedsub_app.common.errors import one_line
@@ -25,6 +26,7 @@ from fedsub_app.models.groups import Place, UnitGroup, executed, kept_positions,
 from fedsub_app.models.networks import tensors_of
 
 Positions = dict[int, list[int]]  # channel -> its positions along an axis
+COMPUTED = "its weight is computed from other tensors"  # as torch.nn.utils.parametrizations have it
 EQUAL = 1e-9  # of the effect that the removed units have; rounding in float64 stays far below
 
 
@@ -37,9 +39,9 @@ def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch-pruning's, of what it does not follow: numbers decide
             offered = _offered(ghost, x, reasons)
+        groups = _passing(ghost, x, offered, reasons)
     except Exception as error:  # torch-pruning takes many networks, not all
         raise TypeError(f"no units are known for a {type(model).__name__}: {one_line(error)[:200]}") from error
-    groups = _passing(ghost, x, offered, reasons)
     if not groups:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise TypeError(f"no units can be removed from a {type(model).__name__}: {why or 'it has one layer'}")
@@ -89,7 +91,8 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
         if module in seen:
             continue
         pruner = graph.get_pruner_of_module(module).prune_out_channels
-        if reason := _inseparable(kinds, graph.module2node[module], pruner, names):
+        reason = _inseparable(kinds, graph.module2node[module], pruner, names)
+        if reason := COMPUTED if is_parametrized(module) else reason:
             reasons[names[module]] = reason
             continue
         items = graph.get_pruning_group(module, pruner, [0])

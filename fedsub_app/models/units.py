@@ -9,8 +9,9 @@ description.
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from fedsub_app.models.graph import traced_groups
+from fedsub_app.models.graph import COMPUTED, traced_groups
 from fedsub_app.models.groups import UnitGroup, adapters, executed, rank_groups
 from fedsub_app.models.networks import tensors_of
 from fedsub_app.models.sources import base_names, in_shape_of
@@ -68,6 +69,8 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
     rows: tuple[str, ...] = ()
     for child_name, child in model.named_children():
         if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
+            if is_parametrized(child):
+                raise TypeError(f"layer {child_name}: {COMPUTED}")
             if size:
                 inputs = child.in_features if isinstance(child, nn.Linear) else child.in_channels
                 if inputs % size:

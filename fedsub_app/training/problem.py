@@ -85,6 +85,8 @@ class Problem:
         """Compute the loss of a few training samples before any training, as a step does."""
         some = slice(0, FIRST_SAMPLES)
         y, model = self.data.train_y[some], self.network()
+        if not any(parameter.is_floating_point() for parameter in models.trainable(model).values()):
+            raise UserError(f"model = {self.name!r}: has no parameters to train; allowed are floating-point ones")
         x = self.data.train_x[some]
         try:
             with torch.random.fork_rng(), torch.no_grad():  # dropout draws
@@ -154,12 +156,14 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
     for a Sequential that is read like those listed.
     """
 
+    wanted = "must be a class or a function that needs no argument; functools.partial(Net, …) makes one"
+    if isinstance(model, nn.Module):
+        raise UserError(f"model = {type(model).__name__}(…): is a network already; {wanted}")
     try:
         inspect.signature(model).bind()
     except ValueError:  # a builtin has none
         pass
     except TypeError as error:
-        wanted = "must be a class or a function that needs no argument; functools.partial(Net, …) makes one"
         raise UserError(f"model = {shown(model)}: {error}; {wanted}") from None
 
     def build(seed: int) -> nn.Module:
