@@ -25,6 +25,7 @@ from fedsub_app.common import own_code
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Inputs, Part, Shape, blank, form_of
 from fedsub_app.common.own_code import bundled
+from fedsub_app.data.samples import channels_last
 from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.models import (
     Network,
@@ -174,12 +175,15 @@ def test_resnet18_with_group_norm_has_no_running_statistics() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "plain"), [("resnet18-gn", 32, True), ("resnet18-gn", 96, False), ("resnet18", 32, False)]
 )
-def test_resnet18_with_group_norm_reads_small_images_in_torchs_plain_layout(name: str, size: int, plain: bool) -> None:
-    model = build_model(name, (3, size, size), 10, 0).eval()
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resnet18_with_group_norm_reads_small_images_in_torchs_plain_layout(
+    channels: int, name: str, size: int, plain: bool
+) -> None:
+    model = build_model(name, (channels, size, size), 10, 0).eval()
     first, seen = next(module for module in model.modules() if isinstance(module, nn.Conv2d)), []
-    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_contiguous()))
-    model(torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last))
-    assert seen == [plain]
+    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()[1]))
+    model(channels_last(torch.randn(2, channels, size, size)))
+    assert seen == [size * size if plain else 1]
 
 
 def test_tied_weights_have_one_name() -> None:

@@ -114,8 +114,7 @@ def checked(file: Path, split: str, images: Array, labels: Array, classes: int =
     if not 0 <= labels.min() <= labels.max() < classes:
         raise UserError(f"{prefix} labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}")
     x = torch.from_numpy(images if images.ndim == 4 else images[..., None]).permute(0, 3, 1, 2).contiguous()
-    # With the strides of a new tensor: an axis of one channel may have any, and torch chooses convolutions by them.
-    return x.flatten().view(x.shape), torch.from_numpy(labels.astype(np.int64))
+    return x, torch.from_numpy(labels.astype(np.int64))
 
 
 def read_npz(path: Path) -> tuple[Split, Split]:

@@ -11,7 +11,7 @@ from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of, joined, shape_shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.tasks import Task
-from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples
+from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples, channels_last
 
 Collate = Callable[[list[Any]], Any]  # items -> (x, y), or a mapping with "label" or "labels"
 ALLOWED = "must be (x, y), (x, y, groups), or a map-style data set of (x, y)"
@@ -120,9 +120,8 @@ def _tensor(x: object, name: str) -> Tensor:
     if x.is_floating_point():
         if not bool(x.isfinite().all()):
             raise UserError(f"{name}: x: must be finite numbers")
-        # Images channels-last in memory, as all others: the fastest in oneDNN.
-        layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
-        return x.detach().float().contiguous(memory_format=layout)
+        x = x.detach().float()
+        return channels_last(x) if x.ndim == 4 else x.contiguous()
     if x.dtype not in INTEGERS:
         raise UserError(f"{name}: x of dtype {x.dtype}: must be floating-point, or int64 or bool for tokens and masks")
     return x.detach() if x.dtype == torch.bool else x.detach().long()

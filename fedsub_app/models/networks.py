@@ -145,7 +145,7 @@ def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Modu
 
 
 def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    return inputs[0].contiguous()
+    return inputs[0].clone(memory_format=torch.contiguous_format)  # grey images are contiguous as they are
 
 
 _MLPS: dict[str, dict[str, Any]] = {  # settings of multi-layer perceptrons
