@@ -421,21 +421,22 @@ def test_it_follows_algorithm_1(changes: dict[str, Value], fractions: list[float
     ("changes", "first"),
     [
         ({}, "both both both"),
-        # of 25 samples 9 and then 5, 12 and 13, 13 and 6 are right
-        ({"subfedavg.score": 42.0}, "none both fc"),
-        # 0.045, 0.043 and 0.052 of the fc masks differ, 6 of 30 channels
-        ({"subfedavg.hybrid-distance": 0.048, "subfedavg.channel-distance": 0.1}, "channels channels both"),
-        ({"subfedavg.hybrid-distance": 0.048, "subfedavg.channel-distance": 0.25}, "none none fc"),
+        # of 25 samples 11 and then 10, 5 and 5, 12 and 3 are right
+        ({"subfedavg.score": 30.0}, "both none fc"),
+        # of the first two clients too few fc masks differ, of the first one too few channels as well
+        ({"subfedavg.hybrid-distance": 0.05, "subfedavg.channel-distance": 0.12, "seed": 22}, "none channels both"),
+        # 8, 4 and 6 of 30 channels differ
+        ({"subfedavg.hybrid-distance": 0.038, "subfedavg.channel-distance": 0.15, "seed": 9}, "both fc both"),
     ],
     ids=["as published", "accuracies that fail", "distances of fc", "of channels too"],
 )
 def test_it_follows_algorithm_2(changes: dict[str, Value], first: str, run_local: Run) -> None:
     """``first``: the masks that each client applies in round 1, "regardless of if the other" is (Section 3.5).
 
-    Few steps, and a seed with which the reference ends the same (``SAME``) from a start that is 1e-7 away: with some
-    others such a start, and so the app's float32, flips a ReLU or a maximum, which the steps after it multiply.
+    Few steps, and seeds with which float32 ends as the reference (``SAME``) with AVX2 and with AVX-512: with most others
+    rounding flips a ReLU or a maximum, which the steps after it multiply.
     """
-    keys = KEYS | {"subfedavg.target": 0.9, "num-rounds": 2, "batch-size": 25, "seed": 2} | changes
+    keys = KEYS | {"subfedavg.target": 0.9, "num-rounds": 2, "batch-size": 25, "seed": 4} | changes
     _, folder = run_with(run_local, **keys)
     follows(folder, algorithm_2(keys), keys)
     applied, whole = [], prunable(build_model("mnist-cnn-bn", IN_SHAPE, 10, 0), "hybrid").everything()
