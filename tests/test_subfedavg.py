@@ -433,8 +433,8 @@ def test_it_follows_algorithm_1(changes: dict[str, Value], fractions: list[float
 def test_it_follows_algorithm_2(changes: dict[str, Value], first: str, run_local: Run) -> None:
     """``first``: the masks that each client applies in round 1, "regardless of if the other" is (Section 3.5).
 
-    Few steps, and seeds with which float32 ends as the reference (``SAME``) with AVX2 and with AVX-512: with most others
-    rounding flips a ReLU or a maximum, which the steps after it multiply.
+    Few steps, and seeds with which float32 ends as the reference (``SAME``) with AVX2 and with AVX-512: with most
+    others rounding flips a ReLU or a maximum, which the steps after it multiply.
     """
     keys = KEYS | {"subfedavg.target": 0.9, "num-rounds": 2, "batch-size": 25, "seed": 4} | changes
     _, folder = run_with(run_local, **keys)
