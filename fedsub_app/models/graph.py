@@ -91,8 +91,8 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
         if module in seen:
             continue
         pruner = graph.get_pruner_of_module(module).prune_out_channels
-        reason = _inseparable(kinds, graph.module2node[module], pruner, names)
-        if reason := COMPUTED if is_parametrized(module) else reason:
+        node = graph.module2node[module]
+        if reason := COMPUTED if is_parametrized(module) else _inseparable(kinds, node, pruner, names):
             reasons[names[module]] = reason
             continue
         items = graph.get_pruning_group(module, pruner, [0])
