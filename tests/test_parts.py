@@ -142,6 +142,7 @@ def fine_tuned(r: Reference, shared: tuple[str, ...]) -> list[Tensors]:
         ("fedavg-ft", fine_tuned, ()),
     ],
 )
+@pytest.mark.usefixtures("smooth")
 def test_personal_models_are_those_of_the_algorithm(
     method: str,
     reference: Callable[[Reference, tuple[str, ...]], list[Tensors]],

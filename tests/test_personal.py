@@ -161,6 +161,7 @@ META = {"per-fedavg__alpha": 0.1, "per-fedavg__tune_steps": 2}
         ("pfedme", pfedme, {"pfedme__w_lr": 0.02, "pfedme__steps": 3, "server_lr": 0.8}),
     ],
 )
+@pytest.mark.usefixtures("smooth")
 def test_models_are_those_of_the_algorithm(
     method: str,
     reference: Callable[[Slow], tuple[Tensors, list[Tensors]]],
