@@ -455,6 +455,12 @@ def test_decoded_images_are_kept_until_the_file_changes(
     assert not list((tmp_path / "cache").glob(".*"))
 
 
+def test_an_archive_of_two_folders_loses_no_image(data_dir: Path) -> None:
+    write_tar(data_dir / "pets.tar", {f"{top}/{name}": image for top in "ab" for name, image in image_files().items()})
+    with pytest.raises(UserError, match=r"pets.tar: image train/dog/a.png is in it twice: must be once, below one f"):
+        load("pets")
+
+
 def test_grey_and_colour_images_together(data_dir: Path) -> None:
     write_folder(
         data_dir / "pets", image_files() | {"train/dog/b.png": png(np.full((3, 5, 3), (1, 2, 3), dtype=np.uint8))}

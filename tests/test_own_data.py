@@ -156,6 +156,10 @@ def test_a_lazy_run_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
     assert models[0] == models[1]
 
 
+def test_no_groups_may_be_none() -> None:
+    assert own_dataset(((X, Y, None), (X, Y)), CLASSES).sources == ("own",)
+
+
 def test_the_package_datasets_and_collate() -> None:
     from datasets import Dataset as Table
 
@@ -188,9 +192,12 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
         (((["a"], Y), (X, Y)), None, "train: a sample is no tensor but 'a' \\(str\\)"),
         ((({"ids": X.byte()}, Y), (X, Y)), None, "train: 'ids': x of dtype torch.uint8|train: x of dtype torch.uint8"),
         (((X, Y[:3]), (X, Y)), None, r"train: x of shape \(4, 3\), y of shape \(3,\), torch.int64"),
+        (((X, Y), (X[0, 0], Y)), None, r"test: x of shape \(\), y of shape \(4,\)"),
+        ((((X, X), Y), (X, Y)), None, r"test: samples of shape \(3,\): the training samples' is \(\(3,\), \(3,\)\)"),
+        ((Rows([(X[0], Y), (X[0], Y[:3])]), (X, Y)), None, r"train: y of shapes \(3,\) and \(4,\): must be one shape"),
         (((X, Y, ["a"]), (X, Y)), None, "train: 1 groups for 4 samples: must be one a sample"),
         (((X, Y), (X[:, :2], Y)), None, r"test: samples of shape \(2,\): the training samples' is \(3,\)"),
-        ((Rows([(X[0], 1), (X[0, :2], 1)]), (X, Y)), None, "train: x of shapes"),
+        ((Rows([(X[0], 1), (X[0, :2], 1)]), (X, Y)), None, r"train: x of shapes \(2,\) and \(3,\): must be one"),
         ((Rows([X[0]]), (X, Y)), None, "an item is no"),
         ((Rows([("text", 1)]), (X, Y)), None, "train: a sample is no tensor but 'text' \\(str\\)"),
         ((Rows([(X[0], 1)]), (X, Y)), broken, "train: collate of samples \\[0\\]: KeyError: 'ids'"),
@@ -291,6 +298,14 @@ def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
     data = load_dataset(resolve(keys_of(table, "csv:s-*.csv", group="file")).data)
     assert (len(data.train_y), len(data.test_y), data.sources) == (20, 4, ("s-one", "s-two"))
     assert "every 6th sample" in data.notes[0]
+
+
+def test_a_column_of_the_name_of_the_made_one_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a[1].csv").write_text("file,x,label\n" + "1,5,0\n2,6,1\n" * 9)
+    keys = keys_of(tmp_path, "csv:a[1].csv", normalise="none")
+    data = load_dataset(resolve(keys).data)
+    assert torch.as_tensor(data.train_x[:])[:2].tolist() == [[1, 5], [2, 6]]
+    assert load_dataset(resolve(keys | {"group": "file"}).data).sources == ("1", "2")
 
 
 def test_a_column_of_texts(table: Path) -> None:
@@ -441,14 +456,24 @@ def test_the_sources_of_the_standard_library() -> None:
     ("keys", "message"),
     [
         ({"dataset": "csv:gone.csv"}, "dataset = 'csv:gone.csv': no such file here or in"),
-        ({"label": "sort"}, "no column 'sort'; allowed: text, size, width, kind, site, file"),
+        ({"label": "sort"}, "no column 'sort'; allowed: text, size, width, kind, site$"),
         ({"group": "where"}, "no column 'where'; allowed"),
+        ({"dataset": "csv:**.csv"}, r"dataset = 'csv:\*\*.csv': no such file here or in"),
+        ({"image-size": 9}, "image-size = 9: must be 0 with dataset = 'csv:t.csv', which is no set of images"),
+        ({"domains": "fog"}, "domains = 'fog': must be '' with dataset"),
+        ({"train-per-class": 5}, "train-per-class = 5: must be 0 with dataset"),
+        ({"input": "size", "task": "next-token"}, "task = 'next-token': input = 'size': must be one column of texts"),
+        ({"dataset": "jsonl:d.jsonl", "label": "d"}, "label = 'd': {'bytes': 'x'} is no class; must be integers or"),
+        (
+            {"input": "size", "repeat-classes": True, "classes-per-client": 1, "num-clients": 3},
+            "repeat-classes = true: needs num-clients",
+        ),
         ({"input": "text, size"}, "input = 'text, size': must be numbers or vectors, or one column of texts"),
         (
             {"dataset": "jsonl:d.jsonl", "input": "d"},
             "input = 'd': must be numbers or .*; they are d .object.",
         ),
-        ({"input": "size", "label": "width"}, "label = 'width': .* is no class; must be integers or words"),
+        ({"input": "size", "label": "width"}, "label = 'width': 0.142.* is no class; must be integers or words"),
         ({"input": "size", "task": "regression"}, "label = 'kind': must be numbers"),
         ({"input": "text", "tokenizer": "letters"}, "tokenizer = 'letters': allowed are characters, words, bpe"),
         ({"input": "size", "label": "kind, site"}, "label = 'kind, site': must be one column"),

@@ -68,6 +68,7 @@ def test_labels_of_a_folder_of_images_are_its_folders(tmp_path: Path, form: str)
             folder = tmp_path / "sky" / form.format(kind=kind, part="test" if number % 6 == 0 else "train")
             folder.mkdir(parents=True, exist_ok=True)
             Image.new("L", (8, 8), abs(grey - number)).save(folder / f"{number:02}.png")
+    (tmp_path / "sky" / form.format(kind="empty", part="train")).mkdir()  # no class: it has no images
     keys: dict[str, Any] = {"dataset": "sky", "data_dir": str(tmp_path), "model": "feature-mlp", "partition": "iid"}
     run_small(tmp_path / "run", num_rounds=3, num_clients=2, local_epochs=5, **keys)
     files = [next((tmp_path / "sky").rglob(f"{kind}/00.png")) for kind in ("night", "day")]

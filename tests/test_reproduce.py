@@ -405,5 +405,5 @@ def test_list_shows_every_room(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_units_for_people() -> None:
-    assert [human_bytes(n) for n in (0, 999, 1500, 2.5e6, 3e9)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3 GB"]
+    assert [human_bytes(n) for n in (0, 999, 1500, 999_600, 2.5e6)] == ["0 B", "999 B", "1.5 kB", "1 MB", "2.5 MB"]
     assert [human_seconds(s) for s in (4.4, 187, 3720)] == ["4 s", "3:07 min", "1:02 h"]

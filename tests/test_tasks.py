@@ -234,6 +234,12 @@ def test_several_labels_an_image_end_to_end(chest: Path) -> None:
     assert record.summary["best-global-auroc"] >= record.summary["final-global-auroc"]
 
 
+def test_labels_of_several_kinds_are_not_joined(chest: Path) -> None:
+    said = r"dataset = 'chestmnist\+digits': labels of several kinds; sets joined by '\+' must have one"
+    with pytest.raises(UserError, match=said):
+        load_dataset(resolve({"dataset": "chestmnist+digits", "task": "multi-label", "data-dir": str(chest)}).data)
+
+
 # --- tasks of one's own -----------------------------------------------------------------------------------------------
 
 OWN = """

@@ -15,8 +15,8 @@ from fedsub_app.common.inputs import Inputs, blank
 from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
-from fedsub_app.data.files import read_pixels
-from fedsub_app.data.names import IMAGES, data_folder, folder_form, own_files
+from fedsub_app.data.files import class_names, read_pixels
+from fedsub_app.data.names import IMAGES, data_folder, own_files
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import unseen_rows
@@ -84,12 +84,9 @@ def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySa
     pixels, images = read_pixels(files, train.shape[1:]), train.tensor
     if images.dtype != torch.uint8:
         pixels, images = in_unit(pixels), images.clone()  # normalised in place
-    classes: set[str] = set()
     folder = own_files(data_folder(settings.data_dir)).get(settings.dataset)
-    if folder and folder.is_dir():
-        where = {"split": "train/*", "classes": "*", "domains": "*/*"}[folder_form(folder)]
-        classes = {path.name for path in folder.glob(where) if path.is_dir()}
-    return normalised(images, pixels, settings.normalise)[1], sorted(classes)
+    classes = class_names(folder) if folder and folder.is_dir() else []
+    return normalised(images, pixels, settings.normalise)[1], classes
 
 
 class _OfPixels(nn.Module):

@@ -53,11 +53,14 @@ def named_code(key: str, text: str, kind: Any = Callable) -> Any:
     source, _, name = text.rpartition(":")
     file = code_file(text)
     try:
+        if file and not file.is_file():
+            raise UserError(f"{key} = {shown(source)}: No such file or directory")
         module = _file(file) if file else import_module(source)
-    except OSError as error:
-        raise UserError(f"{key} = {shown(source)}: {error.strerror or error}") from error
+    except UserError:
+        raise
     except ImportError as error:
-        raise UserError(f"{key} = {shown(text)}: {one_line(error)}; `pip install {source}` may help") from error
+        package = error.name or source
+        raise UserError(f"{key} = {shown(text)}: {one_line(error)}; `pip install {package}` may help") from error
     except Exception as error:  # code of others
         raise UserError(f"{key} = {shown(text)}: {one_line(error)[:300]}") from error
     found = getattr(module, name, None)
@@ -90,10 +93,15 @@ def read_options(text: str) -> dict[str, Any]:
     """Return ``"width=32, norm='group'"`` as names and Python's literals; ValueError says what is allowed."""
     try:
         call = ast.parse(f"options({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+        if (
+            not isinstance(call, ast.Call)
+            or not isinstance(call.func, ast.Name)
+            or call.args
+            or any(word.arg is None for word in call.keywords)
+        ):
             raise ValueError
         return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 def human_bytes(count: float) -> str:
     """Return bytes in decimal units: ``1.5 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:  # which three digits make 1000
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

@@ -18,7 +18,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
-from fedsub_app.data.files import Pictures, Split, read_files, read_npz
+from fedsub_app.data.files import Pictures, Split, class_names, read_files, read_npz
 from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
 from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
@@ -37,6 +37,11 @@ def load_dataset(settings: DataSettings) -> Dataset:
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings) -> Dataset:
     if is_source(settings.dataset):
+        keys, defaults = settings.toml(), DataSettings().toml()
+        for key in ("features", "domains", "image-size", "train-per-class", "test-per-class"):
+            if keys[key] != defaults[key]:
+                what = f"must be {defaults[key]!r} with dataset = {settings.dataset!r}, which is no set of images"
+                raise UserError(f"{key} = {keys[key]!r}: {what}")
         return load_source(settings, task_of(settings.task))
     names = parts_of(settings.dataset, data_folder(settings.data_dir))
     if len(names) > 1 and set(names) & ALONE:
@@ -62,6 +67,8 @@ def _load(settings: DataSettings) -> Dataset:
         first_label += [num_classes] * len(found)
         num_classes += next(iter(found.values())).num_classes
     sources = list(known.values())
+    if len({(s.train[1].shape[1:], s.train[1].is_floating_point()) for s in sources}) > 1:
+        raise UserError(f"dataset = {settings.dataset!r}: labels of several kinds; sets joined by '+' must have one")
     train, test = [source.train for source in sources], [source.test for source in sources]
     parts = _one_form([x for x, _ in train + test if isinstance(x, Tensor)], settings)
     splits = (parts[: len(sources)], parts[len(sources) :])
@@ -129,8 +136,7 @@ def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
 def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
-    classes = sorted({path.name for domain in known.values() for path in domain.iterdir() if path.is_dir()})
-    domains = chosen_domains(settings, known)
+    domains, classes = chosen_domains(settings, known), class_names(folder)
     return {n: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for n, path in domains.items()}
 
 

@@ -229,6 +229,14 @@ def list_images(path: Path) -> list[Listed]:
     return [((part, file.parent.name, file.name), file) for part, file in zip(parts, files, strict=True)]
 
 
+def class_names(folder: Path) -> list[str]:
+    """Return the names of the classes of a folder of images, of all its domains, in the order of their numbers."""
+    if folder_form(folder) == "domains":
+        domains = [path for path in folder.iterdir() if folder_form(path) == "classes"]
+        return sorted({name for path in domains for name in class_names(path)})
+    return sorted({name for (split, name, _), _ in list_images(folder) if split == "train"})
+
+
 def unwritable(path: Path, error: OSError) -> UserError:
     """Return the error of a file or folder of the cache that cannot be written."""
     return UserError(f"{path}: cannot be written ({one_line(error)}); set FEDSUB_CACHE to a writable folder")
@@ -305,6 +313,8 @@ def _stack(
     progress = Progress(f"reading {path.name}", total)
     for parts, content in encoded:
         where = f"{path}: image {'/'.join(parts)}"
+        if parts in images:
+            raise UserError(f"{where} is in it twice: must be once, below one folder")
         images[parts] = _decode(content, where, side)
         pixels += images[parts].nbytes
         progress.update(len(images))

@@ -1,5 +1,6 @@
 """The names of the data sets: known ones, and those of your own files; torch is not imported here."""
 
+import glob
 import os
 import zipfile
 from itertools import islice
@@ -111,12 +112,14 @@ def in_data_folder(source: str, setting: str | None) -> str:
 
 def find(folder: Path, name: str) -> Path | None:
     """Return ``folder/name`` or else the first ``folder/*/name`` that exists."""
-    return next((path for path in (folder / name, *sorted(folder.glob(f"*/{name}"))) if path.exists()), None)
+    return next(
+        (path for path in (folder / name, *sorted(folder.glob(f"*/{glob.escape(name)}"))) if path.exists()), None
+    )
 
 
 def folder_form(folder: Path) -> str:
     """Return how images lie in it: ``split`` ({train,test}/<class>/), ``classes``, ``domains`` (of classes), or ""."""
-    if (folder / "train").is_dir():
+    if os.path.isdir(folder / "train"):  # False, too, of a folder that cannot be read, such as lost+found
         return "split"
     for form, pattern in (("classes", "*/*"), ("domains", "*/*/*")):
         files = islice(folder.glob(pattern), 100)

@@ -45,10 +45,10 @@ def own_dataset(
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")
     train, test = (_split(one, part, collate) for one, part in zip(data, ("train", "test"), strict=True))
-    form = form_of(*(one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)))
-    first, second = (form_of(one.x[:1]) if len(one.y) else form for one in (train, test))
+    first, second = (form_of(one.x[:1] if len(one.y) else train.x[:1]) for one in (train, test))
     if shape_shown(first) != shape_shown(second):
         raise UserError(f"test: samples of shape {shape_shown(second)}: the training samples' is {shape_shown(first)}")
+    form = form_of(*(one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)))
     return dataset_of(name, train, test, task, form, output_for and output_for(form))
 
 
@@ -86,12 +86,14 @@ def _split(data: object, name: str, collate: Collate | None) -> Split:
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         return _read(data, name, collate)
     x, y, groups = (*data, ())[:3]
-    groups = [str(group) for group in (groups.tolist() if isinstance(groups, Tensor) else groups)]
+    groups = [
+        str(group) for group in (groups.tolist() if isinstance(groups, Tensor) else () if groups is None else groups)
+    ]
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
-    sizes = {len(tensor) for tensor in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
-    if y.ndim < 1 or sizes != {len(y)} or (isinstance(stored, Tensor) and stored.ndim < 2):
+    sizes = {tensor.shape[:1] for tensor in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
+    if y.ndim < 1 or sizes != {y.shape[:1]} or (isinstance(stored, Tensor) and stored.ndim < 2):
         found = f"x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}"
         raise UserError(f"{name}: {found}: must be [n, ...] and [n] or [n, ...]")
     if groups and len(groups) != len(y):
@@ -158,8 +160,10 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
     try:
         return Split(Samples(_inputs(joined([x for x, _ in parts], torch.cat), name)), torch.cat([y for _, y in parts]))
     except RuntimeError:
-        shapes = sorted({str(_shapes(x[0])) for x, _ in parts})[:2]
-        raise UserError(f"{name}: x of shapes {' and '.join(shapes)}: must be one shape in all items") from None
+        for part, every in (("x", [x[0] for x, _ in parts]), ("y", [y[0] for _, y in parts])):
+            if len(shapes := sorted({str(_shapes(one)) for one in every})) > 1:
+                raise UserError(f"{name}: {part} of shapes {' and '.join(shapes[:2])}: must be one shape") from None
+        raise
 
 
 def _pair(item: Any, name: str) -> tuple[Any, Tensor]:

@@ -158,14 +158,14 @@ def _iid(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Every client for itself, with replacement: the last class takes what the rounding of the others leaves."""
     size = settings.samples_per_client or 0
-    of_class = [(dataset.train_labels == label).nonzero().flatten().numpy() for label in range(dataset.label_count)]
+    of_class = [(dataset.train_labels == label).nonzero().flatten().numpy() for label in dataset.train_labels.unique()]
     clients = []
     for client in range(settings.num_clients):
         draws = np.random.default_rng(derive(settings.seed, client, "samples"))
         if settings.partition == "iid":
             found = draws.integers(len(dataset.train_y), size=size)
         else:
-            counts = np.round(draws.dirichlet([settings.dirichlet_alpha] * dataset.label_count) * size).astype(int)
+            counts = np.round(draws.dirichlet([settings.dirichlet_alpha] * len(of_class)) * size).astype(int)
             counts[-1] = max(size - counts[:-1].sum(), 0)
             found = np.concatenate([draws.choice(own, n) for own, n in zip(of_class, counts, strict=True) if n])
         clients.append(torch.from_numpy(found).sort().values)
@@ -231,6 +231,9 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if settings.num_clients * settings.classes_per_client % dataset.label_count == 0:
         return _share_classes(dataset, deal_classes(dataset.label_count, settings), settings.seed)
+    if settings.repeat_classes:
+        needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
+        raise UserError(f"repeat-classes = true: needs {needs}")
     return by_flwr(dataset, settings)
 
 

@@ -48,7 +48,9 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
     kind = file.suffix.removeprefix(".")
     if kind not in READERS:
         raise UserError(f"{file}: must end in .{', .'.join(READERS)}, as the run's data are rows of a table")
-    unseen = _read(kind, file).assign(**{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name})
+    unseen = _read(kind, file, wanted).assign(
+        **{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name}
+    )
     data = _dataset(wanted.model_copy(update={"dataset": str(file)}), task, train, unseen, notes)
     return data.test_x, _classes(wanted, (train, test)) if task.classes else list(wanted.label)
 
@@ -86,11 +88,10 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     kind, _, pattern = wanted.dataset.partition(":")
     root, data = Path(pattern).anchor, data_folder(wanted.data_dir)
     folders = (Path(root),) if root else (Path(), data)
-    below = pattern.removeprefix(root)
-    files = next((some for folder in folders if (some := sorted(folder.glob(below)))), []) if below else []
+    files = next((some for folder in folders if (some := _matching(folder, pattern.removeprefix(root)))), [])
     if not files:
         raise UserError(f"dataset = {wanted.dataset!r}: no such file" + ("" if root else f" here or in {data}"))
-    rows = pd.concat([_read(kind, file) for file in files], ignore_index=True)
+    rows = pd.concat([_read(kind, file, wanted) for file in files], ignore_index=True)
     if SPLIT not in rows:
         return rows, None, ()
     if odd := set(rows[SPLIT]) - {"train", "test"}:
@@ -99,16 +100,27 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     return rows[~test].drop(columns=SPLIT), rows[test].drop(columns=SPLIT), ()
 
 
-def _read(kind: str, file: Path) -> "pd.DataFrame":
-    """Return the table in a file, its name in the column ``file``."""
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """Return the file of this name, which may have a [ or *, or else those that it stands for."""
+    if not pattern or (folder / pattern).is_file():
+        return [folder / pattern] if pattern else []
+    try:
+        return sorted(folder.glob(pattern))
+    except ValueError:  # a ** that is not a whole part of it
+        return []
+
+
+def _read(kind: str, file: Path, wanted: DataSettings) -> "pd.DataFrame":
+    """Return the table in a file; where a key names the column ``file`` and there is none, it is the file's name."""
     import pandas as pd
 
     reader, options = READERS[kind]
     try:
-        rows: pd.DataFrame = getattr(pd, reader)(file, **options).assign(**{FILE: file.stem})
-        return rows
+        rows: pd.DataFrame = getattr(pd, reader)(file, **options)
     except Exception as error:  # pandas and pyarrow raise many types on damaged files
         raise UserError(f"{file}: not a readable {kind} file ({one_line(error)[:200]})") from error
+    made = FILE in (*wanted.input, *wanted.label, wanted.group) and FILE not in rows
+    return rows.assign(**{FILE: file.stem}) if made else rows
 
 
 def _of_hub(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]":
@@ -142,6 +154,8 @@ def _held_out(rows: "pd.DataFrame", wanted: DataSettings, task: Task) -> "pd.Ser
     """Return which rows are for testing: every sixth of a class, or of a group where there are no classes."""
     import pandas as pd
 
+    if task.classes:
+        _classes(wanted, (rows,))
     by = wanted.label if task.classes else (wanted.group,) if wanted.group else ()
     kinds = pd.factorize(_column(rows, wanted, by[0]))[0] if by else np.zeros(len(rows), dtype=np.int64)
     return pd.Series(hold_out(torch.from_numpy(kinds.astype(np.int64))).numpy(), index=rows.index)
@@ -156,7 +170,7 @@ def _dataset(
     both = (train, test)
     groups = [list(map(str, _column(rows, wanted, wanted.group))) if wanted.group else [] for rows in both]
     y = [] if isinstance(task, NextToken) else _labels(wanted, task, both)
-    names = wanted.input or tuple(n for n in train.columns if n not in (*wanted.label, wanted.group, FILE))
+    names = wanted.input or tuple(n for n in train.columns if n not in (*wanted.label, wanted.group))
     columns = [[_column(rows, wanted, name) for name in names] for rows in both]
     form: Shape | None = None
     output: tuple[int, ...] | None = None
@@ -183,6 +197,8 @@ def _dataset(
         raise UserError(
             f"input = {', '.join(names)!r}: must be numbers or vectors, or one column of texts; they are {kinds}"
         )
+    if isinstance(task, NextToken) and not y:
+        raise UserError(f"task = {wanted.task!r}: input = {', '.join(names)!r}: must be one column of texts")
     first, second = (Split(*split) for split in zip(x, y, groups, strict=True))
     return dataset_of(wanted.dataset, first, second, task, form or tuple(x[0].shape[1:]), output, notes)
 
@@ -245,8 +261,9 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
 
 def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
     """Return the values of the one column of labels, in the order of their numbers."""
-    values = {value for rows in both for value in _column(rows, wanted, wanted.label[0])}
-    every = sorted(values, key=lambda value: (isinstance(value, str), value))
-    if any(isinstance(value, float) and value != int(value) for value in every):
-        raise UserError(f"label = {wanted.label[0]!r}: {every[0]} is no class; must be integers or words")
-    return every
+    columns = [_column(rows, wanted, wanted.label[0]) for rows in both]
+    odd = (list, dict, np.ndarray)
+    for value in (value for column in columns for value in column):
+        if isinstance(value, odd) or (isinstance(value, float) and value != int(value)):
+            raise UserError(f"label = {wanted.label[0]!r}: {shown(value)} is no class; must be integers or words")
+    return sorted({value for column in columns for value in column}, key=lambda value: (isinstance(value, str), value))

@@ -142,8 +142,8 @@ def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, optio
 
 def for_channels(net: nn.Module, channels: int) -> nn.Module:
     """Return a network for RGB images whose first convolution, made anew, takes so many channels."""
-    first, stem = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d))
-    if stem.in_channels != channels:
+    first, stem = next(((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d)), ("", None))
+    if stem and stem.in_channels != channels:
         sizes: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
         net.set_submodule(first, nn.Conv2d(channels, stem.out_channels, **sizes, bias=stem.bias is not None))
     return net
