@@ -186,7 +186,11 @@ def test_an_experiment_in_a_file_of_ones_own(desk: Path, capsys: pytest.CaptureF
 
 
 def test_the_bundle_does_not_hold_it_so_its_keys_are_sent(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Flower is given resolves to the same settings where the file is not, also with another method by hand."""
+    """What Flower is given resolves to the same settings where the file is not, also with another method by hand.
+
+    A run that is resumed has its keys: it is given no others.
+    """
+    assert cli.main(["run", "my.toml", "num-rounds=1", "run-dir=one"]) == 0
     started: list[list[str]] = []
 
     def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -203,6 +207,9 @@ def test_the_bundle_does_not_hold_it_so_its_keys_are_sent(desk: Path, monkeypatc
         keys = parse_config_args([arguments[arguments.index("-c") + 1]])
         assert not keys["experiment"]
         assert resolve(keys).digest() == resolve(asked).digest()
+    with pytest.raises(UserError, match="no SuperLink"):
+        flower.run("mine", {"resume": True, "run-dir": "one", "num-rounds": 2})
+    assert 'resume=true run-dir="one" num-rounds=2' in started[-1]
 
 
 def test_wrong_files_are_named(desk: Path) -> None:

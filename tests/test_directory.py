@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from fedsub_app.common.files import flush, read_json, write_atomic, write_json
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json
+from fedsub_app.runs import directory
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import Run, open_run
@@ -120,12 +122,14 @@ def test_the_best_round_is_by_the_score_of_the_task(task: str, best: list[bool],
     run = opened(tmp_path / "run", task=task, method="fedavg")
     found = []
     try:
-        for number, value in enumerate((5.0, 4.0, 9.0)):
+        run.log_round({"round": 0, f"global-{run.settings.score.name}": float("nan")})  # of a score of one's own
+        for number, value in enumerate((5.0, 4.0, 9.0), 1):
             line = {"round": number, f"global-{run.settings.score.name}": value}
             found.append(run.is_best(line))
             run.log_round(line)
             run.log_round({"round": number})  # without an evaluation
         assert found == best
+        assert run.finish("finished", {})[f"best-global-{run.settings.score.name}"] == (9.0 if best[2] else 4.0)
     finally:
         run.close()
 
@@ -207,3 +211,11 @@ def test_a_client_keeps_the_states_that_a_task_can_name_and_few_others(
             for last in (*kept, number):
                 assert state.load(newest[last]) == ({"w": torch.tensor(float(newest[last]))} if newest[last] else {})
             assert len(list(state.folder.glob("*"))) <= keep + 2
+
+
+def test_the_commit_is_the_checkouts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment may lie in a repository of the user's, whose commit says nothing of this code."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(directory, "__file__", str(tmp_path / "site/fedsub_app/runs/directory.py"))
+    (tmp_path / "site").mkdir()
+    assert directory._commit() == "not a git checkout"

@@ -202,9 +202,9 @@ def test_an_environment_belongs_to_one_checkout(machine: Any, tmp_path: Path) ->
 
 def test_each_environment_and_user_has_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = set()
-    for prefix, user in (("/a", "ann"), ("/b", "ann"), ("/a", "bob")):
+    for prefix, user in (("/a", 1000), ("/b", 1000), ("/a", 1001)):
         monkeypatch.setattr(sys, "prefix", prefix)
-        monkeypatch.setattr(flower.getpass, "getuser", lambda user=user: user)
+        monkeypatch.setattr(flower.os, "getuid", lambda user=user: user)
         variables = flower.environment()
         http, control = int(variables[flower.HTTP_PORT]), int(variables[flower.CONTROL_PORT])
         assert 20_000 <= http < control < 32_768
@@ -213,22 +213,24 @@ def test_each_environment_and_user_has_ports(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("user", "program", "refused"), [("", "", False), ("bob", "", True), ("", "/other/.venv/bin", True)]
+    ("uid", "program", "refused"), [("", "", False), ("54321", "", True), ("", "/other/.venv/bin", True)]
 )
 def test_a_superlink_of_others_is_refused(
-    user: str, program: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+    uid: str, program: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by ``fedsub stop``, which leaves it running."""
+    """Also by ``fedsub stop``, which leaves it running; ps cuts the names of users after eight letters."""
     monkeypatch.setenv(flower.HTTP_PORT, "20100")
     folder = program or f"{sys.prefix}/bin"
     link = f"{folder}/python {folder}/flower-superlink --insecure --simulation --port 20100 --database x"
-    found = f"   12 someone /usr/bin/other\n  345 {user or flower.getpass.getuser()} {link}\n"
+    found = f"   12 1 someone /usr/bin/other\n  345 {uid or flower.os.getuid()} researc+ {link}\n"
     listed = subprocess.CompletedProcess([], 0, found, "")
     monkeypatch.setattr(flower.subprocess, "run", lambda *_, **__: listed)
     stopped: list[Any] = []
     monkeypatch.setattr(flower.processes, "stop", lambda named: stopped.append(named["superlink"]))
     if refused:
-        with pytest.raises(UserError, match=f"the SuperLink on port 20100 is of user .*; set {flower.HTTP_PORT} and "):
+        with pytest.raises(
+            UserError, match=f"the SuperLink on port 20100 is of user researc.: .*; set {flower.HTTP_PORT} and "
+        ):
             flower.stop()
         assert not stopped
     else:

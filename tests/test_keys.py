@@ -151,6 +151,12 @@ def test_a_pair_of_which_half_was_written_is_completed(tmp_path: Path) -> None:
     (tmp_path / "node-0.pub").unlink()
     assert make_keys(tmp_path, nodes=1) == [tmp_path / "node-0.pub"]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "server.key").unlink()
+    assert {path.name for path in make_keys(tmp_path, nodes=1)} == {"server.key", "server.pem"}
+    (tmp_path / "ca.crt").unlink()
+    with pytest.raises(UserError, match=r"ca.crt: not there, but it signed server.pem; put it back or delete both$"):
+        make_keys(tmp_path, nodes=1)
+    assert (tmp_path / "ca.key").read_bytes() == before["ca.key"]
 
 
 def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def test_a_method_that_is_registered_has_one_too() -> None:
     fedsub.register("half-way", fedsub.Method("a test", MethodSettings, about.strategy, about.client))
     try:
         assert fedsub.HalfWay().method == "half-way"
+        about = METHODS["fedselect"]  # again, with keys of its own
+        fedsub.register("half-way", fedsub.Method("a test", about.settings, about.strategy, about.client))
+        assert fedsub.HalfWay(alpha=0.1).keys["half-way.alpha"] == 0.1
     finally:
         forget("half-way")
 
@@ -426,6 +429,9 @@ def test_start_with_checkpoints_goes_on(tmp_path: Path) -> None:
     fedsub.start(again, grid(), num_rounds=3, run_dir=tmp_path / "part", resume=True, **other)
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
     assert models[0] == models[1]
+    (tmp_path / "part/initial.safetensors").write_bytes(b"damaged")
+    with pytest.raises(fedsub.UserError, match=r"part/initial.safetensors: "):
+        fedsub.start(again, grid(), num_rounds=4, run_dir=tmp_path / "part", resume=True, **other)
     with pytest.raises(fedsub.UserError, match=r"^lr = 0.1: the run to resume in .* has 0.05$"):
         fedsub.start(
             fedsub.FedSelect(clients_per_node=4, lr=0.1), grid(), run_dir=tmp_path / "part", resume=True, **keys

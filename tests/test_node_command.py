@@ -79,6 +79,7 @@ def test_what_is_right_passes(superlink: str, keys: Path) -> None:
         ("--data KEYS/ca.crt", "--data KEYS/ca.crt: must be a folder; --private-data takes a file of this node alone"),
         ("--superlink https://a:1", "--superlink https://a:1: must be host:port, without https://"),
         ("--superlink localhost:CLOSED", "--superlink localhost:CLOSED: cannot be reached (ConnectionRefusedError"),
+        (f"--superlink {'a' * 99}:1", f"--superlink {'a' * 99}:1: cannot be reached (UnicodeError"),
         ("--ca OTHER/ca.crt", "--superlink localhost:PORT: its certificate is refused: unable to get local issuer"),
         ("--ca KEYS/node-0", "--superlink localhost:PORT: --ca KEYS/node-0: no certificate ("),
         ("--install --user nobody-here", "--user nobody-here: no such user; `useradd --system --home-dir /var/lib/f"),
@@ -138,6 +139,8 @@ def test_the_unit_starts_the_same_node(keys: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "run", lambda node: read.append(node) or 0)
     assert main(command.split()[1:]) == 0
     assert read == [this]
+    at_home = given("a:1", keys, state=Path("/home/ann/state"))  # which a unit sees only if it is told
+    assert "ProtectHome=read-only\n" in at_home.unit("ann")
     assert {"User=root", "Restart=always", "NoNewPrivileges=yes", "ProtectSystem=strict"} <= set(text.splitlines())
     with pytest.raises(module.UserError, match="a unit takes no spaces"):
         given("a:1", keys, data=Path("/srv/my data")).unit("root")

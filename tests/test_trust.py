@@ -135,6 +135,7 @@ def test_other_machines_reach_the_door_alone(home: Path, monkeypatch: pytest.Mon
     assert f"ssl_client_certificate {home}/keys/users.pem;" in text
     assert "location /v1/control/ {\n            if ($ssl_client_verify != SUCCESS) {\n" in text
     assert "/tmp" not in text.replace(str(home), "")
+    assert "ssl_certificate /srv/keys/a/keys/server.pem;" in machine.door_settings(Path("/srv/keys/a"), 8000, 9443)
 
 
 def test_the_superlink_listens_to_others_when_it_is_asked_to(home: Path) -> None:
@@ -289,6 +290,15 @@ def test_a_run_on_real_nodes_is_audited_and_robust(
     assert lines[0]["nodes"] == [2]
     assert lines[0]["code"] == code_digest()
     assert modes(path) == {0o600}
+
+
+def test_an_id_without_an_account_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with another user's number."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    append(tmp_path / "audit.jsonl", "round")
+    assert verify(tmp_path / "audit.jsonl")[0]["account"] == "uid 54321"
 
 
 def test_an_audit_log_tells_which_line_was_changed(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def run_local(
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
     if task:
         overrides = {**overrides, "task": registered(task)}
+    if workers is not None and workers < 1:
+        raise UserError(f"workers = {workers}: must be 1 or more, or None for one a core")
     app: App = "fedsub_app.client_app"
     problem = None
     if model:

@@ -146,7 +146,7 @@ def has_door(federation: Federation) -> bool:
 def door_settings(folder: Path, port: int, door_port: int) -> str:
     """Return docker/nginx.conf for a federation's folder, whose SuperLink has ``port`` on this machine."""
     text = (flower.PROJECT / "docker" / "nginx.conf").read_text()
-    text = text.replace("/tmp/", f"{folder}/").replace("/keys/", f"{folder}/keys/")
+    text = re.sub("/(tmp|keys)/", lambda found: f"{folder}/" + "keys/" * (found[1] == "keys"), text)
     return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", f"listen {door_port}")
 
 

@@ -5,7 +5,6 @@ torch on every run unless one variable is set before its SuperLink starts; :func
 shell may override) into the Python environment that it runs in, so that a hand-typed ``flwr run`` has it too.
 """
 
-import getpass
 import json
 import math
 import os
@@ -64,7 +63,7 @@ HTTP_PORT, CONTROL_PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONT
 
 def environment() -> dict[str, str]:
     """Variables that must be there before Flower's SuperLink starts, with our defaults."""
-    owner = f"{sys.prefix}|{getpass.getuser()}"
+    owner = f"{sys.prefix}|{os.getuid()}"
     port = 20_000 + 2 * (zlib.crc32(owner.encode()) % 6000)  # below those that systems give to connections
     return {
         HTTP_PORT: str(port),
@@ -188,10 +187,10 @@ def full_environment() -> dict[str, str]:
 def superlink() -> tuple[int, str] | None:
     """Return process id and command of this environment's SuperLink, or ``None``; that of another one is refused."""
     port = os.environ.get(HTTP_PORT) or environment()[HTTP_PORT]
-    for pid, user, *rest in processes.listed("pid", "user", "args"):
+    for pid, uid, user, *rest in processes.listed("pid", "uid", "user", "args"):
         command = "".join(rest)
         if "flower-superlink" in command and "--simulation" in command and f"--port {port} " in command:
-            if user == getpass.getuser() and str(Path(sys.prefix) / "bin") in command:
+            if int(uid) == os.getuid() and str(Path(sys.prefix) / "bin") in command:
                 return int(pid), command
             raise UserError(
                 f"the SuperLink on port {port} is of user {user}: {printable(command, 80)}; "
@@ -217,7 +216,7 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     if connections().get(connection, {}).get("address") == LOCAL:
         superlink()  # raises where it is of others
     # An experiment's file of this machine is not in the bundle: its keys are sent.
-    overrides = settings.flat() | {"experiment": ""} if is_file(str(settings.experiment)) else dict(overrides)
+    overrides = settings.flat() | {"experiment": ""} if is_file(str(overrides.get("experiment"))) else dict(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
         if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
@@ -229,7 +228,7 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder
         overrides |= local_paths(settings)
     # Strings, numbers and booleans are written alike in TOML and JSON.
-    keys = " ".join(f"{key}={json.dumps(value)}" for key, value in overrides.items())
+    keys = " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in overrides.items())
     with bundle(settings) as project:
         try:
             answer = ask("run", str(project), connection, *(["-c", keys] if keys else []))
@@ -281,7 +280,9 @@ def bundle(settings: "Settings") -> Iterator[Path]:
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, Path(folder) / name)
         if settings.method not in BUILT_IN:  # Flower refuses keys that are not there
-            lines = [f"{key} = {json.dumps(value)}" for key, value in settings.options.toml().items()]
+            lines = [
+                f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.options.toml().items()
+            ]
             with (Path(folder) / "pyproject.toml").open("a") as file:
                 file.write("\n".join(["", f"[{TABLE}.{settings.section}]", *lines, ""]))
         for key, text in own.items():

@@ -76,10 +76,12 @@ def make_keys(
         written.append(path)
 
     if not (folder / "ca.crt").exists():
+        if (signed := folder / "server.pem").exists():
+            raise UserError(f"{folder / 'ca.crt'}: not there, but it signed {signed.name}; put it back or delete both")
         key, certificate = _authority()
         write("ca.key", _pem(key))
         write("ca.crt", certificate.public_bytes(Encoding.PEM), private=False)
-    if not _serves(folder / "server.pem", names):
+    if not _serves(folder / "server.pem", names) or not (folder / "server.key").exists():
         key, certificate = _server(folder, named[-1], names, days)
         write("server.key", _pem(key))
         write("server.pem", certificate.public_bytes(Encoding.PEM), private=False)

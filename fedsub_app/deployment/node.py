@@ -86,7 +86,9 @@ class Node:
             if re.search(r"[\s\"'\\%$]", str(path)):
                 raise UserError(f"{option} {path}: a unit takes no spaces, quotes, % and $")
         program = Path(sys.executable).parent / "fedsub"
-        homes = [path.is_relative_to(home) for path in (program, *files.values()) for home in ("/home", "/root")]
+        homes = [
+            path.is_relative_to(home) for path in (program, self.state, *files.values()) for home in ("/home", "/root")
+        ]
         options = {"--superlink": self.superlink, "--partition": self.partition, "--partitions": self.partitions}
         options |= files | {"--state": self.state, "--port": self.port}
         words = [program, "federation", "node", *(word for pair in options.items() for word in pair)]
@@ -126,7 +128,7 @@ def check_superlink(address: str, ca: Path | None) -> None:
     except ssl.SSLError as error:
         where = f"--ca {ca}: no certificate" if "PEM" in str(error) or "X509" in str(error) else "it does not speak TLS"
         raise UserError(f"--superlink {address}: {where} ({error.reason})") from None
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         reason = f"{ca}: {error.strerror}" if isinstance(error, FileNotFoundError) else one_line(error)
         raise UserError(f"--superlink {address}: cannot be reached ({reason})") from None
 

@@ -51,8 +51,8 @@ class FederationSettings(SeedSettings, ClientsSettings):
     weighting: Literal["auto", "uniform", "examples"] = "auto"
     """A client's weight in a mean: the same for all clients, or its number of training samples.
 
-    ``auto``: by samples for fedavg, fedprox, moon, fedala, ssfl and feddst, as in their papers, but with a robust mean
-    or noise; the same for all other methods.
+    ``auto``: by samples for fedavg, fedprox, moon, fedala, ssfl, feddst, fedit, flexlora and flora, as in their papers,
+    but with a robust mean or noise; the same for all other methods.
     """
     devices: Annotated[str, AfterValidator(checked)] = ""
     """Device classes of the clients: a preset's name, or a file of yours, "FILE.toml" (docs/devices.md); "": none."""

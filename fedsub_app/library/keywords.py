@@ -1,7 +1,6 @@
 """Settings as keywords: which there are for a method, and what they become."""
 
 from collections.abc import Mapping
-from functools import cache
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -25,7 +24,6 @@ EVALUATE = "personal"  # what the clients measure unless they are told; of a met
 MANY = 100_000  # clients, before the roll call has told how many there are
 
 
-@cache
 def keywords(method: str) -> dict[str, str]:
     """Return keyword -> key of a method's strategy, its own first, ``fedadam_lr`` where a general key has the name."""
     general = {_keyword(str(field.alias)): str(field.alias) for field in _general().values()}

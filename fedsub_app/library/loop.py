@@ -7,9 +7,9 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.run_files import initial_file
+from fedsub_app.common.run_files import initial_file, initial_model
 from fedsub_app.common.section import Value
-from fedsub_app.common.tensor_files import read_tensors, write_tensors
+from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.strategy import LibraryStrategy
@@ -62,7 +62,7 @@ def start(
     with described_failures(run, settings):
         first = initial_file(run.folder)
         if first.exists():
-            initial_arrays = to_arrays(read_tensors(first)[0])
+            initial_arrays = to_arrays(initial_model(run.folder))
         else:
             write_tensors(first, to_tensors(initial_arrays))
         connected = strategy.connect(settings, initial_arrays, {"run": run.run_id, "state-dir": str(run.state_folder)})

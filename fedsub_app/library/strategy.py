@@ -24,7 +24,7 @@ from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
 from fedsub_app.models import base_digest, freeze, tensors_of
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Model, built, trained_part, with_named_head
 from strategies.base import SubnetStrategy
@@ -233,10 +233,13 @@ class LibraryStrategy(Strategy):
         return ArrayRecord({name: array for name, array in arrays.items() if name not in self._others})
 
 
-@cache
 def strategy_class(method: str) -> type[LibraryStrategy]:
     """Return the strategy of a registered method as a class with the method's keywords."""
-    about = METHODS[method]
+    return _class_of(method, METHODS[method])
+
+
+@cache
+def _class_of(method: str, about: Method) -> type[LibraryStrategy]:
     doc = f"{about.description}. Its keywords are keys of `fedsub list settings`, which tells what each means."
     names = {"method": method, "__doc__": doc, "__signature__": signature(method), "__module__": "fedsub"}
     return type(title(method), (LibraryStrategy,), names)

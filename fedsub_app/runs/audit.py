@@ -28,7 +28,7 @@ def append(path: Path, event: str, **about: object) -> None:
     with FileLock(path.with_suffix(".lock"), mode=0o600), open(path, "a+b", opener=private) as file:
         file.seek(0)
         last = (file.read().splitlines() or [b""])[-1]
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "account": getpass.getuser()}
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "account": _account()}
         text = to_json({**line, "event": event, **about, "before": _hash(last)})
         file.write(f"{text}\n".encode())
         file.flush()
@@ -48,6 +48,13 @@ def verify(path: Path) -> list[Json]:
         lines.append(line)
         before = _hash(text)
     return lines
+
+
+def _account() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an id without an account, as in a container
+        return f"uid {os.getuid()}"
 
 
 def _hash(line: bytes) -> str:

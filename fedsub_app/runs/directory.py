@@ -138,7 +138,8 @@ class Run:
         """Say whether a round's line has a better score, the first of ``evaluate``, than all before it."""
         score = self.settings.score
         key = f"{self.settings.evaluations[0]}-{score.name}"
-        return key in line and all(score.better(line[key], other[key]) for other in self.lines if key in other)
+        before = [other[key] for other in self.lines if other.get(key) is not None]
+        return line.get(key) is not None and all(score.better(line[key], other) for other in before)
 
     def keep_best(self, model: Mapping[str, torch.Tensor]) -> None:
         with self._writing("model-best.safetensors") as path:
@@ -222,9 +223,11 @@ def _own_digests(settings: Settings) -> dict[str, str]:
 
 def _commit() -> str:
     """Return the checkout's commit, ``-dirty`` with changes; a Flower bundle has none."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    only = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # of a repository around an installed package
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=only)
     except OSError:
         return "unknown"
     return done.stdout.strip() or "not a git checkout"

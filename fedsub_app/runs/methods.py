@@ -55,7 +55,7 @@ class Late(Generic[Class]):
         vars(instance)[self.name] = value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
     """One method: a description, its own settings, its server side, its client side.
 

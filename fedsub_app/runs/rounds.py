@@ -93,7 +93,7 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
     }
     score = settings.score
     for key in score.keys:
-        values = [(line["round"], line[key]) for line in lines if key in line]
+        values = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
         if values:
             summary[f"final-{key}"] = values[-1][1]
             summary[f"best-{key}"] = score.best(value for _, value in values)
@@ -121,6 +121,6 @@ def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
     schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience)
     key = f"{settings.evaluations[0]}-{settings.score.name}"
     for line in lines:
-        if key in line:
+        if line.get(key) is not None:  # not a number
             schedule.step(line[key])
     return float(optimizer.param_groups[0]["lr"])
