@@ -59,7 +59,6 @@ SCORES = {  # of the tasks of tasks.py, by the setting ``task``
 }
 
 
-FURTHER = ("auc", "f1", "balanced-accuracy")  # values of the setting ``metrics`` for a classification
 SPREAD = "spread"  # its other value, for any task
 
 

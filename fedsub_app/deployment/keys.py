@@ -36,6 +36,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedsub_app.common.errors import UserError
 
 T = TypeVar("T")
+Pair = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]  # a key and its certificate
 CA_DAYS = 3650
 SKEW = timedelta(days=1)  # certificates are valid that long before they are made, for machines whose clock is behind
 OTHER_USES = (  # of a key than to sign certificates
@@ -132,54 +133,46 @@ def _public(path: Path) -> bytes:
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
 
 
-def _authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    key = ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedsub federation {secrets.token_hex(4)}")])
+def _authority() -> Pair:
     uses = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(OTHER_USES, False))
-    builder = _certificate(name, name, key, key.public_key(), timedelta(days=CA_DAYS))
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return key, builder.add_extension(uses, critical=True).sign(key, hashes.SHA384())
+    return _issued(f"fedsub federation {secrets.token_hex(4)}", CA_DAYS, uses, authority=True)
 
 
-def _server(
-    folder: Path, host: str, names: x509.SubjectAlternativeName, days: int
-) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _server(folder: Path, host: str, names: x509.SubjectAlternativeName, days: int) -> Pair:
     authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     signer = _read(folder / "ca.key", lambda text: load_pem_private_key(text, None))
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise UserError(f"{folder / 'ca.key'}: not there, or no EC key; it has to sign the server's certificate")
-    key = ec.generate_private_key(ec.SECP384R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:64])])
-    builder = _certificate(subject, authority.subject, signer, key.public_key(), timedelta(days=days))
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    return key, builder.add_extension(names, critical=False).sign(signer, hashes.SHA384())
+    use = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    return _issued(host[:64], days, use, names, by=(signer, authority.subject))
 
 
-def _user(user: str, days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _user(user: str, days: int) -> Pair:
     """Return a key and its certificate, which the key itself signs: the door lists it, and forgets it when told to."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, user)])
-    builder = _certificate(name, name, key, key.public_key(), timedelta(days=days))
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-    return key, builder.sign(key, hashes.SHA384())
+    return _issued(user, days, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]))
 
 
-def _certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    signer: ec.EllipticCurvePrivateKey,
-    public: ec.EllipticCurvePublicKey,
-    valid: timedelta,
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
-    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - SKEW)
-    builder = builder.not_valid_after(now + valid)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    return builder.add_extension(identifier, critical=False)
+def _issued(
+    name: str,
+    days: int,
+    *extensions: x509.ExtensionType,
+    by: tuple[ec.EllipticCurvePrivateKey, x509.Name] | None = None,
+    authority: bool = False,
+) -> Pair:
+    """Return a new key and its certificate, signed ``by`` a key of this name, or else by itself."""
+    key, now = ec.generate_private_key(ec.SECP384R1()), datetime.now(UTC)
+    subject, public = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key()
+    signer, issuer = by or (key, subject)
+    builder = x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number())
+    builder = builder.not_valid_before(now - SKEW).not_valid_after(now + timedelta(days=days))
+    for extension in (
+        x509.SubjectKeyIdentifier.from_public_key(public),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+        x509.BasicConstraints(ca=authority, path_length=0 if authority else None),
+        *extensions,
+    ):
+        builder = builder.add_extension(extension, isinstance(extension, x509.BasicConstraints | x509.KeyUsage))
+    return key, builder.sign(signer, hashes.SHA384())
 
 
 def _serves(path: Path, names: x509.SubjectAlternativeName | None = None) -> bool:
