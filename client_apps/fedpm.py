@@ -28,7 +28,7 @@ class FedPMClient(Client):
         others = {name: tensor for name, tensor in network.parameters.items() if name not in scores}
         optimizer = Optimizer(self.settings, scores | others, self.lr)
         anchor = {name: tensor.detach().clone() for name, tensor in optimizer.parameters.items()}
-        pull = Prox(anchor, self.settings.prox_mu if self.settings.objective == "prox" else 0)
+        pull = Prox(anchor, self.settings.pull)
 
         def draw() -> Tensors:
             numbers = brought({name: torch.rand(s.shape, generator=draws) for name, s in scores.items()}, device)

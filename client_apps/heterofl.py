@@ -54,8 +54,7 @@ class HeteroFLClient(NarrowClient):
             return self.loss(output._replace(logits=output.logits.masked_fill(~classes, 0)), y)
 
         with ExitStack() as hooks:  # the next client trains the same object without them
-            for group in self.network.units if width < 1 else ():
-                layer = self.network.module.get_submodule(group.name)
+            for layer in producers(self.network) if width < 1 else ():
                 hooks.enter_context(layer.register_forward_hook(lambda _, __, x: x / width))
             self.fit(loss=loss)
         answer = self.trained() | {CLASSES: classes}
@@ -63,6 +62,14 @@ class HeteroFLClient(NarrowClient):
             return answer
         rows = {name: classes.view(-1, *[1] * (answer[name].dim() - 1)) for name in output_names(self.network.module)}
         return answer | prefixed(AT, brought(rows))
+
+
+def producers(network: Network) -> set[nn.Module]:
+    """Return the layers that make the units: one of each group or, where their outputs are added up, several."""
+    rows = {place.name for group in network.units for place in group.places if place.axis == 0}
+    layers = [layer for name, layer in network.module.named_modules() if f"{name}.weight" in rows]
+    first = (network.module.get_submodule(group.name) for group in network.units)
+    return {*first, *(layer for layer in layers if layer.weight.dim() > 1 and getattr(layer, "groups", 1) == 1)}
 
 
 class FjORDClient(NarrowClient):

@@ -293,6 +293,11 @@ class Settings(
         plain = self.mean == "average" and not self.dp_noise_multiplier
         return self.weighting == "examples" or (self.weighting == "auto" and plain and self.method in BY_EXAMPLES)
 
+    @property
+    def pull(self) -> float:
+        """The proximal term's weight in a step; FedPart's published term acts on its anchor alone, with gradient 0."""
+        return self.prox_mu if self.objective == "prox" and self.prox == "squared" else 0.0
+
     def lr_at(self, server_round: int) -> float:
         """Return the learning rate of a round; with ``plateau`` that of the first one, after it the scores decide."""
         if self.lr_schedule == "cosine":

@@ -74,9 +74,8 @@ class FedNova(SubnetStrategy):
         settings, steps = self.settings, max(1, self.steps(update.num_examples))
         if settings.optimizer != "sgd":
             return float(steps)
-        pull = self.lr * settings.prox_mu if settings.objective == "prox" else 0.0
         count = normaliser if self.options.normalisation == "paper" else authors_normaliser
-        return count(steps, settings.momentum, pull)
+        return count(steps, settings.momentum, self.lr * settings.pull)
 
     def contribution(self, update: Update) -> Contribution:
         """Add the parameters, weighed by p_i / a_i."""
@@ -100,7 +99,7 @@ class FedNova(SubnetStrategy):
         weights, distances = [self.weight(u) for u in updates], [self.distance_of_steps(u) for u in updates]
         largest, total = max(distances), sum(weights)
         effective = sum(p * (a / largest) for p, a in zip(weights, distances, strict=True)) / total
-        if self.options.normalisation == "authors" and self.settings.objective == "prox" and self.settings.prox_mu:
+        if self.options.normalisation == "authors" and self.settings.pull:
             steps = [self.steps(update.num_examples) for update in updates]
             effective = sum(p / total * tau for p, tau in zip(weights, steps, strict=True)) / largest
         shares = sum(p * (largest / a) for p, a in zip(weights, distances, strict=True)) / total

@@ -212,6 +212,8 @@ class FedPartSettings(MethodSettings):
     def check(self, settings: Settings) -> None:
         if self.momentum != "none" and settings.optimizer != "adam":
             raise ValueError(f"optimizer = {settings.optimizer!r}: fedpart.momentum = {self.momentum!r} needs 'adam'")
+        if self.momentum != "none" and not (settings.local_epochs or settings.local_steps):
+            raise ValueError(f"local-epochs = 0: fedpart.momentum = {self.momentum!r} needs a step's moments")
 
 
 class FedPeWSSettings(MethodSettings):

@@ -103,6 +103,12 @@ def test_no_bit_depends_on_nodes_or_messages(method: str, run_local: Run, monkey
         assert others == lines
 
 
+def test_what_is_no_tensor_of_the_model_is_in_no_mean_of_a_block(run_local: Run) -> None:
+    """FedPM's clients answer with masks, of which the server has to know each."""
+    _, folder = run_local(method="fedpm", **CROWD | {"num_rounds": 1})
+    assert [line["dropped"] for line in rounds(folder)[1:]] == [[]]
+
+
 def refused_examples(parts: list[tuple[Json, Tensors]]) -> None:
     parts[1][0]["num-examples"] = 0
 

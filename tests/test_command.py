@@ -36,6 +36,7 @@ def test_settings_stand_alone_or_behind_s() -> None:
     }
     assert overrides_of(None) == overrides_of([]) == {"experiment": "quickstart/digits"}
     assert overrides_of(["lr=0.1"]) == {"lr": 0.1}
+    assert overrides_of(["devices=my-phones.toml"]) == {"devices": "my-phones.toml"}
     with pytest.raises(UserError, match="'b': expected key=value behind a"):
         overrides_of(["a", "b"])
 

@@ -366,5 +366,7 @@ def test_bad_moments_are_refused() -> None:
 
 
 def test_moments_need_adam() -> None:
+    with pytest.raises(UserError, match=r"local-epochs = 0: fedpart.momentum = 'mean' needs a step's moments"):
+        resolve(SETTINGS | {"optimizer": "adam", "local-epochs": 0, "fedpart.momentum": "mean"})
     with pytest.raises(UserError, match=r"optimizer = 'sgd': fedpart.momentum = 'mean' needs 'adam'"):
         resolve(SETTINGS | {"optimizer": "sgd", "fedpart.momentum": "mean"})

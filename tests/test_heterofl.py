@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from client_apps.heterofl import HeteroFLClient
+from client_apps.heterofl import HeteroFLClient, producers
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import load_tensors
+from fedsub_app.models import Network, adopted, load_tensors
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
@@ -318,6 +320,20 @@ def test_the_next_client_finds_no_scaler_on_the_network() -> None:
     client = HeteroFLClient(place, 1, 1, {})
     client.run_training(dict(task.tensors), task.config)
     assert not any(layer._forward_hooks for layer in client.network.module.modules())
+
+
+def test_all_layers_of_a_residual_stream_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BatchNorm stands behind each of the sums: in training a Scaler of all their terms changes nothing."""
+    monkeypatch.syspath_prepend(PROJECT / "examples/own-network")
+    network = Network(adopted(import_module("preresnet").PreResNet18((3, 8, 8), 10, 8), (3, 8, 8)))
+    network.training_mode()
+    x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    plain = network(x).logits
+    layers = producers(network)
+    assert len(layers) == 20  # all convolutions: the stem, two of each block, three shortcuts
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, y: 4 * y)
+    assert (network(x).logits - plain).norm() < 1e-3 * plain.norm()
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------

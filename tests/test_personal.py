@@ -109,7 +109,8 @@ def per_fedavg(r: Slow) -> tuple[Tensors, list[Tensors]]:
                 if d is not None:
                     above, below = (r.gradient(moved(w, -shift, u), d) for shift in (delta, -delta))
                     u = {n: u[n] - alpha * (above[n] - below[n]) / (2 * delta) for n in u}
-                w = moved(w, r.s.lr, u)
+                mu = r.s.prox_mu if r.s.objective == "prox" else 0.0
+                w = moved(w, r.s.lr, {n: u[n] + mu * (w[n] - x_g[n]) for n in u})
             ws.append(w)
         x_g = r.mean(ws, ALL)
     personal = []
@@ -158,6 +159,7 @@ META = {"per-fedavg__alpha": 0.1, "per-fedavg__tune_steps": 2}
         ("fedala", fedala, {"fedala__learn_passes": 12, "fedala__percent": 50.0, "lr": 0.5}),
         ("per-fedavg", per_fedavg, META),
         ("per-fedavg", per_fedavg, META | {"per-fedavg__variant": "hessian-free"}),
+        ("per-fedavg", per_fedavg, META | {"per-fedavg__variant": "hessian-free", "objective": "prox", "prox_mu": 0.5}),
         ("pfedme", pfedme, {"pfedme__w_lr": 0.02, "pfedme__steps": 3, "server_lr": 0.8}),
     ],
 )

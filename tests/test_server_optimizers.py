@@ -72,6 +72,8 @@ def test_the_pull_is_that_of_the_rounds_learning_rate() -> None:
     for number, expected in ((2, 1 + 0.6), (3, 1 + 0.8)):
         strategy.round = number
         assert strategy.distance_of_steps(update(0, [0.0, 0.0], 2)) == pytest.approx(expected)
+    published = made("fednova", **{"objective": "prox", "prox": "authors", "prox-mu": 4.0, "lr": 0.1})
+    assert published.distance_of_steps(update(0, [0.0, 0.0], 2)) == 2.0  # FedPart's term has a gradient of 0
 
 
 @pytest.mark.parametrize(

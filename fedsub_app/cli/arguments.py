@@ -1,6 +1,7 @@
 """Arguments of several commands: an experiment, ``key=value`` behind it, ``-s``, and the words that complete them."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -63,7 +64,7 @@ Slurm = Annotated[
 
 def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tuple[str, list[str]]:
     """Return the one word that is no ``key=value``, "" without one, and the pairs, those of ``-s`` last."""
-    names = [word for word in words or () if "=" not in word or word.endswith(".toml")]
+    names = [word for word in words or () if "=" not in word or (word.endswith(".toml") and Path(word).is_file())]
     if len(names) > 1:
         raise UserError(f"{names[1]!r}: expected key=value behind {names[0]}")
     return (names or [""])[0], [*(word for word in words or () if word not in names), *(pairs or ())]

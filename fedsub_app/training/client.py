@@ -145,8 +145,7 @@ class ClientTools:
         """Return the objective of the settings, around the model that was loaded last."""
         settings = self.settings
         if settings.objective == "prox":
-            # The published term of FedPart acts where the model is its anchor, with a gradient of 0.
-            return Prox(self.network.like(self._loaded), settings.prox_mu * (settings.prox == "squared"))
+            return Prox(self.network.like(self._loaded), settings.pull)
         if settings.objective == "moon":
             previous = self.previous or self._loaded
             like = self.network.like
@@ -303,11 +302,11 @@ class Training:
             loss, term = self.loss(output, y), self.objective.term(x, output, forward)
             loss = loss if term is None else loss + term
         gradients = self.optimizer.gradients(loss)
+        if self.correct:
+            self.correct(gradients)
         self.objective.correct(gradients, self.optimizer.parameters)
         if self.shift:
             torch._foreach_add_([gradients[name] for name in self.shift], list(self.shift.values()))
-        if self.correct:
-            self.correct(gradients)
         for name, factor in self.factors.items():
             gradients[name].mul_(factor)
         self.optimizer.step(gradients)
