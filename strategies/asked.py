@@ -107,7 +107,7 @@ class FedTiny(Asked):
         return Sparse.first_masks(self)
 
     def stage(self, server_round: int) -> str:
-        return "selection" if server_round == 1 and self.shapes else ""
+        return "selection" if self.chooses(server_round) else ""
 
     @cached_property
     def candidates(self) -> list[Tensors]:

@@ -30,4 +30,7 @@ class PerFedAvg(SubnetStrategy):
     options: PerFedAvgSettings
 
     def max_samples(self, client: int) -> int:
-        return super().max_samples(client) + self.options.tune_steps * self.settings.batch_size
+        more = (
+            2 if self.options.variant == "hessian-free" else 1
+        )  # a step has four gradients, and what an objective adds
+        return super().max_samples(client) * more + self.options.tune_steps * self.settings.batch_size

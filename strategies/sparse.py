@@ -75,6 +75,10 @@ class Sparse(Masked):
         """Say whether the masks are adjusted at the end of a round: never."""
         return False
 
+    def chooses(self, server_round: int) -> bool:
+        """Say whether a round chooses the masks: the first one, and the running one where all before were abandoned."""
+        return bool(self.shapes) and (server_round == 1 or (server_round == self.round and not self.kept(0)))
+
     def findings(self) -> Mapping[str, Spec]:
         """Return the specs of what a client adds to its answer in a round that adjusts the masks."""
         return {}

@@ -8,8 +8,9 @@ send the values that it keeps (strategies/sparse.py).
 
 Checked against Flower's baseline by the paper's first author (baselines/ssfl, kp-forks/flower at 11a0eb9), also by
 running its functions (docs/comparison.md); the authors' own repository holds a README alone. Deviations from both:
-- round 1 is the round of the saliencies: its clients answer with them and do not train. In the paper all clients do so
-  before the first round; with ``participation`` below 1 these are the sampled ones.
+- round 1, or the first one that is not abandoned, is the round of the saliencies: its clients answer with them and do
+  not train. In the paper all clients do so before the first round; with ``participation`` below 1 these are the sampled
+  ones.
 - saliencies are weighed by the clients' samples, as the models are (paper; baseline: plain mean, or so by choice), and
   are those of one mini-batch of ``batch-size`` in training mode (baseline: evaluation mode, or a mean of several).
 - of equal saliencies at the bound the first ones are kept, as many as ``density`` says (baseline: all of them, at worst
@@ -35,7 +36,7 @@ class SSFL(Sparse):
     refused = "the answers of its first round are saliencies"
 
     def stage(self, server_round: int) -> str:
-        return "saliency" if server_round == 1 and self.shapes else ""
+        return "saliency" if self.chooses(server_round) else ""
 
     @property
     def choosing(self) -> bool:

@@ -333,6 +333,9 @@ def test_what_a_comparison_means() -> None:
         "Local has the best personal accuracy, 98.00 %, without sending a byte.",
     ]
     assert verdicts(groups[1:2]) == []
+    for best, worse in ((0.0, 0.0), (-0.5, -2.0)):  # of a score of one's own
+        ends = [group("IST", [(worse, 1.0, 1.0, 0.25)]), group("FedAvg", [(best, 9.0, 9.0, 0.25)])]
+        assert "has the best" in verdicts(ends)[0]
     assert verdicts([groups[1], group("IST", [(90.0, 76.0, 12.0, 0.25)], "other data")]) == []
     assert verdicts(groups[2:]) == [
         "Weak reaches 96 % of IST's global accuracy with 8 % of its bytes and 40 % of its FLOPs.",

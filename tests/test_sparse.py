@@ -183,6 +183,20 @@ def test_what_is_kept_travels_and_a_mask_where_it_is_new(method: str, run_local:
         assert found == [(kept + bits, kept), (kept, kept), (kept, kept)]
 
 
+@pytest.mark.parametrize("method", ["ssfl", "fedtiny"])
+def test_masks_are_chosen_in_the_first_round_that_counts(method: str, run_local: Run, tmp_path: Path) -> None:
+    (tmp_path / "drop.toml").write_text('[[class]]\nname = "all"\nshare = 1.0\ndrop = 0.6\n')
+    keys = {"num_clients": 3, "num_rounds": 3, "seed": 1, "devices": str(tmp_path / "drop.toml")}
+    _, folder = run_local(**SMALL | keys, method=method)
+    lines = read_rounds(folder)[1:]
+    chosen = [line["round"] for line in lines if line.get("stage")]
+    done = [line["round"] for line in lines if line["status"] == "ok"]
+    assert chosen == list(range(1, done[0] + 1))
+    assert chosen[1:], "the first round has to fail"
+    model = model_of(folder)
+    assert float(torch.cat([model[name].flatten() == 0 for name in WEIGHTS]).double().mean()) > 0.5
+
+
 def test_a_new_mask_travels_once(run_local: Run) -> None:
     _, folder = run_local(**SMALL | {"num_rounds": 4}, method="feddst", feddst__every=2)
     down, up = ([line[f"formula-bytes-{way}"] for line in read_rounds(folder)[1:]] for way in ("down", "up"))

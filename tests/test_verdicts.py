@@ -162,9 +162,11 @@ def test_a_run_becomes_an_entry_of_the_file(tmp_path: Path) -> None:
         "totals": {key.removeprefix("total-"): value for key, value in (totals | {"total-seconds": 4.0}).items()},
         "curve": {"round": [0, 2], "global-accuracy": [10.0, 30.0], "MB by formula": [0.0, 4.0], "GFLOPs": [0.0, 2.0]},
     }
-    path = write_evidence(tmp_path / "table.json", {"rows": [{"runs": [entry]}]})
+    rows = [{"setting": "a", "method": "b", "runs": [entry]}]
+    path = write_evidence(tmp_path / "table.json", {"rows": rows})
     assert '"global-accuracy": [10.0, 30.0]' in path.read_text()  # a curve is a line
-    assert read_evidence(path) == {"rows": [{"runs": [entry]}]}
-    path.write_text("{}")
-    with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
-        read_evidence(path)
+    assert read_evidence(path) == {"rows": rows}
+    for wrong in ({}, {"rows": [{}]}, {"rows": 1}, {"rows": rows, "set": 3}, {"rows": rows, "seeds": "x"}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
+            read_evidence(path)

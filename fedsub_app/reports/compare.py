@@ -162,8 +162,8 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
         best = min(scores, key=lambda label: -scores[label] if kind.high_is_good else scores[label])
         limit = NEAR * scores[best] if kind.high_is_good else scores[best] / NEAR
         near = [label for label, score in scores.items() if kind.reached(score, limit)]
-        cheap = min(near, key=lambda label: spent[label])
-        if cheap == best or not spent[best][0]:
+        cheap = min(near, key=lambda label: spent[label], default=best)  # none where a negative score is the best
+        if cheap == best or scores[best] <= 0 or not all(spent[best]):
             cost = "without sending a byte" if not spent[best][0] else f"with {spent[best][0]:.3g} MB"
             sentences.append(f"{best} has the best {kind_of(key)} {kind.name}, {kind.text(scores[best])}, {cost}.")
             continue

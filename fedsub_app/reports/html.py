@@ -123,7 +123,9 @@ def _clients(groups: Sequence[Group]) -> list[str]:
     for key, score in ((key, score) for key, score in every.items() if kind_of(key) != "global"):
         lines = {}
         for number, group in enumerate(groups):
-            values = sorted(c[key] for record in group.records for c in record.measured.values() if key in c)
+            values = sorted(
+                c[key] for record in group.records for c in record.measured.values() if c.get(key) is not None
+            )
             if values:
                 lines[number] = (group.label, [100 * (k + 0.5) / len(values) for k in range(len(values))], values)
         if lines:

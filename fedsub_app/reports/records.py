@@ -42,7 +42,7 @@ class Record(RunData):
         import pandas as pd
 
         plain = [{k: v for k, v in line.items() if not isinstance(v, dict | list)} for line in self.lines]
-        return pd.DataFrame(plain).set_index("round")
+        return pd.DataFrame(plain, columns=None if plain else ["round"]).set_index("round")
 
     def plot(self) -> "Figure":
         return figure_of_curves(self._alone)

@@ -7,6 +7,7 @@ Killed at any moment and resumed, a run gives bit-identical weights and metrics 
 """
 
 import hashlib
+import math
 import os
 import subprocess
 import uuid
@@ -138,8 +139,8 @@ class Run:
         """Say whether a round's line has a better score, the first of ``evaluate``, than all before it."""
         score = self.settings.score
         key = f"{self.settings.evaluations[0]}-{score.name}"
-        before = [other[key] for other in self.lines if other.get(key) is not None]
-        return line.get(key) is not None and all(score.better(line[key], other) for other in before)
+        before = [other[key] for other in self.lines if key in other]
+        return math.isfinite(line.get(key, math.nan)) and all(score.better(line[key], other) for other in before)
 
     def keep_best(self, model: Mapping[str, torch.Tensor]) -> None:
         with self._writing("model-best.safetensors") as path:

@@ -186,14 +186,14 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         config = ConfigRecord({"checkpoints": run.checkpoint_rounds})
         if settings.lr_schedule == "plateau":
             config["lr"] = plateau_lr(run.lines, settings)
-        phase = strategy.configure_train(number, arrays, config, grid)
+        phase, stage = strategy.configure_train(number, arrays, config, grid), strategy.stage(number)
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         if merged is not None and strategy.measurement:
             merged = strategy.measurement.run(number, merged, config, grid)
         # The model of an abandoned round is that before it or, with robust, an earlier one.
         arrays, abandoned = (merged, 0) if merged is not None else (to_arrays(strategy.current), abandoned + 1)
         status = "ok" if merged is not None else "abandoned"
-        about: Json = {"stage": strategy.stage(number)} if strategy.stage(number) else {}
+        about: Json = {"stage": stage} if stage else {}
         about |= {"lr": strategy.lr} if settings.lr_schedule != "step" else {}
         measured: Json = {"round": number, "status": status, **about, "seconds": time.perf_counter() - start}
         line = measured | strategy.phase.report | measured  # in this order; the server's values override the report's

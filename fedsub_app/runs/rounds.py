@@ -30,11 +30,14 @@ def to_line(line: Json) -> str:
 
 
 def from_line(text: str) -> Json:
-    """Return the inverse of :func:`to_line`; ValueError: no round's line, or changed after it was written."""
+    """Return what :func:`to_line` was given, without what is null, a number that was none.
+
+    ValueError: no round's line, or changed after it was written.
+    """
     line = json.loads(text)
     if not isinstance(line, dict) or line.pop(CHECKSUM, "") != checksum(line) or type(line.get("round")) is not int:
         raise ValueError("not a round's line, or its checksum is of another one")
-    return line
+    return {key: value for key, value in line.items() if value is not None}
 
 
 def read_rounds(folder: Path) -> list[Json]:
@@ -93,7 +96,7 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
     }
     score = settings.score
     for key in score.keys:
-        values = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
+        values = [(line["round"], line[key]) for line in lines if key in line]
         if values:
             summary[f"final-{key}"] = values[-1][1]
             summary[f"best-{key}"] = score.best(value for _, value in values)
@@ -121,6 +124,6 @@ def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
     schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience)
     key = f"{settings.evaluations[0]}-{settings.score.name}"
     for line in lines:
-        if line.get(key) is not None:  # not a number
+        if key in line:
             schedule.step(line[key])
     return float(optimizer.param_groups[0]["lr"])

@@ -95,7 +95,7 @@ def run_entry(folder: Path, metric: str) -> Json:
     validation = f"{kind}-validation-{score}"
     entry = {key: kept[key] for key in MEASURED if key in kept} | {
         "rounds": summary["rounds"],
-        "final": summary[f"final-{metric}"],
+        **({"final": summary[last]} if (last := f"final-{metric}") in summary else {}),
         "totals": {cost: summary[key] for cost in COSTS_OF_A_RUN if (key := f"total-{cost}") in summary},
         "curve": {"round": [line["round"] for line in lines], metric: [line[metric] for line in lines]}
         | {cost: [float(f"{line[cost]:.6g}") for line in lines] for cost in COSTS if "second" not in cost},
@@ -127,7 +127,17 @@ def write_evidence(path: Path, content: Json) -> Path:
 
 def read_evidence(path: Path) -> Json:
     content = read_json(path)
-    if not isinstance(content.get("rows"), list):
+    try:
+        seeds = [run["seed"] for row in content["rows"] for run in row["runs"] if row["setting"] and row["method"]]
+        known = (
+            all(type(seed) is int for seed in seeds)
+            and bool(content["rows"])
+            and isinstance(content.get("set", {}), dict)
+            and type(content.get("seeds", 1)) is int
+        )
+    except (KeyError, TypeError):
+        known = False
+    if not known:
         raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")
     return content
 
@@ -160,8 +170,8 @@ def sample_of(row: Json, metric: str = "final") -> Sample | None:
 
 def _equal(run: Json, other: Json) -> bool:
     """Say whether two runs have the same end and, where both kept them, evaluated rounds and costs."""
-    if run["final"] != other["final"] or not ("curve" in run and "curve" in other):
-        return bool(run["final"] == other["final"])
+    if run.get("final") != other.get("final") or not ("curve" in run and "curve" in other):
+        return bool(run.get("final") == other.get("final"))
     return bool(run["curve"] == other["curve"]) and all(run["totals"][key] == other["totals"][key] for key in SAME)
 
 

@@ -8,6 +8,7 @@ trials that have ended by then, so that they are the same with one worker.
 
 import hashlib
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
@@ -167,15 +169,22 @@ def _toml(search: Search, best: Trial, comment: str) -> str:
     keys = search.overrides(best.keys)
     lines = [f"# {comment}"]
     if base := str(keys.pop("experiment", "")):
-        lines.append(f"extends = {json.dumps(str(Path(base).resolve()) if base.endswith('.toml') else base)}")
-    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]) + "\n"
+        lines.append(
+            f"extends = {json.dumps(str(Path(base).resolve()) if base.endswith('.toml') else base, ensure_ascii=False)}"
+        )
+    return (
+        "\n".join([*lines, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
+    )
 
 
 def _draw(sweep: Sweep, picture: Path) -> Path:
     """Draw the metric against each searched key, as Optuna does, into a file; returns it."""
     from optuna.visualization.matplotlib import plot_slice
 
+    def mean(frozen: FrozenTrial) -> float:  # the study's own values may be of another metric or fewer seeds
+        return statistics.fmean(sweep.trial(frozen.number).values(sweep.metric) or [math.nan])
+
     with warnings.catch_warnings(action="ignore"):  # of its interface
-        panels = plot_slice(sweep.study, target_name=sweep.score.titled(sweep.metric))
+        panels = plot_slice(sweep.study, target=mean, target_name=sweep.score.titled(sweep.metric))
         getattr(panels, "flat", [panels])[0].get_figure().savefig(picture, dpi=120)
     return picture

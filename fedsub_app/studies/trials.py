@@ -48,7 +48,9 @@ def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
         text = pair.partition("=")[2].strip()
         if key in SWEEP_KEYS:
             raise UserError(f"-s {key}: a sweep sets it itself; allowed are the other keys")
-        if key == "seed" and ("," in text or ".." in text):
+        for before in (fixed, space):  # of a key that is given twice the last one counts, as in a run
+            before.pop(key, None)
+        if key == "seed" and type(value) is not int:
             raise UserError(f"seed = {text}: must be one number, that of the first run; --seeds N runs N of them")
         if match := RANGE.fullmatch(text):
             space[key] = _range(f"{key} = {text}", defaults().get(key, 0.0), *match.groups())
@@ -57,11 +59,13 @@ def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
         values: Sequence[Any] = parsed if isinstance(parsed, list) else [parsed]  # a TOML list
         if value == text and "," in text and not is_list(key):  # text that is in no quotes
             values = [parse_pairs([f"{key}={word}"])[key] for word in text.split(",") if word.strip()]
+        if not values and not is_list(key):
+            raise UserError(f"{key} = {text}: no value")
         values = list(dict.fromkeys(values)) if all(isinstance(each, str | int | float) for each in values) else [value]
-        if len(values) > 1:
+        if len(values) > 1:  # none: the empty list
             space[key] = CategoricalDistribution(values)
         else:
-            fixed[key] = values[0]
+            fixed[key] = values[0] if values else value
     if not space:
         raise UserError("nothing to search: give a key several values, -s lr=0.01,0.1, or a range, -s lr=0.01..0.1:log")
     return fixed, space
