@@ -13,7 +13,7 @@ from PIL import Image
 from test_private_data import images
 
 from fedsub_app.analysis.clients import client_of
-from fedsub_app.analysis.prediction import model_of, predictions
+from fedsub_app.analysis.prediction import model_of, predictions, settled
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 
@@ -72,7 +72,12 @@ def test_labels_of_a_folder_of_images_are_its_folders(tmp_path: Path, form: str)
     keys: dict[str, Any] = {"dataset": "sky", "data_dir": str(tmp_path), "model": "feature-mlp", "partition": "iid"}
     run_small(tmp_path / "run", num_rounds=3, num_clients=2, local_epochs=5, **keys)
     files = [next((tmp_path / "sky").rglob(f"{kind}/00.png")) for kind in ("night", "day")]
-    assert [label for _, label, _ in predictions(tmp_path / "run", files)[1]] == ["night", "day"]
+    _, rows = predictions(tmp_path / "run", files)
+    assert [label for _, label, _ in rows] == ["night", "day"]
+    # the network's BatchNorm has the statistics of its batch: no file's label depends on the others
+    assert [predictions(tmp_path / "run", [file])[1][0] for file in files] == rows
+    Image.open(files[0]).convert("RGB").save(tmp_path / "colour.png")
+    assert predictions(tmp_path / "run", [tmp_path / "colour.png"])[1][0][1:] == rows[0][1:]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_rows_are_predicted_as_the_test_rows(patients: tuple[Path, list[str]], t
     mislabelled.write_text("\n".join(["age,weight,outcome", *(f"{age},{weight},?" for _, age, weight, _ in rows)]))
     network, problem, _ = model_of(run)
     with torch.no_grad():
-        scores, labels = network(problem.data.test_x[:]).softmax(1).max(1)
+        scores, labels = settled(network, problem)(problem.data.test_x[:]).softmax(1).max(1)
     expected = [[["ill", "well"][label], f"{score:.4f}"] for score, label in zip(scores, labels.tolist(), strict=True)]
     header, found = predictions(run, [unlabelled, mislabelled])
     assert header == ["file", "row", "label", "score"]

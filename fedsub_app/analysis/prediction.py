@@ -45,7 +45,7 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
     probability a label; all others the network's outputs.
     """
     network, problem, settings = model_of(folder, client)
-    task = problem.task
+    network, task = settled(network, problem), problem.task
     if isinstance(task, NextToken) or "dataset" in own_code(settings.flat()) or settings.features != "none":
         raise UserError(f"{folder}: predict reads images and tables; `client_of` and `Record.model()` give the network")
     if is_source(settings.dataset):
@@ -67,11 +67,26 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
 
 
 @torch.no_grad()
-def _outputs(network: nn.Module, x: AnySamples) -> Tensor:
+def settled(network: nn.Module, problem: Problem) -> nn.Module:
+    """Return the network, modified: no sample's output depends on the others of its batch.
+
+    A BatchNorm that has the statistics of its batch gets those of the training samples, the mean of their batches.
+    """
+    x = problem.data.train_x
     batches = evaluation_batches(network, len(x), torch.device("cpu"))
-    order = torch.cat([torch.arange(len(x))[batch] for batch in batches])
-    outputs: Tensor = torch.cat([network(x[batch]) for batch in batches])
-    return outputs[order.argsort()]
+    layers = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None]
+    for layer in layers:
+        layer.running_mean, layer.running_var = torch.zeros(layer.num_features), torch.ones(layer.num_features)
+        layer.num_batches_tracked, layer.track_running_stats, layer.momentum = torch.tensor(0), True, None
+        layer.train()
+    for batch in batches if layers else ():
+        network(x[batch])
+    return network.eval()
+
+
+@torch.no_grad()
+def _outputs(network: nn.Module, x: AnySamples) -> Tensor:
+    return torch.cat([network(x[batch]) for batch in evaluation_batches(network, len(x), torch.device("cpu"))])
 
 
 def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySamples, list[str]]:
@@ -113,7 +128,7 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
     Images of bytes go in as float32 pixels from 0 to 255, everything else as the network takes it: normalised.
     """
     network, problem, _ = model_of(folder, client)
-    data = problem.data
+    network, data = settled(network, problem), problem.data
     scale = getattr(data.train_x, "scale", ())
     module = _OfPixels(network, scale).eval() if scale else network
     x = blank(2, data.in_shape)
@@ -126,7 +141,7 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
             torch.onnx.export(module, args, str(path), kwargs=named, **options)
     except ModuleNotFoundError as error:
         raise UserError(f"--onnx: needs the package {error.name}; `pip install 'fedsub[onnx]'`") from error
-    except Exception as error:  # of the exporter: BatchNorm on batch statistics, code of the user
+    except Exception as error:  # of the exporter: code of the user
         raise UserError(f"--onnx: torch cannot write this network ({one_line(error)[:200]})") from error
     what = "pixels, 0 to 255" if scale else "normalised as in the run"
     return f"{', '.join(names)}: {list(data.train_x.shape[1:])} each, {what}"

@@ -273,7 +273,10 @@ def read_pixels(files: Sequence[Path], shape: Sequence[int]) -> Tensor:
     images = []
     for file in files:
         image = _decode(file.read_bytes(), str(file), height if height == width else None)
-        image = np.broadcast_to(image if image.ndim == 3 else image[..., None], (*image.shape[:2], channels))
+        if image.ndim == 3 and channels == 1:
+            image = np.asarray(Image.fromarray(image).convert("L"))
+        if image.ndim == 2:
+            image = np.broadcast_to(image[..., None], (*image.shape, channels))
         if image.shape != (height, width, channels):
             raise UserError(f"{file}: {list(image.shape[1::-1])} pixels: must be {[width, height]}")
         images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))

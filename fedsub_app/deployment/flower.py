@@ -224,7 +224,9 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         if settings.start_from:
             overrides["start-from"] = str(Path(settings.start_from).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
-        overrides["run-dir"] = str(Path(settings.run_dir).resolve() if settings.run_dir else new_folder(settings))
+        overrides["run-dir"] = str(
+            Path(settings.run_dir).expanduser().resolve() if settings.run_dir else new_folder(settings)
+        )
     if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder
         overrides |= local_paths(settings)
     # Strings, numbers and booleans are written alike in TOML and JSON.

@@ -39,7 +39,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         return resolve(overrides)
-    folder = Path(str(overrides["run-dir"]))
+    folder = Path(str(overrides["run-dir"])).expanduser()
     content = read_recorded(folder)
     recorded = content["settings"]
     longer: dict[str, Value] = {}
