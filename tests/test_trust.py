@@ -307,6 +307,11 @@ def test_an_audit_log_tells_which_line_was_changed(tmp_path: Path) -> None:
         append(path, "round", number=number)
     texts = path.read_text().splitlines(keepends=True)
     assert [line["number"] for line in verify(path)] == [0, 1, 2, 3]
+    path.write_text("".join(texts)[:-20])
+    append(path, "round", number=4)
+    assert len(path.read_text().splitlines()) == 5
+    with pytest.raises(UserError, match="line 4 or the one before it was changed"):
+        verify(path)
     for spoilt in (texts[:1] + texts[2:], [texts[0], texts[1].replace("1", "7", 1), *texts[2:]], ["[]\n", *texts]):
         path.write_text("".join(spoilt))
         with pytest.raises(UserError, match="changed, or a line was taken out"):

@@ -27,7 +27,10 @@ def append(path: Path, event: str, **about: object) -> None:
     # Several servers may write at a time.
     with FileLock(path.with_suffix(".lock"), mode=0o600), open(path, "a+b", opener=private) as file:
         file.seek(0)
-        last = (file.read().splitlines() or [b""])[-1]
+        before = file.read()
+        if before and not before.endswith(b"\n"):  # a line that a full disk or a crash has torn, which `verify` names
+            file.write(b"\n")
+        last = (before.splitlines() or [b""])[-1]
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "account": _account()}
         text = to_json({**line, "event": event, **about, "before": _hash(last)})
         file.write(f"{text}\n".encode())

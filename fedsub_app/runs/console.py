@@ -1,5 +1,6 @@
 """The printed lines of a run: its first line, a line a round, a table at the end."""
 
+import shlex
 from itertools import groupby
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def summary_table(summary: Json, score: Score) -> str:
     bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"
     rows.append(("rounds", f"{summary['rounds']}{bad}"))
     if limit := summary.get("ended-by"):
-        more = f"`fedsub run --resume {summary['run-dir']} {limit}=…` goes on with another limit, 0 with none"
+        more = (
+            f"`fedsub run --resume {shlex.quote(summary['run-dir'])} {limit}=…` goes on with another limit, 0 with none"
+        )
         rows.append(("ended by", f"{limit}; {more}"))
     for direction in ("down", "up"):
         sent, formula = summary[f"total-bytes-{direction}"], summary[f"total-formula-bytes-{direction}"]
