@@ -287,7 +287,7 @@ def test_ist_deals_units_in_proportion_to_the_widths(two: str) -> None:
         for client, count in counts.items():
             assert count == pytest.approx(1 + (group.size - 4) * strategy.held_width(client) / 3, abs=1)
     few = deal(strategy.units, [0.25, 0.25], generator(0))
-    assert all(int(each[group.name].sum()) <= 0.25 * group.size + 1 for each in few for group in strategy.units)
+    assert all(int(each[group.name].sum()) <= group.kept(0.25) for each in few for group in strategy.units)
 
 
 def test_fedpews_fixed_masks_have_the_widths_as_shares(two: str) -> None:

@@ -66,12 +66,12 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
 
 
 def deal(groups: Sequence[UnitGroup], widths: Sequence[float], draws: torch.Generator) -> list[dict[str, Tensor]]:
-    """Return IST's partition, one mask a client: every unit of every hidden layer in exactly one mask, at random.
+    """Return IST's partition, one mask a client: every unit of every hidden layer in one mask at most, at random.
 
     Each layer is dealt by a permutation of its own, from the CPU generator ``draws``; its parts are as equal as
     possible. ``widths`` are the fractions of each layer, above 0, that the clients can hold: unless all are 1, each
-    client has one unit and a part of the others in proportion to its width, at most as large as its width. A mask of a
-    layer with fewer units than clients may be empty.
+    client has one unit and a part of the others in proportion to its width, together no more than its width holds. A
+    mask of a layer with fewer units than clients may be empty.
     """
     dealt: list[dict[str, Tensor]] = [{} for _ in widths]
     shares = [width / max(1.0, sum(widths)) for width in widths]
@@ -81,6 +81,7 @@ def deal(groups: Sequence[UnitGroup], widths: Sequence[float], draws: torch.Gene
         if {*widths} != {1.0}:
             rest = group.size - len(widths)
             parts = order.tensor_split([k + round(rest * x) for k, x in enumerate(accumulate(shares), 1)])
+            parts = tuple(part[: group.kept(width)] for part, width in zip(parts, widths, strict=False))
         for masks, index in zip(dealt, parts, strict=False):
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool).index_fill_(0, index, True)
     return dealt

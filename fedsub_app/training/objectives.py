@@ -46,7 +46,7 @@ class Prox(Objective):
 
     @torch.no_grad()
     def correct(self, gradients: Tensors, parameters: Mapping[str, Tensor]) -> None:
-        if self.mu:
+        if self.mu and parameters:
             differences = torch._foreach_sub(list(parameters.values()), [self.others[0][name] for name in parameters])
             torch._foreach_add_([gradients[name] for name in parameters], differences, alpha=self.mu)
 

@@ -40,6 +40,8 @@ def unstackable(settings: Settings, network: Network) -> str:
     """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or ""."""
     if settings.augment != "none":
         return f"augment = {settings.augment}: drawn client by client"
+    if settings.task == "next-token":
+        return f"task = {settings.task}: its loss is the mean over tokens, of which samples have unequally many"
     if (shape := in_shape_of(network.module)) is not None:
         stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
         x = joined([blank(2, shape, network.device)] * 2, torch.stack)
@@ -152,7 +154,8 @@ class _Stack:
         self.shift = _stacked([each.shift for each in trainings])
         self.others = [_stacked(alike) for alike in zip(*(each.objective.others for each in trainings), strict=True)]
         self.moments = [_stacked([getattr(each.optimizer, kind) for each in trainings]) for kind in MOMENTS]
-        self.taken = {name: steps.clone() for name, steps in self.first.optimizer.steps.items()}
+        self.begun = self.first.optimizer.steps  # Adam's counts, as all these clients begin
+        self.taken = {name: steps.clone() for name, steps in self.begun.items()}
         self.moving = range(0)
         self.losses = torch.zeros(len(clients), device=self.network.device)
 
@@ -168,9 +171,11 @@ class _Stack:
         index = [batches + begin for batches, begin in zip(padded, begins, strict=False)]
         joint = pad_sequence([rows[places] for rows, places in zip(index, self.joint, strict=True)], True)
 
-        def step(clients: range, batch: Tensor, counts: Sequence[int]) -> None:
+        def step(clients: range, before: int, batch: Tensor, counts: Sequence[int]) -> None:
             batch = batch[:, : max(counts)]
             self._move(clients)
+            for name, begun in self.begun.items():
+                self.taken[name].copy_(begun + before)
             self._step(x[batch], y[batch], counts)
 
         made = [0] * len(self.clients)
@@ -179,9 +184,9 @@ class _Stack:
             places = [self.joint[k][number] for k in moving]
             for k in moving:
                 for place in range(made[k], places[k]):
-                    step(range(k, k + 1), index[k][place : place + 1], [sizes[k][place]])
+                    step(range(k, k + 1), place, index[k][place : place + 1], [sizes[k][place]])
                 made[k] = places[k] + 1
-            step(moving, joint[: len(moving), number], [sizes[k][places[k]] for k in moving])
+            step(moving, places[0], joint[: len(moving), number], [sizes[k][places[k]] for k in moving])
         for k, (one, loss) in enumerate(zip(self.clients, self.losses.tolist(), strict=True)):
             one.loss, one.steps = loss, made[k]
             one.tensors = {name: stack[k].detach() for name, stack in self.tensors.items()}
