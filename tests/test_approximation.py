@@ -132,6 +132,12 @@ def test_a_methods_own_states_are_those_of_the_checkpoint(run_local: Run) -> Non
         approximation(folder, 2)
 
 
+def test_a_rate_that_hangs_on_scores_is_refused(run_local: Run) -> None:
+    _, folder = run_local(method="fedavg", num_clients=2, **ALL | {"lr_schedule": "plateau"})
+    with pytest.raises(UserError, match=r"^lr-schedule = 'plateau' of .*: must be 'step' or 'cosine' for an approx"):
+        approximation(folder, 1)
+
+
 def test_starts_of_central_training(run_local: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, central = run_local("central", num_clients=1, **ALL)
     _, folder = run_local("federated", num_clients=4, num_rounds=1, **ALL)

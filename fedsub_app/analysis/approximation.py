@@ -56,6 +56,8 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
+    if settings.lr_schedule == "plateau":  # the rate of the rounds from a checkpoint hangs on the scores before it
+        raise UserError(f"lr-schedule = 'plateau' of {folder}: must be 'step' or 'cosine' for an approximation")
     place = workplace(settings)
     paths = checkpoints(starts or folder)
     if not paths:
