@@ -30,7 +30,6 @@ class PerFedAvg(SubnetStrategy):
     options: PerFedAvgSettings
 
     def max_samples(self, client: int) -> int:
-        more = (
-            2 if self.options.variant == "hessian-free" else 1
-        )  # a step has four gradients, and what an objective adds
+        # A step of the Hessian-free variant has four gradients, and what an objective adds.
+        more = 1 + (self.options.variant == "hessian-free")
         return super().max_samples(client) * more + self.options.tune_steps * self.settings.batch_size

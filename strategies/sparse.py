@@ -77,7 +77,7 @@ class Sparse(Masked):
 
     def chooses(self, server_round: int) -> bool:
         """Say whether a round chooses the masks: the first one, and the running one where all before were abandoned."""
-        return bool(self.shapes) and (server_round == 1 or (server_round == self.round and not self.kept(0)))
+        return bool(self.shapes) and (server_round == 1 or (server_round == self.round and not self.made))
 
     def findings(self) -> Mapping[str, Spec]:
         """Return the specs of what a client adds to its answer in a round that adjusts the masks."""

@@ -128,14 +128,9 @@ def write_evidence(path: Path, content: Json) -> Path:
 def read_evidence(path: Path) -> Json:
     content = read_json(path)
     try:
-        seeds = [run["seed"] for row in content["rows"] for run in row["runs"] if row["setting"] and row["method"]]
-        known = (
-            all(type(seed) is int for seed in seeds)
-            and bool(content["rows"])
-            and isinstance(content.get("set", {}), dict)
-            and type(content.get("seeds", 1)) is int
-        )
-    except (KeyError, TypeError):
+        rows = [(row["setting"], row["method"], *(int(run["seed"]) for run in row["runs"])) for row in content["rows"]]
+        known = bool(rows) and isinstance(content.get("set", {}), dict) and type(content.get("seeds", 1)) is int
+    except (KeyError, TypeError, ValueError):
         known = False
     if not known:
         raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")

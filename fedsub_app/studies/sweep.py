@@ -166,15 +166,11 @@ def _verdict(best: Trial, sweep: Sweep) -> str:
 
 
 def _toml(search: Search, best: Trial, comment: str) -> str:
-    keys = search.overrides(best.keys)
-    lines = [f"# {comment}"]
+    keys, lines = search.overrides(best.keys), [f"# {comment}"]
     if base := str(keys.pop("experiment", "")):
-        lines.append(
-            f"extends = {json.dumps(str(Path(base).resolve()) if base.endswith('.toml') else base, ensure_ascii=False)}"
-        )
-    return (
-        "\n".join([*lines, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
-    )
+        keys = {"extends": str(Path(base).resolve()) if base.endswith(".toml") else base, **keys}
+    lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _draw(sweep: Sweep, picture: Path) -> Path:
