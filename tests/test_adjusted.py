@@ -73,7 +73,7 @@ def test_prunefl_by_hand() -> None:
 def test_fedtiny_by_hand() -> None:
     """The merged weights are 0.6 and 0; the mean gradients of 2 and -4 at the third are -1: it grows."""
     strategy = three("fedtiny", [1, 1, 0], [0.5, -0.2, 0.0], density=0.67, share=0.8, **ALWAYS)
-    strategy.round = 2
+    strategy.round, strategy.made = 2, torch.tensor(1)  # round 1 has chosen the masks
     updates = [
         answer(0, [0.5, -0.2], grow=[[False, False, True]], slope=[2.0]),
         answer(1, [0.7, 0.2], grow=[[False, False, True]], slope=[-4.0]),
