@@ -40,7 +40,7 @@ def test_files_are_predicted_as_the_test_set(pictures: tuple[Path, list[Path]], 
     run, files = pictures
     assert main(["predict", str(run), *map(str, files)]) == 0
     rows = table(capsys.readouterr().out)
-    network, problem, _ = model_of(run)
+    network, _, problem, _ = model_of(run)
     with torch.no_grad():
         scores, labels = network(problem.data.test_x[:]).softmax(1).max(1)
     assert [row["file"] for row in rows] == list(map(str, files))
@@ -58,6 +58,22 @@ def test_a_client_predicts_with_its_own_model(pictures: tuple[Path, list[Path]])
         _, rows = predictions(run, [files[k] for k in mine], number)
         right = sum(label == client.place.problem.data.test_y[k] for (_, label, _), k in zip(rows, mine, strict=True))
         assert 100 * int(right) / len(mine) == pytest.approx(expected)
+
+
+def test_a_clients_model_has_the_statistics_of_its_own_samples(tmp_path: Path) -> None:
+    """Where its BatchNorm has those of its batch: the mean of what goes in, of the client's training samples."""
+    images(tmp_path / "mine.npz", 100)
+    keys: dict[str, Any] = {"dataset": "mine", "data_dir": str(tmp_path), "method": "fedper", "model": "feature-mlp"}
+    run_small(tmp_path / "run", num_rounds=1, num_clients=2, evaluate="personal", **keys)
+    for number in range(2):
+        network, x, problem, _ = model_of(tmp_path / "run", number)
+        own = problem.data.train_x[client_of(tmp_path / "run", number).place.partition.train[number]]
+        network = settled(network, x)
+        layer = next(m for m in network.modules() if isinstance(m, torch.nn.BatchNorm1d))
+        inputs: list[torch.Tensor] = []
+        layer.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.extend(args))
+        network(own)
+        torch.testing.assert_close(layer.running_mean, inputs[0].mean(0))
 
 
 @pytest.mark.parametrize("form", ["{kind}", "{part}/{kind}"])
@@ -122,9 +138,9 @@ def test_rows_are_predicted_as_the_test_rows(patients: tuple[Path, list[str]], t
     rows = [line.split(",") for line in lines if line.startswith("test")]
     unlabelled.write_text("\n".join(["weight,age", *(f"{weight},{age}" for _, age, weight, _ in rows)]))
     mislabelled.write_text("\n".join(["age,weight,outcome", *(f"{age},{weight},?" for _, age, weight, _ in rows)]))
-    network, problem, _ = model_of(run)
+    network, x, problem, _ = model_of(run)
     with torch.no_grad():
-        scores, labels = settled(network, problem)(problem.data.test_x[:]).softmax(1).max(1)
+        scores, labels = settled(network, x)(problem.data.test_x[:]).softmax(1).max(1)
     expected = [[["ill", "well"][label], f"{score:.4f}"] for score, label in zip(scores, labels.tolist(), strict=True)]
     header, found = predictions(run, [unlabelled, mislabelled])
     assert header == ["file", "row", "label", "score"]
@@ -188,7 +204,7 @@ def test_onnx_is_the_network(
     assert [node.op_type for node in onnx.load(target).graph.node].count("MaxPool") == 3
     session = runtime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
     (outputs,) = session.run(None, {"input": pixels})
-    network, problem, _ = model_of(run, 1)
+    network, _, problem, _ = model_of(run, 1)
     with torch.no_grad():
         expected = network(problem.data.test_x[:])
     np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-4, atol=1e-5)

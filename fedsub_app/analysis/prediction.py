@@ -1,5 +1,6 @@
 """A run's model on files that it has not seen, and the model as a file of ONNX, of peft or of all its weights."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.inputs import Inputs, blank
+from fedsub_app.common.inputs import Batch, Inputs, blank
 from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
@@ -28,14 +29,22 @@ from fedsub_app.training.local import evaluation_batches
 from fedsub_app.training.problem import Problem
 
 
-def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, Problem, Settings]:
-    """Return a run's global model, or a client's own one, in evaluation mode, with its problem and settings."""
+def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, AnySamples | Batch, Problem, Settings]:
+    """Return a run's global model, or a client's own one, in evaluation mode.
+
+    Behind it: the training samples, of the client where it is a client's, the problem and the settings.
+    """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     problem = Problem.of(settings)
-    network = global_network(folder, problem) if client is None else client_of(folder, client).network.module
+    x: AnySamples | Batch = problem.data.train_x
+    if client is None:
+        network = global_network(folder, problem)
+    else:
+        own = client_of(folder, client)
+        network, x = own.network.module, problem.data.train_x.part(own.place.partition.train[client])
     if (wanted := read_recorded(folder).get("base", "")) != (here := base_digest(network)):
         raise UserError(f"model = {settings.model!r}: {other_base(here, wanted)} the run's")
-    return network.cpu(), problem, settings
+    return network.cpu(), x, problem, settings
 
 
 def predictions(folder: Path, files: Sequence[Path], client: int | None = None) -> tuple[list[str], list[list[Any]]]:
@@ -44,8 +53,8 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
     A classification has the columns ``label`` and ``score``, the probability from 0 to 1; a multi-label task a
     probability a label; all others the network's outputs.
     """
-    network, problem, settings = model_of(folder, client)
-    network, task = settled(network, problem), problem.task
+    network, x, problem, settings = model_of(folder, client)
+    network, task = settled(network, x), problem.task
     if isinstance(task, NextToken) or "dataset" in own_code(settings.flat()) or settings.features != "none":
         raise UserError(f"{folder}: predict reads images and tables; `client_of` and `Record.model()` give the network")
     if is_source(settings.dataset):
@@ -67,21 +76,27 @@ def predictions(folder: Path, files: Sequence[Path], client: int | None = None) 
 
 
 @torch.no_grad()
-def settled(network: nn.Module, problem: Problem) -> nn.Module:
-    """Return the network, modified: no sample's output depends on the others of its batch.
+def settled(network: nn.Module, x: AnySamples | Batch) -> nn.Module:
+    """Return the network, or a copy where that is needed: no sample's output depends on the others of its batch.
 
-    A BatchNorm that has the statistics of its batch gets those of the training samples, the mean of their batches.
+    A BatchNorm that has the statistics of its batch gets those of the training samples ``x``, the mean of their
+    batches.
     """
-    x = problem.data.train_x
-    batches = evaluation_batches(network, len(x), torch.device("cpu"))
-    layers = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None]
-    for layer in layers:
+    if not _of_batches(network):
+        return network.eval()
+    network = copy.deepcopy(network)  # a process's clients share theirs
+    for layer in _of_batches(network):
         layer.running_mean, layer.running_var = torch.zeros(layer.num_features), torch.ones(layer.num_features)
         layer.num_batches_tracked, layer.track_running_stats, layer.momentum = torch.tensor(0), True, None
         layer.train()
-    for batch in batches if layers else ():
+    for batch in evaluation_batches(network, len(x), torch.device("cpu")):
         network(x[batch])
     return network.eval()
+
+
+def _of_batches(network: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    layers = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [layer for layer in layers if layer.running_mean is None]
 
 
 @torch.no_grad()
@@ -127,18 +142,18 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
 
     Images of bytes go in as float32 pixels from 0 to 255, everything else as the network takes it: normalised.
     """
-    network, problem, _ = model_of(folder, client)
-    network, data = settled(network, problem), problem.data
+    network, x, problem, _ = model_of(folder, client)
+    network, data = settled(network, x), problem.data
     scale = getattr(data.train_x, "scale", ())
     module = _OfPixels(network, scale).eval() if scale else network
-    x = blank(2, data.in_shape)
-    args, named = ((), dict(zip(x.names, x.tensors, strict=True))) if isinstance(x, Inputs) and x.names else ((x,), {})
+    some = blank(2, data.in_shape)
+    named = dict(zip(some.names, some.tensors, strict=True)) if isinstance(some, Inputs) and some.names else {}
     names = list(named) or ["input"]
     axes = {name: {0: "n"} for name in (*names, "output")}
     options: dict[str, Any] = {"input_names": names, "output_names": ["output"], "dynamic_axes": axes, "dynamo": False}
     try:
         with warnings.catch_warnings(action="ignore"):  # of the exporter's age; its outputs are tested
-            torch.onnx.export(module, args, str(path), kwargs=named, **options)
+            torch.onnx.export(module, () if named else (some,), str(path), kwargs=named, **options)
     except ModuleNotFoundError as error:
         raise UserError(f"--onnx: needs the package {error.name}; `pip install 'fedsub[onnx]'`") from error
     except Exception as error:  # of the exporter: code of the user
@@ -149,7 +164,7 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
 
 def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
     """Write a folder that ``peft.PeftModel.from_pretrained(network, folder)`` loads, the head included."""
-    network, _, settings = model_of(run, client)
+    network, _, _, settings = model_of(run, client)
     tensors = tensors_of(network)
     if not (every := adapters(tensors)) or settings.options.moves_base:
         why = f"{settings.method} changes other weights" if every else f"trainable = {settings.trainable!r}"
@@ -173,7 +188,7 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
 
 def write_merged(run: Path, folder: Path, client: int | None = None) -> None:
     """Write all weights, the adapters added to those under them: a folder of transformers, or model.safetensors."""
-    network, problem, _ = model_of(run, client)
+    network, _, problem, _ = model_of(run, client)
     state, scale = dict(network.state_dict()), scale_of(network)
     for a, b, weight in adapters(state):
         product = state[b].flatten(1) @ state[a].flatten(1)
