@@ -363,6 +363,7 @@ WRONG_COMMANDS: list[tuple[list[str], str]] = [
     (["-s", "lr"], "'lr': expected key=value"),
     (["-s", "method=fedavgg"], "method = 'fedavgg': allowed are {methods}"),
     (["fedpews/digit"], "experiment = 'fedpews/digit': no conf/fedpews/digit.toml; did you mean fedpews/digits?"),
+    ([""], "experiment = '': must be a name of `fedsub list`, a TOML file or left out"),
     (["-s", "model=lenet"], "model = 'lenet' is not known; allowed: "),
     (["-s", "dataset=synthetic", "-s", "classes-per-client=2", "-s", "model=lenet5"], "model = 'lenet5' cannot take "),
     (["-s", "classes-per-client=11"], "classes-per-client = 11: expected 1 to 10, the number of classes"),

@@ -67,6 +67,8 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
     names = [word for word in words or () if "=" not in word or (word.endswith(".toml") and Path(word).is_file())]
     if len(names) > 1:
         raise UserError(f"{names[1]!r}: expected key=value behind {names[0]}")
+    if "" in names:  # a shell's variable without a value
+        raise UserError("experiment = '': must be a name of `fedsub list`, a TOML file or left out")
     return (names or [""])[0], [*(word for word in words or () if word not in names), *(pairs or ())]
 
 
