@@ -61,13 +61,13 @@ def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.Mo
         return claim
 
     claim = judged()
-    assert (claim.verdict, claim.found.mean) == ("undecided", 2.0)
+    assert (claim.verdict, claim.found.mean, claim.due) == ("undecided", 2.0, True)
     assert claim.effect == pytest.approx(1.49)
     assert claim.sd == pytest.approx(((1.47 / 1.693) ** 2 + (1.26 / 1.693) ** 2) ** 0.5)
     assert claim.cells[2:5] == ["+1.49 ± 1.1 points", "53 ± 2 (3) against 51 ± 1 (3)", "+2 [-0.484, +4.48] points"]
     assert judged(effect=9.0).verdict == "not reproduced"
     assert judged(rounds=19).verdict == "undecided"  # shorter than the paper's, whatever the numbers
-    assert judged(rounds=19).whole is False
+    assert (judged(rounds=19).whole, judged(rounds=19).due) == (False, False)
     assert judged(rows=["FPAM", "FedAvg"]).verdict == "not run"
     assert judged(missing="no data").verdict == "data missing"
     assert claim.cells[6] == "**undecided**"

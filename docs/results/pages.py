@@ -136,6 +136,11 @@ class Claim:
                 self.verdict, self.found = judged(self.found, effect, self.effect is not None, self.sd, exact)
 
     @property
+    def due(self) -> bool:
+        """By the rule the claim's rows get seeds 3 and 4."""
+        return self.whole and self.verdict == "undecided" and bool(self.found and 3 <= self.found.n < 5)
+
+    @property
     def size(self) -> str:
         """How much of the paper's experiment was run."""
         if "missing" in self.keys:
@@ -357,13 +362,14 @@ def overview(content: Mapping[str, Json]) -> dict[Path, str]:
     claims = [claim for paper in content.values() for claim in paper["claims"]]
     drawn = [claim for claim in claims if claim.whole and claim.effect and not math.isinf(claim.found.half)]
     decided = sum(claim.verdict in VERDICTS[:3] for claim in claims)
+    due = [str(claim.number) for claim in claims if claim.due]
     parts = [
         *(MADE, "# Results"),
         "Five papers, run again: what each claims, and what the runs of this repository say of it by one rule. A "
         "paper's page has its set-up, every row, the commands and the cost.",
         f"**{len(claims)} claims, {decided} decided: {counts_of(claims)}.**",
         "![The paper's effect and ours with its interval, a claim a line](pictures/forest.svg)",
-        *("## The rule", RULE),
+        *("## The rule", f"{RULE} Claims that still lack them: {', '.join(due) or 'none'}."),
     ]
     for name, paper in content.items():
         parts += [f"## [{paper['title']}]({name}.md)", f"{counts_of(paper['claims'])}."]
