@@ -76,16 +76,16 @@ def make_keys(
             file.write(content)
         written.append(path)
 
+    def write_pair(pair: Pair, key_name: str, name: str) -> None:
+        write(key_name, pair[0].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        write(name, pair[1].public_bytes(Encoding.PEM), private=False)
+
     if not (folder / "ca.crt").exists():
         if (signed := folder / "server.pem").exists():
             raise UserError(f"{folder / 'ca.crt'}: not there, but it signed {signed.name}; put it back or delete both")
-        key, certificate = _authority()
-        write("ca.key", _pem(key))
-        write("ca.crt", certificate.public_bytes(Encoding.PEM), private=False)
+        write_pair(_authority(), "ca.key", "ca.crt")
     if not _serves(folder / "server.pem", names) or not (folder / "server.key").exists():
-        key, certificate = _server(folder, named[-1], names, days)
-        write("server.key", _pem(key))
-        write("server.pem", certificate.public_bytes(Encoding.PEM), private=False)
+        write_pair(_server(folder, named[-1], names, days), "server.key", "server.pem")
     for owner in ["superlink", *(f"node-{number}" for number in range(nodes))]:
         if not (folder / f"{owner}.secret").exists():
             write(f"{owner}.secret", secrets.token_bytes(32))
@@ -93,14 +93,13 @@ def make_keys(
         name = f"node-{number}"
         new = not (folder / name).exists()
         if new:
-            write(name, _node_key())
+            key = ec.generate_private_key(ec.SECP384R1())
+            write(name, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         if new or not (folder / f"{name}.pub").exists():
             write(f"{name}.pub", _public(folder / name), private=False)
     for name in (f"user-{user}" for user in users):
         if not _serves(folder / f"{name}.pem"):
-            key, certificate = _user(name.removeprefix("user-"), days)
-            write(f"{name}.key", _pem(key))
-            write(f"{name}.pem", certificate.public_bytes(Encoding.PEM), private=False)
+            write_pair(_user(name.removeprefix("user-"), days), f"{name}.key", f"{name}.pem")
     trusted = [folder / "ca.crt", *sorted(folder.glob("user-*.pem"))]
     listed = b"".join(path.read_bytes() for path in trusted)
     if _read(folder / "users.pem", bytes) != listed:
@@ -117,14 +116,6 @@ def general_name(host: str) -> x509.GeneralName:
         if len(host) <= 253 and all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", x) for x in labels):
             return x509.DNSName(host)
     raise UserError(f"--host {host!r}: must be a name or an IP address") from None
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _node_key() -> bytes:
-    return ec.generate_private_key(ec.SECP384R1()).private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
 
 
 def _public(path: Path) -> bytes:
