@@ -4,6 +4,7 @@ The clients keep their changes until all have trained. The method's merge gets t
 tensors; the first one has the sums of :attr:`Hooks.sums`. A class says in ``secure`` that this is enough.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -57,6 +58,7 @@ class SecureMerging(Merging):
         sums = {n: list(spec.shape) for n, spec in specs.items() if strategy.sums and n.startswith(strategy.sums)}
         lacking = {name for client in clients for name in shapes.keys() - strategy.task(client).tensors.keys()}
         self._layout = Layout(shapes | sums, [*sums, *sorted(lacking)])
+        self._sums = sum(math.prod(shape) for shape in sums.values())
         self._covered: dict[int, Tensor] = {}  # client -> the positions that it has told
         self._clipped = 0.0
 
@@ -126,7 +128,8 @@ class SecureMerging(Merging):
             return self._weights(of) if counts is None else counts - (len(clients) - len(of))
 
         # Noise comes after clipping.
-        scale = Scale(len(weights), settings.secure_range, 0.0 if settings.dp_noise_multiplier else settings.clip_norm)
+        norm = 0.0 if settings.dp_noise_multiplier else settings.clip_norm
+        scale = Scale(len(weights), settings.secure_range, norm, self._sums)
         alive = clients
         while True:  # until nobody is lost whose positions are then too few clients'
             session.meet(alive)

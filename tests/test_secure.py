@@ -365,6 +365,14 @@ def test_a_long_change_is_clipped_in_its_norm() -> None:
     scale = Scale(3, 8.0, norm=1.0)
     change, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0])), 1)
     torch.testing.assert_close(change, torch.tensor([0.6, 0.8], dtype=torch.float64))
+    closed, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0]), 0.5, torch.tensor([True, False])), 1)
+    torch.testing.assert_close(closed, torch.tensor([0.3, 0.0], dtype=torch.float64))  # as if both were sent
+
+
+def test_sums_are_neither_clipped_in_the_norm_nor_weighed() -> None:
+    scale = Scale(3, 8.0, norm=1.0, sums=1)
+    change, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0, 0.5]), 0.5), 1)
+    torch.testing.assert_close(change, torch.tensor([0.3, 0.4, 0.5], dtype=torch.float64))
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
@@ -498,10 +506,35 @@ def test_the_warm_up_is_the_plain_one(others: str, run_local: Run) -> None:
     assert [bool(each) for each in one] == [True, True, False]
 
 
-def test_clients_clip_as_the_server_would(run_local: Run) -> None:
-    _, plain = run_local("plain", **WHOLE, clip_norm=0.1, num_rounds=1)
-    _, folder = run_local("secure", **WHOLE, clip_norm=0.1, num_rounds=1, secure_aggregation=True)
-    assert away(model(folder), model(plain), strategy_of(settings_for()).current) < 1e-4
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_rounds": 1, "clip_norm": 0.1},
+        {"method": "subfedavg"},  # fewer than min-contributors keep some positions, which are closed after the clip
+        {"method": "fedpews", "fedpews__others": "mean", "clip_norm": 1.0},  # whose probabilities are summed besides
+        {
+            "method": "fedpews",
+            "fedpews__others": "mean",
+            "weighting": "examples",
+            "secure_masks": "public",
+            "clip_norm": 0,
+        },
+    ],
+    ids=["fedavg", "closed", "sums", "weighed sums"],
+)
+def test_clients_clip_and_weigh_as_the_server_would(keys: dict[str, Any], run_local: Run) -> None:
+    method = keys.get("method", "fedavg")
+    keys = {
+        **WHOLE,
+        "clip_norm": 0.05,
+        "num_rounds": 2,
+        **METHOD_KEYS.get(method, {}),
+        **SECURE_KEYS.get(method, {}),
+        **keys,
+    }
+    _, plain = run_local("plain", **keys)
+    _, folder = run_local("secure", **keys, secure_aggregation=True)
+    assert away(model(folder), model(plain), strategy_of(settings_for(method)).current) < 1e-4
 
 
 def test_what_the_server_hears_is_noise(lossy: Callable[..., Path], run_local: Run) -> None:

@@ -115,7 +115,7 @@ def answer(folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
 def _vector(kept: Tensors, header: Json, task: Json, sent: Tensors) -> Vector:
     if header["secure"] == COUNTS:
         return counting(kept["covered"], header["clients"])
-    return Scale(**header["scale"]).vector(kept["change"] * sent.get(OPEN, torch.tensor(1)), task["weight"])
+    return Scale(**header["scale"]).vector(kept["change"], task["weight"], sent.get(OPEN))
 
 
 def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Update) -> Update:

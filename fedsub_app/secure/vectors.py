@@ -86,25 +86,35 @@ class Scale:
     """The form of a vector's integers.
 
     ``clients``: upper bound on the vectors in a sum, >= 1. ``limit``: bound of a position's change, > 0; larger ones
-    are clipped. ``norm``: bound of a client's whole change, L2; 0: none.
+    are clipped. ``norm``: bound of a client's whole change, L2; 0: none. ``sums``: the last positions, as many, are no
+    change: ``norm`` does not count or clip them, and they are not weighed.
     """
 
     clients: int
     limit: float
     norm: float = 0.0
+    sums: int = 0
 
     @property
     def step(self) -> float:
         """Return the change of an integer step; the mean is off by half of it times ``clients`` / weights at most."""
         return self.limit / (LARGEST // self.clients)
 
-    def vector(self, change: Tensor, weight: float = 1.0) -> Vector:
-        """Return a client's vector, one integer longer than its change; its weight is at most 1."""
+    def vector(self, change: Tensor, weight: float = 1.0, enough: Tensor | None = None) -> Vector:
+        """Return a client's vector, one integer longer than its change.
+
+        Its weight is at most 1. ``enough``: the positions that are not 0 in it, by default all; the norm is of all.
+        """
         change = change.to(torch.float64, copy=True)
+        moved = change[: len(change) - self.sums]
         if self.norm:
-            change *= min(1.0, self.norm / max(float(change.norm()), 1e-30))
+            moved *= min(1.0, self.norm / max(float(moved.norm()), 1e-30))
+        if enough is not None:
+            change *= enough
         clipped = int((change.abs() > self.limit).sum()) / len(change)
-        values = change.clamp_(-self.limit, self.limit).mul_(min(weight, 1.0) / self.step).round_()
+        change.clamp_(-self.limit, self.limit)
+        moved *= min(weight, 1.0)
+        values = change.div_(self.step).round_()
         parts = torch.tensor([math.ceil(PARTS // self.clients * clipped)])
         return torch.cat([values.int(), parts.int()]).numpy().view(np.uint32)
 
