@@ -478,7 +478,11 @@ def test_fedavg_is_the_plain_run_and_no_secret_is_left(run_local: Run) -> None:
     assert away(model(folder), model(plain), strategy_of(settings_for()).current) < 1e-4
     lines = read_rounds(folder)[1:]
     assert all(line["clipped-values"] == 0 and not line["dropped"] for line in lines)
-    assert lines[0]["bytes-up"] > read_rounds(plain)[1]["bytes-up"]
+    other = read_rounds(plain)[1]
+    assert lines[0]["bytes-up"] > other["bytes-up"]
+    for key in ("bytes-up", "bytes-down"):  # the formula counts a byte of keys and shares as one, both ways
+        more, by_formula = (lines[0][name] - other[name] for name in (key, f"formula-{key}"))
+        assert 0.5 * more < by_formula < more
     assert not [*(folder / "clients" / "secure").rglob("*.json")]
 
 
@@ -504,6 +508,26 @@ def test_the_warm_up_is_the_plain_one(others: str, run_local: Run) -> None:
     one, other = ([line.get("units-covered-by") for line in read_rounds(f)[1:]] for f in (folder, plain))
     assert one == other
     assert [bool(each) for each in one] == [True, True, False]
+
+
+def test_a_round_opened_twice_says_so(lossy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server stops behind the opening of round 2; resumed, it loses another client and asks again."""
+    opened = Session.opened
+
+    def stopped(session: Session, step: str, alive: Sequence[int], total: Vector) -> Vector:
+        result = opened(session, step, alive, total)
+        if session._round == 2:
+            raise KeyboardInterrupt
+        return result
+
+    keys: dict[str, Any] = {"num_rounds": 2, "secure_dropouts": 0.4}
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "opened", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            lossy({}, **keys)
+    line = read_rounds(lossy({"train": [1]}, resume=True, **keys))[2]
+    assert line["status"] == "abandoned"
+    assert "this round was opened before, with other clients" in line["abandoned"]
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,9 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
 
 
 def formula_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes that the papers would count: 4 for a number of any dtype, 1 bit a mask entry, in whole bytes."""
-    return sum(-(-t.numel() // 8) if t.dtype == torch.bool else 4 * t.numel() for t in tensors.values())
+    """Return the bytes that the papers would count: 4 for a number, 1 for a byte, 1 bit a mask entry, rounded up."""
+    eighths = {torch.bool: 1, torch.uint8: 8}
+    return sum(-(-t.numel() * eighths.get(t.dtype, 32) // 8) for t in tensors.values())
 
 
 def finite(tensor: torch.Tensor) -> bool:

@@ -169,7 +169,7 @@ class DefenceSettings(FederationSettings):
     ``max-update-norm`` and ``robust`` do nothing then, and each client clips its own change to ``clip-norm``.
     """
     secure_dropouts: Annotated[float, Field(ge=0, lt=0.5)] = 0.3
-    """Fraction of the trained clients that secure-aggregation may lose; with more the round is abandoned."""
+    """Fraction of the others that a trained client may lose in secure-aggregation; with more the round is abandoned."""
     secure_corrupted: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
     """Fraction of the clients that may work with the server in secure-aggregation, in rounds of more than 25."""
     secure_masks: Literal["secret", "public"] = "secret"

@@ -85,7 +85,9 @@ class Session:
                 phase.dropped.append(Dropped(client, str(error)))
         if step != OPENED:  # their vectors are in the sum
             self.dropped += phase.dropped
-        self.bytes.update({"bytes-down": phase.outbox.bytes_down, "bytes-up": phase.bytes_up})
+        self._unanswered = phase.dropped
+        down = {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": sum(phase.outbox.formula_of.values())}
+        self.bytes.update(down | {"bytes-up": phase.bytes_up})
 
     def masked(
         self, step: str, length: int, header: Json, tensors: Tensors, weights: Mapping[int, float]
@@ -126,6 +128,7 @@ class Session:
         try:
             return unmasked(total, shares, there, self._graph, self._keys, self._least)
         except ProtocolError as error:
-            raise Unopened(str(error)) from None
+            reasons = [f"client {one.client}: {one.reason}" for one in self._unanswered[:1]]
+            raise Unopened("; ".join([str(error), *reasons])) from None
         except ValueError:
             raise Unopened("the shares that clients have revealed do not fit one another") from None
