@@ -1,9 +1,9 @@
 """The devices' clock: the time that a phase would take the clients' devices, the same for every engine.
 
 A client takes its download, its training and its upload, each over its device's speed, by the papers' formula and the
-FLOPs that it reports. A phase takes as long as the slowest reply that counts; for one that never comes the server waits
-until ``deadline``, without a deadline it notices at once. A reply after the deadline is dropped. In an over-sampled
-round the replies that are first by this clock count.
+FLOPs that it reports; keys and shares of secure aggregation are left out. A phase takes as long as the slowest reply
+that counts; for one that never comes the server waits until ``deadline``, without a deadline it notices at once. A
+reply after the deadline is dropped. In an over-sampled round the replies that are first by this clock count.
 """
 
 from collections.abc import Collection
@@ -23,10 +23,13 @@ class Clock:
         self.deadline = strategy.settings.deadline or inf
         self.arrivals: dict[int, float] = {}  # client -> seconds from the start of the phase to its reply
 
-    def late(self, update: Update) -> str:
-        """Note the time of a reply; returns the reason why it is late, "" where it is not."""
+    def late(self, update: Update, later: int = 0) -> str:
+        """Note the time of a reply; returns the reason why it is late, "" where it is not.
+
+        ``later``: bytes that the client uploads after its reply.
+        """
         device, client = self.devices.of(update.client), update.client
-        down, up = self.sent[client], formula_bytes(update.tensors)
+        down, up = self.sent[client], formula_bytes(update.tensors) + later
         self.arrivals[client] = seconds = device.seconds(down, update.metrics.get("flops", 0.0), up)
         late = f"late: {seconds:.4g} s on its device ({device.name}), deadline = {self.deadline:g}"
         return late if seconds > self.deadline else ""

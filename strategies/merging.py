@@ -74,6 +74,7 @@ class Merging:
     def __init__(self, strategy: Hooks) -> None:
         self.updates: list[Update] = []  # in the order of the sum, with the tensors that the method keeps
         self.formula_bytes = 0  # of all their tensors, by the papers' formula
+        self.later = 0  # bytes that a client uploads after its update
         self.seconds = 0.0  # spent on adding and merging
         self.clipped = 0  # updates that were longer than clip-norm
         self.norms: list[float] = []  # of the updates that change anything

@@ -124,7 +124,7 @@ def merge_answers(
             if clock and clock.devices.vanishes(client, server_round):
                 raise BadReply(f"its device drops out ({clock.devices.of(client).name})")
             update = read_update(part, expected, strategy.metrics(client), strategy.examples(client))
-            if clock and (late := clock.late(update)):
+            if clock and (late := clock.late(update, merging.later)):
                 if spares:
                     continue  # it is not waited for
                 raise BadReply(late)

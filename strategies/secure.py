@@ -59,6 +59,8 @@ class SecureMerging(Merging):
         lacking = {name for client in clients for name in shapes.keys() - strategy.task(client).tensors.keys()}
         self._layout = Layout(shapes | sums, [*sums, *sorted(lacking)])
         self._sums = sum(math.prod(shape) for shape in sums.values())
+        size = sum(self._layout.sizes)
+        self.later = 4 * (size + 1) + size * (self._masks == "secret")  # the vector; counts have a byte a position
         self._covered: dict[int, Tensor] = {}  # client -> the positions that it has told
         self._clipped = 0.0
 

@@ -510,6 +510,17 @@ def test_the_warm_up_is_the_plain_one(others: str, run_local: Run) -> None:
     assert [bool(each) for each in one] == [True, True, False]
 
 
+def test_devices_upload_the_vector(run_local: Run, tmp_path: Path) -> None:
+    """A device's seconds are those of the plain run, whose upload is as long."""
+    phones = '[[class]]\nname = "phone"\nshare = 1.0\nflops-per-second = 1e12\ndown-mbps = 10\nup-mbps = 1\n'
+    (tmp_path / "phones.toml").write_text(phones)
+    keys: dict[str, Any] = {**WHOLE, "num_rounds": 1, "devices": str(tmp_path / "phones.toml")}
+    seconds = [
+        read_rounds(run_local(str(on), **keys, secure_aggregation=on)[1])[1]["device-seconds"] for on in (False, True)
+    ]
+    assert seconds[1] == pytest.approx(seconds[0], rel=1e-3)
+
+
 def test_a_round_opened_twice_says_so(lossy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The server stops behind the opening of round 2; resumed, it loses another client and asks again."""
     opened = Session.opened
