@@ -60,7 +60,8 @@ class SecureMerging(Merging):
         self._layout = Layout(shapes | sums, [*sums, *sorted(lacking)])
         self._sums = sum(math.prod(shape) for shape in sums.values())
         size = sum(self._layout.sizes)
-        self.later = 4 * (size + 1) + size * (self._masks == "secret")  # the vector; counts have a byte a position
+        counts = len(counting(torch.ones(size), len(clients))) if self._masks == "secret" else 0
+        self.later = 4 * (size + 1 + counts)
         self._covered: dict[int, Tensor] = {}  # client -> the positions that it has told
         self._clipped = 0.0
 

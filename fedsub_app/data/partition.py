@@ -30,10 +30,9 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive, generator
+from fedsub_app.data.quantity import by_quantity, least_samples
 from fedsub_app.data.samples import Dataset
 from fedsub_app.data.settings import FLWR, KINDS, WITHOUT_CLASSES, PartitionSettings
-
-DRAWS = 11  # at most, until no client has too few samples; flwr-datasets makes as many of its Dirichlet draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,25 +272,6 @@ def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) 
     return [torch.cat(parts) for parts in shares]
 
 
-def least_samples(settings: PartitionSettings) -> int:
-    """Return the least samples of a client of a Dirichlet draw: one to train on, one to hold out, ``min-samples``."""
-    return max(1 if settings.client_test == "labels" else 2, settings.min_samples or 0)
-
-
-def _by_quantity(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Return each client's samples, int64, sizes by one Dirichlet draw (Li et al., ICDE 2022, arXiv 2102.02079)."""
-    samples, clients, least = len(dataset.train_y), settings.num_clients, least_samples(settings)
-    order = torch.randperm(samples, generator=generator(settings.seed, "partition"))
-    draws = np.random.default_rng(derive(settings.seed, "sizes"))
-    for _ in range(DRAWS):
-        ends = draws.dirichlet([settings.dirichlet_alpha] * clients).cumsum()[:-1] * samples
-        parts = order.tensor_split(torch.from_numpy(ends.astype(int)))
-        if min(map(len, parts)) >= least:
-            return list(parts)
-    of = f"{samples} samples over num-clients = {clients} with {least} or more each in {DRAWS} draws"
-    raise UserError(f"dirichlet-alpha = {settings.dirichlet_alpha}: no partition of {of}")
-
-
 def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Return each client's training samples, int64: partition = "dirichlet", "shards", "classes" or "flwr:NAME"."""
     from datasets import Dataset as Table
@@ -354,7 +334,7 @@ def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]
 
 _DIVIDE = {
     "iid": _iid,
-    "quantity": _by_quantity,
+    "quantity": by_quantity,
     "classes": _by_classes,
     "source": _by_source,
     "source-classes": _by_source_and_classes,
