@@ -1,5 +1,6 @@
 """Tables, reports and the command line."""
 
+import contextlib
 import csv
 import json
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from helpers import fedsub, forked
 
 from fedsub_app.cli import main as cli
@@ -18,6 +20,7 @@ from fedsub_app.common import conf_files
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
 from fedsub_app.common.score import Score
+from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.runs import config
@@ -266,6 +269,20 @@ def test_a_run_of_other_settings_is_not_deleted(table: str, tmp_path: Path, stat
     assert "; kept as run-before-" in (tmp_path / "run.log").read_text()
 
 
+def test_an_edited_experiment_is_run_anew(tmp_path: Path) -> None:
+    """The keys of the command are the same, and the file that they name is not."""
+    experiment = tmp_path / "mine.toml"
+    experiment.write_text('extends = "quickstart/digits"\nnum-rounds = 1\n')
+    keys: dict[str, Value] = {"experiment": str(experiment), "run-dir": str(tmp_path / "run")}
+    assert batch.run_job(keys, tmp_path / "run") == ""
+    experiment.write_text('extends = "quickstart/digits"\nnum-rounds = 1\nlr = 0.02\n')
+    job = batch.Job("mine", keys, tmp_path / "run")
+    assert job.summary() is None
+    assert batch.run_job(keys, job.folder) == ""
+    assert job.summary() is not None
+    assert len([*tmp_path.glob("run-before-*/summary.json")]) == 1
+
+
 @pytest.mark.parametrize(("method", "code"), [("local", 2), ("fedavg", 0)])
 def test_more_rounds_need_the_clients_states(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, code: int
@@ -345,6 +362,33 @@ def test_runs_are_jobs_of_a_cluster(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert (tmp_path / "out/digits-fedavg/seed0/summary.json").exists()
     assert len([*(tmp_path / "runs/slurm").glob("*_result.pkl")]) == 2
+
+
+@pytest.mark.slow
+def test_stopped_the_jobs_of_a_cluster_end_with_it(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(TABLE)
+    words = ["reproduce", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--seeds", "1"]
+    words += ["-s", "num-rounds=5000", "--slurm", "cluster=local", "--slurm", "timeout_min=5"]
+    environment = os.environ | {"FEDSUB_RUNS": str(tmp_path / "runs")}
+    process = subprocess.Popen([sys.executable, "-m", "fedsub_app.cli", *words], env=environment)
+    deadline = time.monotonic() + 120
+    while len([*(tmp_path / "out").glob("*/seed0/rounds.jsonl")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    for folder in (tmp_path / "out").glob("*/seed0"):
+        with FileLock(folder / ".lock", timeout=30):  # which a run holds while it lasts
+            assert not (folder / "summary.json").exists()
+
+
+def test_runs_go_on_without_the_reader_of_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fedsub reproduce | head -1`` ended the runs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as nobody:  # when it is closed
+        monkeypatch.setattr(sys, "stdout", nobody)
+        batch.say("1 of 2 rounds")
+        batch.say("2 of 2 rounds")
 
 
 @pytest.mark.parametrize(

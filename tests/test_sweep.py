@@ -17,6 +17,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from fedsub_app.cli import main as cli
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_json
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
@@ -192,6 +193,18 @@ def test_optuna_goes_where_it_was_good_and_proposes_the_same_again(tmp_path: Pat
         proposed.append([float(trial.keys["lr"]) for trial in search.started()])
     assert proposed[0] == proposed[1]
     assert statistics.fmean(abs(rate - 0.7) for rate in proposed[0][15:]) < 0.2  # random: 0.29
+
+
+def test_a_torn_line_of_the_journal_is_cut_and_a_damaged_one_named(tmp_path: Path) -> None:
+    search = Search("fedpews/digits", {}, {"lr": CategoricalDistribution((0.1, 0.2))}, "grid")
+    _ = sweep_of(search, tmp_path).trial(0)
+    journal = tmp_path / "sweep.journal"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-20])  # as a power cut leaves it: the trial is drawn again
+    assert sweep_of(search, tmp_path).trial(0).keys == {"lr": 0.1}
+    journal.write_bytes(b"{\n" + whole)
+    with pytest.raises(UserError, match=r"sweep\.journal: damaged \(JSONDecodeError: .+\); delete it to begin"):
+        _ = sweep_of(search, tmp_path).study
 
 
 def test_a_folder_of_another_sweep_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.data import DataSettings
 from fedsub_app.data.files import FORMATS, IMAGES, read_files, read_idx
-from fedsub_app.deployment import commands
+from fedsub_app.deployment import commands, processes
 from fedsub_app.deployment import federation as machine
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.deployment.node import Node, run
@@ -131,11 +131,13 @@ def test_other_machines_reach_the_door_alone(home: Path, monkeypatch: pytest.Mon
     text = machine.door_settings(home, 8000, 9443)
     assert "listen 9443 ssl;" in text
     assert "location /v1/fleet/ {\n            proxy_pass https://localhost:8000;" in text
-    assert f"ssl_certificate_key {home}/keys/server.key;" in text
-    assert f"ssl_client_certificate {home}/keys/users.pem;" in text
+    assert f'ssl_certificate_key "{home}/keys/server.key";' in text
+    assert f'ssl_client_certificate "{home}/keys/users.pem";' in text
     assert "location /v1/control/ {\n            if ($ssl_client_verify != SUCCESS) {\n" in text
     assert "/tmp" not in text.replace(str(home), "")
-    assert "ssl_certificate /srv/keys/a/keys/server.pem;" in machine.door_settings(Path("/srv/keys/a"), 8000, 9443)
+    text = machine.door_settings(Path("/srv/my keys/a"), 8000, 9443)
+    assert 'ssl_certificate "/srv/my keys/a/keys/server.pem";' in text
+    assert not re.search(r'[^"]/srv/', text)
 
 
 def test_the_superlink_listens_to_others_when_it_is_asked_to(home: Path) -> None:
@@ -156,6 +158,16 @@ def test_no_door_no_host(given: dict[str, Any], said: str, home: Path, monkeypat
     monkeypatch.setattr(commands, "nginx", lambda: None)
     with pytest.raises(UserError, match=said):
         machine._configured(home, machine.Federation(), False, given)
+
+
+def test_a_federation_in_a_folder_of_any_letters_is_known_to_run(tmp_path: Path) -> None:
+    """ps of the locale C has a question mark for each other letter."""
+    command = ["python", "-c", "import time; time.sleep(60)", str(tmp_path / "für alle")]
+    process = processes.Process(command, processes.start(command, tmp_path / "log", os.environ))
+    try:
+        assert processes.running({"it": process})
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
 
 
 # --- files and names of unknown origin --------------------------------------------------------------------------------

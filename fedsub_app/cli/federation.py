@@ -1,6 +1,7 @@
 """``fedsub federation``, ``setup`` and ``stop``: Flower on this machine."""
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +62,7 @@ def up(
         insecure=insecure or None,
         data_dir=data_dir and str(Path(data_dir).expanduser().resolve()),
     )
-    where = "" if dir is None else f" --dir {folder}"
+    where = "" if dir is None else f" --dir {shlex.quote(str(folder))}"
     print(f"fedsub run … --engine {federation.name}; fedsub federation down{where} ends it")
 
 

@@ -5,6 +5,7 @@ process's log, and a folder for each process that holds its FLWR_HOME and, of a 
 """
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -102,7 +103,7 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
         if getattr(base, key) != value:
             raise UserError(
                 f"--{key.replace('_', '-')} {value}: the federation that runs in {folder} has {getattr(base, key)!r}; "
-                f"`fedsub federation down --dir {folder}` ends it"
+                f"`fedsub federation down --dir {shlex.quote(str(folder))}` ends it"
             )
     if runs:
         return base
@@ -296,5 +297,7 @@ def status(folder: Path) -> tuple[bool, list[str]]:
 def _existing(folder: Path) -> Federation:
     federation = read(folder)
     if federation is None:
-        raise UserError(f"{folder / STATE}: not there; `fedsub federation up --dir {folder}` starts a federation")
+        raise UserError(
+            f"{folder / STATE}: not there; `fedsub federation up --dir {shlex.quote(str(folder))}` starts one"
+        )
     return federation

@@ -48,7 +48,7 @@ def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> in
 def listed(*columns: str) -> list[list[str]]:
     """Return these columns of ps for every process of this machine; the last one, the command line, may lack."""
     command = ["ps", "-axww", "-o", ",".join(f"{column}=" for column in columns)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
     return [line.split(None, len(columns) - 1) for line in done.stdout.splitlines()]
 
 

@@ -17,7 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock
+
 from fedsub_app.common.errors import UserError, one_line, printable
+from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Json, Value
 
 log = logging.getLogger("fedsub")
@@ -52,8 +55,10 @@ class MLflow:
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value], fresh: bool) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
-        self._mlflow.set_tracking_uri(place)
-        experiment = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)).experiment_id
+        named = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        with FileLock(folder.parent / ".mlflow.lock", mode=0o600):  # runs that begin together make the database once
+            self._mlflow.set_tracking_uri(place)
+            experiment = self._mlflow.set_experiment(named).experiment_id
         self._client = self._mlflow.MlflowClient()
         earlier = self._client.search_runs([experiment], f"tags.`fedsub.run-id` = '{run_id}'")
         tags = {"fedsub.run-id": run_id, "fedsub.folder": str(folder)}
@@ -114,7 +119,7 @@ class Tracking:
                 if self._tracker and line["round"] > self._last:
                     self._tracker.log_round(line["round"], numbers_of(line))
                     self._last = line["round"]
-                    self._file.write_text(str(self._last))
+                    write_atomic(self._file, str(self._last).encode(), wait=False)
 
     def end(self, completed: bool) -> None:
         with self._optional():

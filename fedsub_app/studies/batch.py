@@ -9,6 +9,8 @@ import logging
 import os
 import platform
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 
 from fedsub_app.common.device import VISIBLE, visible_gpus
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import read_json
 from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import LINE_SECONDS, human_seconds
@@ -58,7 +60,7 @@ class Job:
         """Return the summary of a complete run of these settings."""
         with contextlib.suppress(UserError):
             summary = read_json(self.folder / "summary.json")
-            if self._begun() and summary.get("status") == "completed":
+            if self.begun() and summary.get("status") == "completed":
                 return summary
         return None
 
@@ -66,15 +68,21 @@ class Job:
     def last_round(self) -> int:
         """The last round on disk; 0 where there is none of these settings, or a line is damaged."""
         with contextlib.suppress(UserError):
-            if self._begun() and (lines := read_rounds(self.folder)):
+            if self.begun() and (lines := read_rounds(self.folder)):
                 return int(lines[-1]["round"])
         return 0
 
-    def _begun(self) -> bool:
+    def begun(self) -> bool:
         """Say whether a run of these settings is on disk; a key that it did not know has its default."""
         with contextlib.suppress(UserError):
             return settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest()
         return False
+
+
+def say(line: str) -> None:
+    """Print a line at once, if anybody still reads: after ``| head`` the runs go on."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
 
 
 def gpus_of(settings: Iterable[Settings]) -> list[str]:
@@ -116,9 +124,9 @@ def run_all(
             for future in done:
                 job = running.pop(future)
                 error = future.exception()
-                reason = KILLED if isinstance(error, BrokenProcessPool) else error or future.result()
-                if reason:
-                    failures.append((job, str(reason)))
+                said = one_line(error) if error else future.result()
+                if reason := KILLED if isinstance(error, BrokenProcessPool) else said:
+                    failures.append((job, reason))
                 progress.end(job, failed=bool(reason))
             progress.look()
 
@@ -156,12 +164,11 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
         log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
         log.setLevel(logging.INFO)
         log.propagate = False
-        if (folder / "settings.json").exists():
-            with contextlib.suppress(UserError):
-                recorded = read_json(folder / "settings.json")["settings"]
-                # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
-                keys["resume"] = settings_of(keys | {"resume": True}).num_rounds == recorded["num-rounds"]
-        if not keys.get("resume") and folder.exists():
+        # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
+        if Job(folder.name, overrides, folder).begun():
+            keys["resume"] = True
+            keys.pop("experiment", None)  # the same settings, perhaps by another name
+        elif folder.exists():
             kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
             log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
         run_local(keys, wait=True)
@@ -220,6 +227,7 @@ class SlurmPool(ThreadPoolExecutor):
         except (NameError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"--slurm {' '.join(options)}: {str(error).splitlines()[0]}") from None
         self._jobs: list[Any] = []
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else the jobs would outlive us
 
     def submit(self, run: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         """Return the future of ``run(*arguments)``, which a job of the cluster computes."""
@@ -252,7 +260,7 @@ class BatchProgress:
 
     def end(self, job: Job, failed: bool) -> None:
         self._ended.add(job.name)
-        print(f"{'FAILED' if failed else 'done'}  {job.name}", flush=True)
+        say(f"{'FAILED' if failed else 'done'}  {job.name}")
 
     def look(self) -> None:
         """Print how far all runs are, unless the last such line is too recent."""
@@ -269,4 +277,4 @@ class BatchProgress:
         rate = (done - sum(first for _, first in self._begun.values())) / (now - self._start)
         left = human_seconds((total - done) / rate) if rate > 0 else "unknown"
         to_go = self._total - len(self._ended)
-        print(f"{done} of {total:.0f} rounds, {to_go} runs to go, left {left}", flush=True)
+        say(f"{done} of {total:.0f} rounds, {to_go} runs to go, left {left}")

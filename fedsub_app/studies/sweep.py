@@ -29,7 +29,7 @@ from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.recorded import runs_folder
 from fedsub_app.settings import Settings
-from fedsub_app.studies.batch import facts, gpus_of, run_all
+from fedsub_app.studies.batch import facts, gpus_of, run_all, say
 from fedsub_app.studies.trials import Search, Space, Sweep, Trial, as_written, label, read_space, text_of
 
 TEST = ("global", "global-local", "personal")
@@ -54,7 +54,7 @@ def sweep(
     planned = Sweep(search, chosen_metric, settings[0].score, seeds, out or _folder(search, chosen_metric))
     done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
     chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
-    print(f"{search.count} trials in {planned.out}, chosen by {chosen_by}", flush=True)
+    say(f"{search.count} trials in {planned.out}, chosen by {chosen_by}")
     failures = run_all(planned.jobs(), seeds * search.count - done, workers, gpus_of(settings), slurm)
     planned.tell()
     for job, reason in failures:
@@ -101,7 +101,7 @@ def _folder(search: Search, metric: str) -> Path:
 
 def _command(planned: Sweep, pairs: Sequence[str], metric: str | None) -> str:
     search = planned.search
-    words = ["fedsub", "sweep", *([search.experiment] if search.experiment else [])]
+    words = ["fedsub", "sweep", *([shlex.quote(search.experiment)] if search.experiment else [])]
     words += [word for pair in pairs for word in ("-s", shlex.quote(pair))]
     words += ["--search", search.method, "--trials", str(search.count)]
     words += ["--metric", metric] if metric else []

@@ -18,7 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState, create_trial
 
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.own_code import section_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
@@ -189,9 +189,14 @@ class Sweep:
         """The study, which is made, with the identity of the sweep, where the folder has none."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = str(self.out / "sweep.journal")
-        storage = JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
+        lock = JournalFileOpenLock(path)
+        _cut_torn_line(path, lock)
         direction: Literal["maximize", "minimize"] = "maximize" if self.score.high_is_good else "minimize"
-        study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        try:
+            storage = JournalStorage(JournalFileBackend(path, lock))
+            study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path}: damaged ({one_line(error)}); delete it to begin the sweep anew") from None
         for key, value in self.search.describe(self.metric).items():
             if (other := study.user_attrs.get(key, value)) != value:
                 raise UserError(f"--out {self.out}: has another sweep, with {key} = {shown(other)}")
@@ -241,6 +246,17 @@ class Sweep:
         """Yield the runs that are not complete, trial by trial."""
         for number in range(self.search.count):
             yield from (job for job in self.trial(number).jobs if job.summary() is None)
+
+
+def _cut_torn_line(path: str, lock: JournalFileOpenLock) -> None:
+    """Take away a last line that a full disk or a power cut has torn, which Optuna could not read."""
+    lock.acquire()
+    try:
+        with open(path, "ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+    finally:
+        lock.release()
 
 
 def label(keys: Mapping[str, Value]) -> str:
