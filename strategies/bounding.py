@@ -51,7 +51,7 @@ class Bounds:
     """
 
     def __init__(self, strategy: Hooks, reached: Mapping[int, float]) -> None:
-        self._strategy, self._reached = strategy, reached
+        self._strategy, self.reach = strategy, reached
         self._sizes: dict[int, dict[str, Size]] = {}  # of each client's changes
         self.usual: Tensors = {}
         self.report: Json = {}
@@ -76,7 +76,7 @@ class Bounds:
     def _bounds(self, accepted: Sequence[Valid], sizes: Sequence[Sizes], starts: Sizes) -> dict[str, Size]:
         """Return each tensor's bound. Clients that did not train, whose whole change is 0, do not count."""
         trained = [
-            {name: have * (1 / self._reached[valid.update.client]) for name, have in of_client.items()}
+            {name: have * (1 / self.reach[valid.update.client]) for name, have in of_client.items()}
             for valid, of_client in zip(accepted, sizes, strict=True)
             if any(have.peak for have in of_client.values())
         ]
@@ -91,7 +91,7 @@ class Bounds:
 
     def _within(self, valid: Valid, sizes: Sizes, bounds: Sizes) -> Valid:
         update, contribution, norms = valid
-        farther = self._reached[update.client]
+        farther = self.reach[update.client]
         if all(fits(have, bounds[name] * farther) for name, have in sizes.items() if name in bounds):
             return valid
         changed = {}

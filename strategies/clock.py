@@ -2,8 +2,9 @@
 
 A client takes its download, its training and its upload, each over its device's speed, by the papers' formula and the
 FLOPs that it reports; keys and shares of secure aggregation are left out. A phase takes as long as the slowest reply
-that counts; for one that never comes the server waits until ``deadline``, without a deadline it notices at once. A
-reply after the deadline is dropped. In an over-sampled round the replies that are first by this clock count.
+that counts; where a reply is refused, as the slowest one that came. For one that never comes the server waits until
+``deadline``, without a deadline it notices at once. A reply after the deadline is dropped. In an over-sampled round the
+replies that are first by this clock count.
 """
 
 from collections.abc import Collection
@@ -37,8 +38,9 @@ class Clock:
     def report(self, counted: Collection[int], wanted: int) -> Json:
         """Return the seconds of the phase and, where a class has ``watts``, the joules of the replies."""
         seconds = max((self.arrivals[client] for client in counted), default=0.0)
-        if len(counted) < wanted and self.deadline < inf:
-            seconds = self.deadline
+        if len(counted) < wanted:
+            came = [at for at in self.arrivals.values() if at <= self.deadline]  # refused ones too: they are waited for
+            seconds = self.deadline if len(came) < len(self.sent) and self.deadline < inf else max(came, default=0.0)
         power = [(self.devices.of(client).watts, min(at, self.deadline)) for client, at in self.arrivals.items()]
         joules = {"joules": sum(watts * at for watts, at in power)} if any(watts for watts, _ in power) else {}
         return {"device-seconds": seconds, **joules}

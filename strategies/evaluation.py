@@ -51,7 +51,8 @@ def ask_evaluation(strategy: Hooks, server_round: int, arrays: ArrayRecord, conf
 
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
-    clients, extra = range(strategy.settings.num_clients), {"evaluate": wanted} | kept_rounds(strategy, config)
+    clients = range(strategy.settings.num_clients)
+    extra: Json = {"evaluate": wanted} | kept_rounds(strategy, config) | {k: config[k] for k in ("lr",) if k in config}
     asked = partial(with_state, strategy, task)
     strategy.phase = strategy.federation.ask(MessageType.EVALUATE, server_round, clients, asked, extra)
     return strategy.phase
@@ -89,8 +90,10 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
             phase.dropped.append(Dropped(client, str(error)))
     members = [update for update in updates if update.client not in held_out(strategy.settings)]
     names = sorted({key for update in updates for key in update.metrics} - {"flops"})
-    accuracies = [name for name in names if not name.endswith("-loss")]  # 0 to 100: no client moves their mean far
-    means = means_of(members, accuracies) | means_of(members, [*{*names} - {*accuracies}], strategy.robust)
+    score = strategy.score
+    # From 0 to 100: no client moves their mean far.
+    bounded = [name for name in names if score.high - score.low <= 100 and name.endswith(f"-{score.name}")]
+    means = means_of(members, bounded) | means_of(members, [*{*names} - {*bounded}], strategy.robust)
     if SPREAD in strategy.settings.metrics:
         means |= _spread(members, names)
     spent = {f"evaluate-{key}": value for key, value in sums_of(updates, ("flops",), strategy.robust).items() if value}

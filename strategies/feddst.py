@@ -34,8 +34,6 @@ from strategies.sparse import MASK, Regrown
 class FedDST(Regrown):
     """Merges the clients' masks by the magnitude of the merged weights."""
 
-    secure = ""
-
     @property
     def chooses_positions(self) -> bool:
         return self.adjusts(self.round)

@@ -62,7 +62,7 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
     few = len(updates) < MAJORITY
     while (now > limit or few) and len(kept) > 1 and 2 * (len(kept) - 1) >= len(updates):
         losses = [without(number) for number in range(len(kept))]
-        if min(losses) > (0.8 * now - 0.05 if few else now - (now - limit) / 4):
+        if min(losses) > (_above(now, 0.8) - 0.05 if few else now - (now - limit) / 4):
             break
         now = leave_out(losses.index(min(losses)), min(losses))
     if dropped:
@@ -86,15 +86,15 @@ def far_worse(strategy: Hooks, loss: float, clients: Sequence[int]) -> str:
     best = float(strategy.good[ALLOWED])
     rounds = {key: _rounds(strategy, key) for key in (WATCHED, MERGED, SUSPECTED)}
     rounds[MERGED][list(clients)] = strategy.round
-    if loss <= min(limit, WORSE[0] * best + WORSE[1]):
+    if loss <= min(limit, _above(best, WORSE[0]) + WORSE[1]):
         losses = torch.cat([past, past.new_tensor([loss])])[-WINDOW:]
         strategy.usual = {**strategy.usual, **rounds, LOSS: losses}
         return ""
 
     reason = f"the merged model's loss is {loss:.3g}, the best one's {float(strategy.good[LOSS]):.3g}: it is not kept"
-    strategy.good = {**strategy.good, ALLOWED: 2 * strategy.good[ALLOWED]}
-    undone, losses = strategy.round - 1, 2 * past
-    if loss > WORSE[0] * best + WORSE[1] and float(past[-1]) > SUSPECT[0] * best + SUSPECT[1]:
+    strategy.good = {**strategy.good, ALLOWED: past.new_tensor(_above(best, 2))}
+    undone, losses = strategy.round - 1, past + past.abs()
+    if loss > _above(best, WORSE[0]) + WORSE[1] and float(past[-1]) > _above(best, SUSPECT[0]) + SUSPECT[1]:
         undone, losses = int(strategy.good[ROUND]), strategy.good[ALLOWED].reshape(1)
         _go_back(strategy)
         strategy.phase.report["back-to-round"] = undone
@@ -142,7 +142,12 @@ def _last(strategy: Hooks) -> torch.Tensor:
 
 def _limit(strategy: Hooks, bound: tuple[float, float]) -> float:
     times, plus = bound
-    return times * float(_last(strategy).min()) + plus
+    return _above(float(_last(strategy).min()), times) + plus
+
+
+def _above(loss: float, times: float) -> float:
+    """Return ``times`` a loss above 0; one below 0, as of a density, rises by as much."""
+    return times * loss if loss > 0 else loss - (times - 1) * loss
 
 
 def _loss(strategy: Hooks, updates: Sequence[Valid]) -> float:

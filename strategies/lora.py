@@ -120,8 +120,7 @@ class FedSALoRA(SharedPart):
 class FedExLoRA(FedIT):
     """Averages A and B, and adds to W what the product of the means lacks."""
 
-    secure = USES_ALL
-    refused = USES_ALL
+    secure = refused = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         residual = exact[0] @ exact[1] - self.change(adapter, model)
@@ -132,7 +131,7 @@ class Ranked(FedIT, Sliced):
     """Clients have the first ranks of each adapter, a fraction of ``lora-rank`` by ``widths`` or their devices."""
 
     options: RankSettings
-    refused = USES_ALL
+    secure = refused = USES_ALL
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         width = self.held_width(client)
@@ -142,8 +141,6 @@ class Ranked(FedIT, Sliced):
 
 class FlexLoRA(Ranked):
     """Splits the mean of the products by its singular values."""
-
-    secure = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         """Return the best B and A of the adapter's rank; the decomposition is of the stacked factors' triangles."""
@@ -157,8 +154,6 @@ class FlexLoRA(Ranked):
 
 class FLoRA(Ranked):
     """Adds the stacked products to W, and starts the adapters anew."""
-
-    secure = USES_ALL
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         """Return W with the mean product, a new A and B = 0, as the package peft draws them."""

@@ -78,6 +78,7 @@ class Merging:
         self.seconds = 0.0  # spent on adding and merging
         self.clipped = 0  # updates that were longer than clip-norm
         self.norms: list[float] = []  # of the updates that change anything
+        self.reach: Mapping[int, float] = {}  # client -> by what its norms were divided before they were compared
         self._strategy = strategy
         self._mean = _empty_mean(strategy)
         self._waiting: list[Contribution] = []
@@ -115,7 +116,7 @@ class Merging:
 
     def _record(self, update: Update, norms: Mapping[str, float], formula: int) -> None:
         if norms.get("update"):
-            self.norms.append(norms["update"])
+            self.norms.append(norms["update"] * self.reach.get(update.client, 1.0))
         self.formula_bytes += formula
         self.updates.append(update)
 

@@ -88,14 +88,14 @@ def merge_answers(
     bounds = None
     if strategy.robust:
         guard = partial(NormGuard[Valid], min(limit, MAX_NORM), norm(strategy.current.values()), math.inf)
-        reached = reach(strategy, phase.report["clients"])
-        bounds = Bounds(strategy, reached)
+        bounds = Bounds(strategy, reach(strategy, phase.report["clients"]))
     spares = settings.spares if phase.outbox.header["phase"] == MessageType.TRAIN else 0
     clock = Clock(strategy, strategy.devices) if strategy.devices else None
     arrivals = clock.arrivals if clock else {}
     judge = FirstValid(draw(settings, server_round), settings.sample_size, guard, arrivals) if spares else guard()
     # It may hold all updates of the round; a phase that this object has not asked for has an ordinary one.
     merging, strategy.merging = strategy.merging or Merging(strategy), None
+    merging.reach = bounds.reach if bounds else {}
     diverged = 0
 
     def take(decided: Sequence[tuple[Valid, str]]) -> None:
@@ -131,7 +131,7 @@ def merge_answers(
             contribution = merging.contribution(update)
             norms = strategy.norms(update, contribution)
             if bounds:
-                norms = {kind: value / reached[client] for kind, value in norms.items()}
+                norms = {kind: value / bounds.reach[client] for kind, value in norms.items()}
                 bounds.measure(update, contribution)
             take(judge.add(Valid(update, contribution, norms), norms))
         except BadReply as error:

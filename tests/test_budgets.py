@@ -1,6 +1,7 @@
 """Budgets end a run as complete, after the round that uses them up."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_a_run_is_read_at_each_budget() -> None:
         "6 MB": {"round": 4, "final": 40.0, "spent": 5 / 6},
         "40 device seconds": {"round": 4, "final": 40.0, "spent": 1.25},
     }
+
+
+def test_a_budget_that_the_first_evaluation_exceeds_has_no_reading() -> None:
+    lines = lines_by_hand()
+    del lines[0]["global-accuracy"]  # personal scores have no round 0
+    found = at_budgets(Record(Path(), {"settings": SECONDS | {"max-bytes": 1e5}}, lines), "global-accuracy")
+    assert list(found) == ["2 GFLOPs", "40 device seconds"]
+
+
+def test_a_score_that_is_no_number_reaches_nothing() -> None:
+    assert ended_by([{"round": 1, "global-accuracy": math.nan}], resolve({"stop-at-score": 1.0})) is None
 
 
 def test_all_budgets_without_a_budget_is_refused() -> None:

@@ -45,13 +45,13 @@ def test_a_rounds_line() -> None:
 def test_a_summary() -> None:
     summary = {
         **{"method": "fedavg", "dataset": "digits", "seed": 3, "rounds": 5, "abandoned-rounds": 1},
-        **{"dropped-replies": 2, "final-global-accuracy": 90.0, "best-global-accuracy": 91.5, "rounds-to-target": 0},
+        **{"dropped-replies": 2, "final-global-accuracy": 90.0, "best-global-accuracy": 91.5, "rounds-to-target": None},
         **{"total-bytes-down": 1500, "total-formula-bytes-down": 1000, "total-bytes-up": 12},
         **{"total-formula-bytes-up": 10, "total-flops": 1.5e9, "total-subnet-flops": 5e8, "total-seconds": 187.0},
         "run-dir": "/runs/a",
     }
     more = {
-        **{"rounds-to-target": 4, "epsilon": 1.234, "delta": 1e-5, "ended-by": "max-flops", "total-joules": 2.0},
+        **{"rounds-to-target": 0, "epsilon": 1.234, "delta": 1e-5, "ended-by": "max-flops", "total-joules": 2.0},
         **{"total-device-seconds": 30.0, "served": {"global-accuracy": {"full": 90.0, "half": 80.0}}},
     }
     assert summary_table(summary, SCORE).splitlines() == [
@@ -68,7 +68,7 @@ def test_a_summary() -> None:
         "learning curve    /runs/a/curve.png",
     ]
     assert {
-        "rounds to target  4",
+        "rounds to target  0",  # by the model that the run starts from
         "privacy           epsilon 1.23 at delta 1e-05, of one client",
         "ended by          max-flops; `fedsub run --resume /runs/a max-flops=…` goes on with another limit, 0 with "
         "none",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common import conf_files
+from fedsub_app.common.score import Score
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.models import build_model
@@ -101,6 +102,14 @@ def test_a_comparison_by_hand() -> None:
     # From round 10 to 25 the mean is 2n - 9, afterwards 50 - (34 - n)(35 - n) / 10: first above 45 in round 28 (45.8).
     assert costs["rising"] == (50.0, Reached(32, 32.0, 64.0, 224.0))
     assert cells([costs["rising"], costs["low"]]) == ["50.00, 44.00", *(f"{n}, not reached" for n in (32, 32, 64, 224))]
+
+
+def test_a_loss_below_zero_has_a_threshold_above_the_best() -> None:
+    low = Score("nll", False, "", -1e9, 1e9)
+    runs = {"a": lines(every([-10.0] * 12)), "b": lines(every([-9.5] * 12)), "c": lines(every([-8.0] * 12))}
+    threshold, costs = costs_to_accuracy(runs, KEY, low)
+    assert threshold == -9.0
+    assert [cost.reached is not None for cost in costs.values()] == [True, True, False]
 
 
 def test_runs_of_before_the_papers_count_was_recorded() -> None:

@@ -208,6 +208,8 @@ def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
     assert [timed.late(Update(client, {}, {"flops": 1e9})) for client in (fast, slow)] == ["", ""]
     assert timed.arrivals == {fast: pytest.approx(2), slow: pytest.approx(18)}
     assert timed.report([fast, slow], 2) == {"device-seconds": pytest.approx(18), "joules": pytest.approx(2 * 2)}
+    timed = clock(two)
+    assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == pytest.approx(2), "no deadline: a lost reply is noticed at once"
 
 
@@ -219,6 +221,14 @@ def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) 
     assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == 10
     assert timed.report([fast], 1)["device-seconds"] == pytest.approx(2), "over-sampled: one reply is enough"
+
+
+def test_a_refused_reply_has_come(two: str) -> None:
+    """All four are asked and answer: nobody is waited for until the deadline."""
+    timed = clock(two, deadline=100.0)
+    assert [timed.late(Update(client, {}, {"flops": 1e9})) for client in range(4)] == [""] * 4
+    fast = of_class(timed, "fast")
+    assert timed.report([fast], 4)["device-seconds"] == pytest.approx(18), "slow ones were refused"
 
 
 def test_in_an_over_sampled_round_the_first_by_the_clock_count() -> None:

@@ -234,6 +234,14 @@ def test_what_a_client_says_of_itself_moves_no_mean(
     assert re.fullmatch(r"num-examples = 1: must be 1[78]\d", drop["reason"])
 
 
+def test_the_norms_of_a_round_are_those_of_the_updates(shared_run: Callable[..., Path]) -> None:
+    """A client with more samples may go farther: its norm is compared divided, and stands in the line as it is."""
+    keys = KEYS | {"method": "fedavg", "num_rounds": 1, "partition": "quantity", "dirichlet_alpha": 0.5}
+    found = [rounds(shared_run(**keys | {"robust": robust}))[-1] for robust in ("off", "on")]
+    assert found[1]["update-norm"] == found[0]["update-norm"]
+    assert found[1]["largest-update-norm"] == found[0]["largest-update-norm"]
+
+
 def test_min_contributors_keeps_what_one_client_alone_has(shared_run: Callable[..., Path]) -> None:
     for method, more in (("ist", {}), ("fedpews", {"fedpews.masks": "fixed"})):
         found = resolve({"method": method, "min-contributors": 2, "model": "feature-mlp", **more})

@@ -1,6 +1,7 @@
 """FedBN, APFL, FedALA, Per-FedAvg, pFedMe: slow references of the papers, what travels, and equality to FedAvg."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
@@ -244,3 +246,22 @@ def test_more_layers_than_there_are_cannot_be_merged(run_local: Run, tmp_path: P
     with pytest.raises(UserError, match=r"^fedala.layers = 3: at most 2, the layers of the network$"):
         run_local(method="fedala", **KEYS, fedala__layers=3)
     assert not (tmp_path / "run").exists()
+
+
+def test_personal_models_are_tuned_at_the_rate_of_their_round(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: dict[str, list[float]] = {"training": [], "evaluation": []}
+
+    class Watched(METHODS["fedavg-ft"].client):  # type: ignore[name-defined, misc]
+        def run_training(self, sent: Tensors, config: Json) -> Update:
+            rates["training"].append(self.lr)
+            return super().run_training(sent, config)  # type: ignore[no-any-return]
+
+        def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
+            rates["evaluation"].append(self.lr)
+            return super().run_evaluation(sent, config, wanted)  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(METHODS, "fedavg-ft", replace(METHODS["fedavg-ft"], client=Watched))
+    plateau = {"lr": 2.0, "lr_schedule": "plateau", "lr_patience": 0, "lr_decay": 0.1}
+    run_local(**KEYS | {"method": "fedavg-ft", "num_rounds": 4, "evaluate": "global,personal"} | plateau)
+    assert rates["training"] == rates["evaluation"]
+    assert min(rates["training"]) < 2.0

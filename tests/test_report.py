@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from fedsub_app.cli import main as cli
 from fedsub_app.client_app import app
 from fedsub_app.common.conf_files import experiments
-from fedsub_app.common.score import Score
+from fedsub_app.common.score import SCORES, Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.reports.compare import summary_table, summary_text, verdicts
+from fedsub_app.reports.compare import costs_of_groups, served_table, summary_table, summary_text, verdicts
 from fedsub_app.reports.curves import Group, RunData, costs_of, curve
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.pictures import (
@@ -124,6 +124,25 @@ def test_device_seconds_are_a_cost_where_a_run_has_some() -> None:
     without, spent = (RunData(Path(), {}, [{"device seconds": seconds}]) for seconds in (0.0, 3.0))
     assert costs_of([without]) == ["MB by formula", "GFLOPs", "seconds in rounds"]
     assert costs_of([without, spent]) == [*costs_of([without]), "device seconds"]
+
+
+def test_runs_of_two_tasks_are_judged_by_their_own_score() -> None:
+    def group(task: str, key: str, last: float) -> Group:
+        about = {
+            "settings": {"method": "fedavg", "seed": 0},
+            "score": dict(zip(Score._fields, SCORES[task], strict=False)),
+        }
+        lines = [{"round": k, key: last, "flops": 1e9, "served": {key: {"half": last}}} for k in range(8)]
+        return Group(f"{last:g}", (RunData(Path(task), about, lines),), task)
+
+    ends = {"global-accuracy": (90.0, 50.0), "global-rmse": (1.0, 9.0)}
+    tasks = {"global-accuracy": "classification", "global-rmse": "regression"}
+    groups = [group(tasks[key], key, last) for key, pair in ends.items() for last in pair]
+    assert [texts[0] for texts in costs_of_groups(groups, "global-rmse", False)] == ["", "", "1.111", "1.111"]
+    assert [texts[2] == "not reached" for texts in costs_of_groups(groups, "global-rmse", False)[2:]] == [False, True]
+    titles, rows = served_table(groups)
+    assert titles == ["global, half (%)", "global, half"]
+    assert [[cell.text for cell in cells] for _, cells in rows][2:] == [["–", "1"], ["–", "9"]]
 
 
 @given(st.lists(st.floats(-1, 2), min_size=1, max_size=12), st.floats(0.001, 0.08))

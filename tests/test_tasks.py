@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,18 @@ from torch.nn import functional as F
 import fedsub_app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
+from fedsub_app.common.section import Value
 from fedsub_app.common.tasks import TASKS, MultiLabel, NextToken, Regression, Task, task_of
+from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset
+from fedsub_app.federation.protocol import Update
 from fedsub_app.library.client import with_loss, with_metrics
 from fedsub_app.reports.compare import cost_text, summary_text
 from fedsub_app.reports.cost_to_accuracy import costs_to_accuracy
 from fedsub_app.reports.curves import Group
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
+from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import ended_by, summarise
 
 RMSE = TASKS["regression"].about
@@ -302,6 +308,50 @@ def test_objects_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     assert record.lines[-1]["global-half"] < record.lines[0]["global-half"]
     assert isinstance(task_of("own:Halved"), Task)
+
+
+def line_learnt(task: Task, **keys: Value) -> list[Json]:
+    """Learn the sum of three numbers with ``robust``; returns the lines of the run."""
+    x = torch.randn(160, 3, generator=torch.Generator().manual_seed(0))
+    pair = (x, x.sum(1))
+    net: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))  # noqa: E731
+    settings: Any = {"method": "fedavg", "num-rounds": 4, "partition": "iid", "num-clients": 5, "robust": "on"}
+    settings |= {"lr": 0.1, "batch-size": 4} | {key.replace("_", "-"): value for key, value in keys.items()}
+    return fedsub_app.run(settings, model=net, data=(pair, pair), task=task).lines
+
+
+@pytest.mark.run
+def test_a_loss_below_zero_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``robust`` compares with multiples of earlier losses, and 1.5 times -10 is a better loss."""
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+
+    class Density(Regression):
+        losses = (-1e12, 1e12)
+
+        def loss(self, output: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+            loss: torch.Tensor = super().loss(output, y, reduction)
+            return loss - 10 * (len(y) if reduction == "sum" else 1)
+
+    lines = line_learnt(Density())
+    assert not any("abandoned" in line or line.get("dropped") for line in lines)
+    assert lines[-1]["global-rmse"] < 0.5 * lines[0]["global-rmse"]
+
+
+@pytest.mark.run
+def test_no_client_moves_the_mean_of_a_score_without_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+
+    class Boaster(METHODS["fedavg"].client):  # type: ignore[name-defined, misc]
+        def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
+            update: Update = super().run_evaluation(sent, config, wanted)
+            said = {name: 9e8 for name in update.metrics if name.endswith(("-rmse", "-mae")) and self.id == 3}
+            return replace(update, metrics=update.metrics | said)
+
+    monkeypatch.setitem(METHODS, "fedavg", replace(METHODS["fedavg"], client=Boaster))
+    last = line_learnt(Regression(), evaluate="personal")[-1]
+    assert max(said["personal-rmse"] for said in last["evaluated"].values()) == 9e8
+    assert last["personal-rmse"] < 10
+    assert last["personal-mae"] < 10
 
 
 @pytest.mark.parametrize(

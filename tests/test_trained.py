@@ -207,3 +207,20 @@ def test_the_servers_quick_loss_is_the_same_each_time() -> None:
     tensors, before = {n: t.detach().clone() for n, t in network.state_dict().items()}, torch.get_rng_state()
     assert test.quick_loss(tensors) == test.quick_loss(tensors)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [1, 8, 63, 95, 1000])
+def test_the_quick_loss_is_of_samples_from_end_to_end(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = problem_of((1,)).data
+    x, y = Samples(torch.arange(count).float()[:, None]), torch.zeros(count, dtype=torch.int64)
+    data = replace(data, train_x=x, train_y=y, test_x=x, test_y=y)
+    seen: list[Tensor] = []
+    network = nn.Linear(1, 2)
+    network.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].flatten()))
+    GlobalTest(Problem(data, lambda _: network, Classification()), torch.device("cpu")).quick_loss(
+        {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    )
+    (places,) = seen
+    assert len(places) == min(count, 32)
+    assert (places[0], places[-1]) == (0, count - 1)
+    assert len(places) < 2 or places.diff().max() - places.diff().min() <= 1

@@ -33,7 +33,7 @@ class Score(NamedTuple):
         return value > other if self.high_is_good else value < other
 
     def reached(self, value: float, threshold: float) -> bool:
-        return not self.better(threshold, value)
+        return value == threshold or self.better(value, threshold)
 
     def best(self, values: Iterable[float]) -> float:
         return (max if self.high_is_good else min)(values)

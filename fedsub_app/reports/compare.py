@@ -80,18 +80,26 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
         for group in groups
     ]
     places = dict.fromkeys((key, name) for of in last for served in of for key in served for name in served[key])
-    score = groups[0].records[0].score if groups else Score()
+    of_key = kinds_of(record for group in groups for record in group.records)
+    scores = [of_key.get(key, Score()) for key, _ in places]
     rows = [
-        (group.label, [_scored([s[key][name] for s in of if name in s.get(key, {})], score) for key, name in places])
+        (
+            group.label,
+            [
+                _scored([served[key][name] for served in of if name in served.get(key, {})], score)
+                for (key, name), score in zip(places, scores, strict=True)
+            ],
+        )
         for group, of in zip(groups, last, strict=True)
         if places
     ]
-    return [score.titled(f"{kind_of(key)}, {name}") for key, name in places], rows
+    titles = [score.titled(f"{kind_of(key)}, {name}") for (key, name), score in zip(places, scores, strict=True)]
+    return titles, rows
 
 
 def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list[str]]:
     """Return the threshold and its costs of each group, by section and seed; "" where ``key`` is not measured."""
-    score = groups[0].records[0].score
+    score = kinds_of(record for group in groups for record in group.records).get(key, Score())
     found: list[list[tuple[float, Cost]]] = [[] for _ in groups]
     runs = [(k, group.section, record) for k, group in enumerate(groups) for record in group.records]
     for place in dict.fromkeys((section, record.settings["seed"]) for _, section, record in runs):

@@ -71,7 +71,8 @@ def summary_table(summary: Json, score: Score) -> str:
             final, best = (score.text(summary[f"{when}-{key}"]) for when in ("final", "best"))
             rows.append((key.replace("-", " "), f"{final} at the end, {best} at best"))
     if "rounds-to-target" in summary:
-        rows.append(("rounds to target", str(summary["rounds-to-target"] or "not reached")))
+        reached = summary["rounds-to-target"]
+        rows.append(("rounds to target", "not reached" if reached is None else str(reached)))
     if summary.get("epsilon") is not None:
         rows.append(("privacy", f"epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}, of one client"))
     bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"

@@ -74,7 +74,7 @@ class GlobalTest:
         BatchNorm uses the samples' statistics: where clients keep the running ones, the global model's fit no data.
         """
         load_tensors(self.model, tensors)
-        some = torch.arange(0, len(self.y), max(1, len(self.y) // QUICK_SAMPLES))[:QUICK_SAMPLES].to(self.y.device)
+        some = torch.linspace(0, len(self.y) - 1, min(len(self.y), QUICK_SAMPLES)).long().to(self.y.device)
         x, y = self.x[some], self.y[some]  # evenly: a test set may be sorted by class
         self.model.train(len(x) > 1)  # one sample has no statistics
         with drawing(y.device, "quick loss"):

@@ -112,7 +112,10 @@ def at_budgets(record: Record, metric: str) -> Json:
     evaluated = [number for number, line in enumerate(lines) if metric in line]
     for key in [key for key in BUDGETS if record.settings.get(key)]:
         limit, (_, unit, name) = float(record.settings[key]), BUDGETS[key]
-        last = lines[max(n for n in evaluated if spent(lines[: n + 1], key, last_evaluation=True) <= limit)]
+        within = [n for n in evaluated if spent(lines[: n + 1], key, last_evaluation=True) <= limit]
+        if not within:  # the first evaluation is beyond it
+            continue
+        last = lines[within[-1]]
         at: Json = {key: last[key] for key in ("round", "served") if key in last}
         found[f"{limit / unit:g} {name}"] = at | {"final": last[metric], "spent": spent(lines, key, True) / limit}
     return found

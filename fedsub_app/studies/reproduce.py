@@ -195,10 +195,11 @@ def _cells(row: Row, mine: list[Job], spread: str, apart: str) -> list[str]:
     others = ["" if kind == first else over(kind) for kind in ON_TEST_DATA]
     final += f" ({len(good)} of {len(summaries)} seeds)" * (len(good) < len(summaries))
     epsilon = f"{max(summary['epsilon'] for summary in good):.3g}" if "epsilon" in good[0] else ""
-    reached = [str(summary["rounds-to-target"] or "×") for summary in good if "rounds-to-target" in summary]
+    targets = [summary["rounds-to-target"] for summary in good if "rounds-to-target" in summary]
+    rounds = ", ".join("×" if at is None else str(at) for at in targets)
     totals = [([summary[key] for summary in good if (key := f"total-{cost}") in summary], unit) for cost, unit in COSTS]
     costs = [f"{statistics.mean(each) / unit:.1f}" if each else "" for each, unit in totals]
-    before = [row.setting, row.label, ", ".join(reached), row.paper.rounds, final, row.paper.final, apart]
+    before = [row.setting, row.label, rounds, row.paper.rounds, final, row.paper.final, apart]
     return [*before, *others, validation, epsilon, *costs]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -111,18 +112,10 @@ def prune_weights(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], sh
     """
     pruned = dict(masks)
     for name, mask in masks.items():
-        size = torch.where(mask, tensors[name], 0).abs_()
-        values = size.numpy().ravel()
-        alive = values[values > 0]
-        if len(alive):
-            # numpy's quantile would sort float64 copies: no value lies between its two neighbours, which are enough.
-            last = len(alive) - 1
-            first = int(position := share * last)
-            neighbours = [first, min(first + 1, last)]
-            alive.partition(neighbours)
-            below, above = alive[neighbours].tolist()
-            quantile = below + (above - below) * (position - first)
-            pruned[name] = mask & (size >= (above if quantile > below else below))
+        size = torch.where(mask, tensors[name], 0).abs_().numpy()
+        if len(alive := size[size > 0]):
+            # An array, in float64: with a float the quantile would be rounded to float32.
+            pruned[name] = mask & torch.from_numpy(size >= np.quantile(alive, np.array(share)))
     return pruned
 
 
