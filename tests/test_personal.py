@@ -13,6 +13,7 @@ from test_parts import BODY, HEAD, KEYS, Reference, fedper, initial, model_of, s
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
@@ -262,6 +263,7 @@ def test_personal_models_are_tuned_at_the_rate_of_their_round(run_local: Run, mo
 
     monkeypatch.setitem(METHODS, "fedavg-ft", replace(METHODS["fedavg-ft"], client=Watched))
     plateau = {"lr": 2.0, "lr_schedule": "plateau", "lr_patience": 0, "lr_decay": 0.1}
-    run_local(**KEYS | {"method": "fedavg-ft", "num_rounds": 4, "evaluate": "global,personal"} | plateau)
+    _, folder = run_local(**KEYS | {"method": "fedavg-ft", "num_rounds": 4, "evaluate": "global,personal"} | plateau)
+    assert client_of(folder, 0).lr == rates["training"][-1]
     assert rates["training"] == rates["evaluation"]
     assert min(rates["training"]) < 2.0

@@ -7,6 +7,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.rounds import plateau_lr, read_rounds
 from fedsub_app.training.client_state import ClientState
 from fedsub_app.training.workplace import workplace
 
@@ -47,6 +48,8 @@ def client_of(folder: Path, client: int) -> Client:
     if merged and not state:
         raise UserError(f"{folder}: the state of client {client} is not there; batches of runs do not keep it")
     restored = method.client(place, client, last.round, state)
+    if settings.lr_schedule == "plateau":
+        restored.lr = plateau_lr([line for line in read_rounds(folder) if line["round"] < last.round], settings)
     restored.load(restored.personal(strategy.personal_download(client), {}))
     restored.network.module.eval()
     return restored
