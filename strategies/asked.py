@@ -40,7 +40,7 @@ from fedsub_app.subnets.masks import scatter
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.sparsity import kept_counts, largest, largest_of_layers, worth_their_time
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, Task, Update
-from strategies.sparse import MASK, Masked, Regrown, Sparse
+from strategies.sparse import MASK, Regrown, Sparse
 from strategies.sparse_settings import FedRTSSettings, FedTinySettings, PruneFLSettings, RegrownSettings
 
 GROW = "grow/"
@@ -169,7 +169,7 @@ class FedRTS(Asked):
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Count the outcomes of the round, and draw the masks from all outcomes so far where they are adjusted."""
-        merged = Merged(Masked.merge(self, mean, updates).model)
+        merged = Merged(self.merged(mean, updates))
         ones, zeros = self.counted(merged.model, updates)
         if self.adjusts(self.round):
             draws = np.random.default_rng(derive(self.settings.seed, self.round, "masks"))

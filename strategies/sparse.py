@@ -107,8 +107,12 @@ class Sparse(Masked):
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge each position over the clients that keep it; adjust the masks."""
-        model = super().merge(mean, updates).model
+        model = self.merged(mean, updates)
         return self.under(model, self.adjusted(model, updates)) if self.adjusts(self.round) else Merged(model)
+
+    def merged(self, mean: Mean, updates: Sequence[Update]) -> Tensors:
+        """Return the merged weights under the masks; in Flower's own loop the first model has all of them."""
+        return self.pruned(super().merge(mean, updates).model, self.masks)
 
     def under(self, model: Tensors, masks: Tensors) -> Merged:
         """Return the outcome of a round that has made these masks."""

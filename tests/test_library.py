@@ -194,9 +194,9 @@ def load_as(settings: PartitionSettings) -> Callable[[Context], Any]:
 
 
 # One method for each way in which an app of one's own differs from a run: FedAvg's initial arrays, data and seeds;
-# FedSelect's state and own models on the nodes; FedPart's layers of model= and parts of it in messages. The other
-# methods add mathematics, which is the same code in both.
-EACH_WAY = ("fedavg", "fedselect", "fedpart")
+# FedSelect's state and own models on the nodes; FedPart's layers of model= and parts of it in messages; PruneFL's first
+# masks, which cut weights of those arrays. The other methods add mathematics, which is the same code in both.
+EACH_WAY = ("fedavg", "fedselect", "fedpart", "prunefl")
 
 
 @pytest.mark.run
