@@ -5,7 +5,7 @@ from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
-from fedsub_app.common.tensors import Json, Tensors, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, brought, unprefixed
 from fedsub_app.models import Output
 from fedsub_app.subnets.masks import gather, scatter
 from strategies.settings import FIARSESettings
@@ -21,9 +21,11 @@ class FIARSEClient(Client):
         """Return the trained values of the weights that were sent."""
         self.load(self.personal(sent, config))
         masks, live = unprefixed(MASK, sent), self.network.tensors
+        there = brought(masks, self.network.device)
 
         def forward(x: Batch, _: Tensors | None) -> Output:
-            kept = {name: thresholded(live[name], config["thresholds"][name]) for name in masks}
+            # Where the threshold is 0 it keeps every weight, and the client has those of its mask alone.
+            kept = {name: thresholded(live[name], config["thresholds"][name]) * there[name] for name in masks}
             return self.network(x, {**live, **kept})
 
         self.fit(step=(lambda training, x, y: training.descend(x, y, forward)) if masks else None)

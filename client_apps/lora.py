@@ -49,7 +49,7 @@ class HetLoRAClient(Client):
         """Return the trained network, without the last ranks where they are pruned, and whether they are."""
         self.load(sent)
         every = adapters(self.network.tensors)
-        kept = max(1, int(self.options.gamma * config["rank"]))
+        kept = self.options.pruned(config["rank"])
 
         def size() -> Tensor:
             """Return the sum over the layers of ‖B[:, kept:]‖ ‖A[kept:]‖."""

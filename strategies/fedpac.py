@@ -39,6 +39,8 @@ class FedPAC(SubnetStrategy):
         if not task_of(settings.task).classes:
             raise UserError(f"task = {settings.task!r}: has no classes, whose means fedpac aligns")
         self.head = head_names(self.model)
+        if not self.head:
+            raise UserError(f"trainable = {settings.trainable!r}: without the head, which fedpac combines")
         if not isinstance(self.model.get_submodule(head_layer(self.model)), nn.Linear):
             raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")
         self.heads = {name: torch.stack([self.current[name]] * settings.num_clients) for name in self.head}  # [N, ...]

@@ -23,7 +23,7 @@ Deviations:
   client that was away needs nothing else, and where ranks and clients are few it is more bytes than the papers count.
 - HetLoRA weighs the head by the same norms, over all layers together. Ranks that a client prunes are once sent as 0.
 - FLoRA's new A is drawn by the server, the same for all clients.
-- A network without adapters is trained as with FedAvg, bit for bit, and the log says so.
+- A network without adapters is trained as with FedAvg of the same `weighting`, bit for bit, and the log says so.
 """
 
 import math
@@ -55,12 +55,13 @@ class FedIT(SubnetStrategy):
 
     def setup(self) -> None:
         super().setup()
-        self.adapters, self.scale = adapters(self.current), scale_of(self.model)
+        self.adapters = adapters(self.current)
+        self.scale = scale_of(self.model) if self.adapters else 1.0
         if not self.adapters:
             self.warning = f"trainable = {self.settings.trainable!r}: without 'lora' {self.settings.method} is FedAvg"
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        fixed = {adapter.weight for adapter in self.adapters}
+        fixed = {adapter.weight for adapter in self.adapters} if self.options.moves_base else set()
         return {name: spec for name, spec in super().expected(client).items() if name not in fixed}
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
@@ -113,6 +114,11 @@ class FFALoRA(FedIT, SharedPart):
 class FedSALoRA(SharedPart):
     """Shares all but B, which stays with its client: there is no product to be merged."""
 
+    def setup(self) -> None:
+        super().setup()
+        if len(self.shared) == len(self.current):
+            self.warning = f"trainable = {self.settings.trainable!r}: without 'lora' fedsa-lora is FedAvg"
+
     def personal_names(self) -> Collection[str]:
         return {adapter.b for adapter in adapters(self.current)}
 
@@ -132,6 +138,9 @@ class Ranked(FedIT, Sliced):
 
     options: RankSettings
     secure = refused = USES_ALL
+
+    def refuses(self) -> Mapping[str, str]:
+        return {**super().refuses(), "min-contributors": USES_ALL}
 
     def units_of(self, client: int) -> dict[str, Tensor]:
         width = self.held_width(client)
@@ -197,11 +206,19 @@ class HetLoRA(Ranked):
         added = super().contribution(update)
         return added._replace(tensors={n: added.whole(n, self.current[n])[0] for n in added.tensors}, slices={})
 
+    def distance(self, update: Update, contribution: Contribution) -> float:
+        return super().distance(update, super().contribution(update))
+
+    def origin(self, update: Update) -> Tensors:
+        """Return what the client was sent, with zeros in the place of the ranks that it lacks: those do not move."""
+        sent = super().contribution(update)._replace(tensors=self.network_of(update.client))
+        return {name: sent.whole(name, tensor)[0] for name, tensor in self.current.items()}
+
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the mean, and the ranks without those that clients have pruned."""
         merged, ranks = super().merge(mean, updates), self.ranks.clone()
         for update in updates:
             if bool(update.tensors[PRUNES]):
-                ranks[update.client] = max(1, int(self.options.gamma * ranks[update.client]))
+                ranks[update.client] = self.options.pruned(int(ranks[update.client]))
         report = {**merged.report, "mean-rank": float(ranks.double().mean())}
         return replace(merged, state={"ranks": ranks}, report=report)

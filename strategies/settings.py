@@ -311,3 +311,7 @@ class HetLoRASettings(RankSettings):
     """Fraction of its ranks, rounded down, that a client keeps where it prunes; 1: none are pruned."""
     lambda_: NonNegative = 0.005
     """Weight of the penalty on the ranks that may be pruned."""
+
+    def pruned(self, rank: int) -> int:
+        """Return how many of its ``rank`` ranks a client keeps, at least 1."""
+        return max(1, int(round(self.gamma * rank, 6)))  # 0.57 of 100 is 57

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,16 @@ from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.library.strategy import TensorsAlone
 from fedsub_app.models import adapters, tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.lora import PRUNES
+from strategies.rounds import check_defences
+from strategies.settings import HetLoRASettings
+from strategies.sparse import MASK
 
 NET = """
 import torch
@@ -254,6 +259,64 @@ def test_hetlora_prunes_ranks_that_have_become_smaller(made: Made) -> None:
     assert not answer["one.lora_A.default.weight"][2:].any()
     assert answer["one.lora_A.default.weight"][:2].any()
     assert not answer["one.lora_B.default.weight"][:, 2:].any()
+
+
+def test_ranks_that_a_client_lacks_have_not_moved(made: Made) -> None:
+    """Else ``robust`` would take the filled-up zeros for a change, and refuse the client."""
+    strategy, _ = made("hetlora", hetlora__widths="1, 0.5, 0.25")
+    merge_round(strategy, updates_of(strategy))
+    for client in range(3):
+        sent = strategy.task(client).tensors
+        still = Update(client, {n: sent[n] for n in strategy.expected(client) if n in sent}, {}, 10)
+        contribution = strategy.contribution(still)
+        assert strategy.distance(still, contribution) == 0
+        origin = strategy.origin(still)
+        assert all(torch.equal(origin[name], x) for name, x in contribution.tensors.items())
+
+
+def test_hetloras_fraction_of_ranks_is_that_of_its_decimals() -> None:
+    assert [HetLoRASettings(gamma=gamma).pruned(100) for gamma in (0.57, 0.29, 0.999, 0.001)] == [57, 29, 99, 1]
+
+
+@pytest.mark.parametrize("method", ["fedit", "ffa-lora", "flexlora", "hetlora", "flora", "fedex-lora", "fedsa-lora"])
+def test_a_network_that_brings_its_adapters(method: str, made: Made, tmp_path: Path) -> None:
+    """Its weights under the adapters are tensors of the model, which a plain client returns as they are."""
+    config = "peft.LoraConfig(target_modules=['one'], r=4)"
+    brings = f"        import peft\n        peft.inject_adapter_in_model({config}, self)\n"
+    (tmp_path / "own.py").write_text(NET.replace("    def forward", f"{brings}\n    def forward"))
+    strategy, client = made(method, model=f"{tmp_path}/own.py:Net", trainable="")
+    task = strategy.task(0)
+    read(strategy, client(0).run_training(dict(task.tensors), task.config))
+
+
+def test_without_the_networks_layers_the_scale_is_not_known(made: Made) -> None:
+    """Arrays alone do not tell alpha; a scale of 1 merged another model without a word."""
+    strategy, _ = made("flora")
+    with pytest.raises(UserError, match="give model="):
+        METHODS["flora"].strategy(strategy.settings, TensorsAlone(strategy.current))
+
+
+@pytest.mark.parametrize("method", ["flora", "flexlora", "hetlora"])
+def test_products_of_lone_clients_are_not_hidden(method: str, made: Made) -> None:
+    strategy, _ = made(method, min_contributors=2)
+    with pytest.raises(UserError, match=f"min-contributors = 2: not with method = '{method}'"):
+        check_defences(strategy)
+
+
+def test_fedpac_needs_the_head(made: Made) -> None:
+    with pytest.raises(UserError, match=r"^trainable = 'one': without the head, which fedpac combines$"):
+        made("fedpac", trainable="one")
+
+
+def test_fiarse_of_threshold_zero_trains_its_mask_alone(made: Made) -> None:
+    """B begins at 0, so that the threshold of its layer is 0 and every weight is at it."""
+    strategy, client = made("fiarse", fiarse__widths="0.25", fiarse__threshold="layer")
+    task, worker = strategy.task(0), client(0)
+    worker.run_training(dict(task.tensors), task.config)
+    for adapter in adapters(strategy.current):
+        moved = worker.network.tensors[adapter.b] != 0
+        assert moved.any()
+        assert not (moved & ~task.tensors[MASK + adapter.b]).any()
 
 
 def test_what_moves_the_base_is_sent_down_alone(made: Made) -> None:

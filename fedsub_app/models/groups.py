@@ -132,7 +132,7 @@ def adapters(names: Collection[str]) -> tuple[Adapter, ...]:
 
 def scale_of(model: nn.Module) -> float:
     """Return alpha / r, the factor of B A in a network's adapters; 1 without any. Adapters of a lower rank keep it."""
-    scales = (vars(module)["scaling"] for module in model.modules() if "scaling" in vars(module))
+    scales = (vars(module)["scaling"] for _, module in model.named_modules() if "scaling" in vars(module))
     return next((float(scale["default"]) for scale in scales if isinstance(scale, dict)), 1.0)
 
 
