@@ -104,5 +104,8 @@ class Bounds:
         tensors = {name: changed.get(name, x) for name, x in contribution.tensors.items()}
         whole = {name: x for name, x in changed.items() if update.tensors.get(name, x).shape == x.shape}
         same = {name: x for name, x in whole.items() if name in update.tensors}
+        # HetLoRA weighs an update by its tensors, which are the bounded ones from here on.
+        before, now = (self._strategy.weight(replace(update, tensors=update.tensors | x)) for x in ({}, tensors))
+        weight = contribution.weight * (now / before if before else 1.0)
         update = replace(update, tensors=update.tensors | same, squares={})
-        return Valid(update, contribution._replace(tensors=tensors), norms)
+        return Valid(update, contribution._replace(tensors=tensors, weight=weight), norms)

@@ -20,7 +20,9 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
+from strategies.bounding import Bounds
 from strategies.lora import PRUNES
+from strategies.merging import Valid
 from strategies.rounds import check_defences
 from strategies.settings import HetLoRASettings
 from strategies.sparse import MASK
@@ -272,6 +274,22 @@ def test_ranks_that_a_client_lacks_have_not_moved(made: Made) -> None:
         assert strategy.distance(still, contribution) == 0
         origin = strategy.origin(still)
         assert all(torch.equal(origin[name], x) for name, x in contribution.tensors.items())
+
+
+@pytest.mark.parametrize("widths", ["1", "0.5"])
+def test_a_bounded_adapter_weighs_what_is_left_of_it(widths: str, made: Made) -> None:
+    """HetLoRA's weight is the norm of B A: of three alike clients, one sends fifty times as much."""
+    strategy, _ = made("hetlora", robust="on", hetlora__widths=widths)
+    bounds, valid = Bounds(strategy, dict.fromkeys(range(3), 1.0)), []
+    for update in updates_of(strategy):
+        sent, times = strategy.task(update.client).tensors, 0.01 * (50 if update.client == 0 else 1)
+        moved = {n: sent[n] + times * x if n in sent else x for n, x in update.tensors.items()}
+        update = replace(update, tensors=moved)
+        valid.append(Valid(update, strategy.contribution(update), {}))
+        bounds.measure(*valid[-1][:2])
+    before, after = ([each.contribution.weight for each in of] for of in (valid, bounds.bounded(valid)))
+    assert before[0] > 20 * max(before[1:])
+    assert after[0] < 2 * max(after[1:])
 
 
 def test_hetloras_fraction_of_ranks_is_that_of_its_decimals() -> None:
