@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.main(prog_name="fedsub")  # answers the shell and exits
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("fedsub").setLevel(logging.INFO)
+    code = 0
     try:
         with command.make_context("fedsub", words or ["--help"]) as context:
             code = int(command.invoke(context) or 0)
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `fedsub export … | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python's exit says it again
-        return 0
+        return code
     except OSError as error:  # a file that a command reads or writes; a run says so itself
         print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

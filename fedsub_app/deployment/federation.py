@@ -297,7 +297,6 @@ def status(folder: Path) -> tuple[bool, list[str]]:
 def _existing(folder: Path) -> Federation:
     federation = read(folder)
     if federation is None:
-        raise UserError(
-            f"{folder / STATE}: not there; `fedsub federation up --dir {shlex.quote(str(folder))}` starts one"
-        )
+        command = f"fedsub federation up --dir {shlex.quote(str(folder))}"
+        raise UserError(f"{folder / STATE}: not there; `{command}` starts a federation")
     return federation

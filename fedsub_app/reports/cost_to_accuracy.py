@@ -93,7 +93,8 @@ def costs_to_accuracy(
     """
     smooth = {name: averages(lines, key) for name, lines in runs.items()}
     top = score.best(best(means, score) for means in smooth.values())
-    threshold = top - (1 - FRACTION) * abs(top) if score.high_is_good else top / FRACTION if top > 0 else top * FRACTION
+    worse = top / FRACTION if top > 0 else top * FRACTION  # of a score whose best is low
+    threshold = top - (1 - FRACTION) * abs(top) if score.high_is_good else worse
     costs = {}
     for name, lines in runs.items():
         number = round_reached(smooth[name], threshold, score)
