@@ -79,22 +79,14 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
         [next((line["served"] for line in reversed(record.lines) if "served" in line), {}) for record in group.records]
         for group in groups
     ]
-    places = dict.fromkeys((key, name) for of in last for served in of for key in served for name in served[key])
-    of_key = kinds_of(record for group in groups for record in group.records)
-    scores = [of_key.get(key, Score()) for key, _ in places]
-    rows = [
-        (
-            group.label,
-            [
-                _scored([served[key][name] for served in of if name in served.get(key, {})], score)
-                for (key, name), score in zip(places, scores, strict=True)
-            ],
-        )
-        for group, of in zip(groups, last, strict=True)
-        if places
-    ]
-    titles = [score.titled(f"{kind_of(key)}, {name}") for (key, name), score in zip(places, scores, strict=True)]
-    return titles, rows
+    score_of = kinds_of(record for group in groups for record in group.records)
+    every = ((key, name) for of in last for served in of for key in served for name in served[key])
+    places = {(key, name): score_of.get(key, Score()) for key, name in every}
+    rows = []
+    for group, of in zip(groups, last, strict=True):
+        values = ([served[key][name] for served in of if name in served.get(key, {})] for key, name in places)
+        rows.append((group.label, [*map(_scored, values, places.values())]))
+    return [score.titled(f"{kind_of(key)}, {name}") for (key, name), score in places.items()], rows if places else []
 
 
 def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list[str]]:
