@@ -367,3 +367,16 @@ def test_a_loss_that_cannot_be_computed_is_said_before_round_1(tmp_path: Path, l
     with pytest.raises(UserError, match=message):
         fedsub_app.run(keys)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("scale", [0.01, 1, 20, 100])
+def test_areas_are_scikit_learns_however_sure_a_network_is(scale: float) -> None:
+    from sklearn.metrics import roc_auc_score
+
+    draws = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (2000,), generator=draws)
+    z = scale * (torch.randn(2000, generator=draws) + 2 * y - 1)
+    exact = pytest.approx(100 * roc_auc_score(y, z), abs=0.1)
+    multi, further = TASKS["multi-label"], task_of("classification", ("auc",))
+    assert multi.metrics(multi.sums(z[:, None], y[:, None].float()))["auroc"] == exact
+    assert further.metrics(further.sums(torch.stack((-z / 2, z / 2), 1), y))["auc"] == exact

@@ -17,7 +17,7 @@ Reduction = Literal["mean", "sum", "none"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> the mean of a batch
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float]]  # (output, y) -> means of a batch by name
 Sums = dict[str, float | Tensor]
-BINS, LARGEST = 2000, 10.0  # of the logits that are counted for an area under the ROC curve
+BINS, LARGEST, FINE = 4000, 1000.0, 0.05  # of logits that are counted for an area under the ROC curve: bins of asinh
 IGNORED = -100  # the target of a position that does not count, as in torch
 
 
@@ -120,7 +120,7 @@ class FurtherMetrics(Classification):
         pairs = torch.bincount(y * classes + output.argmax(1), minlength=classes**2).view(classes, classes)
         sums: Sums = super().sums(output, y) | {"pairs": pairs}
         if "auc" in self.others:
-            sums |= rank_counts(torch.logit(output.double().softmax(1), eps=1e-9), F.one_hot(y, classes).bool())
+            sums |= rank_counts(_against_others(output.double()), F.one_hot(y, classes).bool())
         return sums
 
     def metrics(self, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -138,8 +138,8 @@ class MultiLabel(Task):
     """Binary cross-entropy of the logits [n, labels] with y [n, labels] of 0 and 1.
 
     The score is the area under the ROC curve in percent, the mean over the labels of which there are positive and
-    negative samples; 50 without any. Logits are counted in bins of 0.01 from -10 to 10, so that the counts of
-    batches add up. ``f1`` (percent): of all labels together, at the logit 0.
+    negative samples; 50 without any. Logits are counted in bins, narrow around 0, up to ±1000, so that the
+    counts of batches add up. ``f1`` (percent): of all labels together, at the logit 0.
     """
 
     score, high_is_good, unit, low, high, others, losses = SCORES["multi-label"]
@@ -233,14 +233,23 @@ class NextToken(Classification):
 
 
 def rank_counts(scores: Tensor, true: Tensor) -> Sums:
-    """Return int64 [labels, bins] of positive and negative samples by ``scores`` [n, labels], bins of 0.01 to ±10."""
+    """Return int64 [labels, bins] of positive and negative samples by ``scores`` [n, labels], in bins up to ±1000."""
     offsets = torch.arange(true.shape[1], device=true.device) * BINS
-    bins = ((scores / LARGEST + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
+    places = torch.asinh(scores.double() / FINE) / math.asinh(LARGEST / FINE)  # a sure network's logits are large
+    bins = ((places + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
 
     def counts(which: Tensor) -> Tensor:
         return torch.bincount(bins[which], minlength=offsets.numel() * BINS).view(-1, BINS)
 
     return {"positive": counts(true), "negative": counts(~true)}
+
+
+def _against_others(logits: Tensor) -> Tensor:
+    """Return the logit of each class against all others, [n, classes], exact where its probability rounds to 1 too."""
+    log_p = logits.log_softmax(1)
+    first = F.one_hot(logits.argmax(1), logits.shape[1]).bool()
+    rest = log_p.masked_fill(first, -math.inf).logsumexp(1, keepdim=True).clamp(min=-LARGEST)
+    return log_p - torch.where(first, rest, torch.log1p(-log_p.exp().clamp(max=0.5)))
 
 
 def mean_area(sums: Mapping[str, float | Tensor]) -> float:
