@@ -23,10 +23,9 @@ from torch.func import vmap
 from torch.nn.utils.rnn import pad_sequence
 
 from fedsub_app.common.errors import one_line
-from fedsub_app.common.inputs import Batch, blank, joined
+from fedsub_app.common.inputs import Batch, Shape, blank, joined
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Network, Output
-from fedsub_app.models.sources import in_shape_of
 from fedsub_app.settings import Settings
 from fedsub_app.training.client import Training, side_by_side
 
@@ -36,20 +35,22 @@ LEAST_STACKED = 4  # clients together: a joint step of a small network takes as 
 MAX_STACKED = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
 
 
-def unstackable(settings: Settings, network: Network) -> str:
-    """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or ""."""
+def unstackable(settings: Settings, network: Network, shape: Shape) -> str:
+    """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or "".
+
+    ``shape``: of one input. The network's running statistics are left as they were: they are stacked copies.
+    """
     if settings.augment != "none":
         return f"augment = {settings.augment}: drawn client by client"
     if settings.task == "next-token":
         return f"task = {settings.task}: its loss is the mean over tokens, of which samples have unequally many"
-    if (shape := in_shape_of(network.module)) is not None:
-        stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
-        x = joined([blank(2, shape, network.device)] * 2, torch.stack)
-        network.training_mode()
-        try:
-            vmap(network.module_with)(stacked, x)
-        except Exception as error:  # code of others; dropout, whose draws are one client's
-            return f"model = {settings.model}: {one_line(error)[:100]}"
+    stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
+    x = joined([blank(2, shape, network.device)] * 2, torch.stack)
+    network.training_mode()
+    try:
+        vmap(network.module_with)(stacked, x)
+    except Exception as error:  # code of others; dropout, whose draws are one client's
+        return f"model = {settings.model}: {one_line(error)[:100]}"
     return ""
 
 
