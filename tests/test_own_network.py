@@ -43,7 +43,7 @@ from fedsub_app.models import (
     widths_of,
     with_head,
 )
-from fedsub_app.models.groups import Place, split
+from fedsub_app.models.groups import Place, kept_positions, split
 from fedsub_app.runs import node
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import open_run
@@ -808,3 +808,37 @@ def test_the_preresnet_of_the_examples_has_heterofls_parameters(width: int, para
     assert sum(group.size for group in groups) == 45 * width
     quarter = narrowed(model, groups, {group.name: group.size // 4 for group in groups})
     assert sum(p.numel() for p in quarter.parameters()) == of_a_quarter
+
+
+def test_a_mean_of_statistics_is_of_the_clients_own_batches() -> None:
+    """BatchNorm with momentum = None counts batches; the clients of a process share the network that counts."""
+    network = Network(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None)))
+    start, x, answers = network.copy(), torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0)), []
+    for _ in range(2):
+        network.load(start)
+        network.training_mode()
+        for batch in x:
+            network.module(batch)
+        answers.append(network.copy()["1.running_mean"])
+    assert torch.equal(*answers)
+
+
+def test_units_that_lie_apart_behind_a_flatten() -> None:
+    """They are not those of a listed network; by its graph they are found, or it is said that there are none."""
+    tokens = [nn.Linear(8, 16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)]
+    with pytest.raises(TypeError, match="layer 2: the units of 0 may lie apart"):
+        unit_groups(nn.Sequential(*tokens))
+    with pytest.raises(TypeError, match="no units can be removed from a Sequential: 0: "):
+        unit_groups(adopted(nn.Sequential(*tokens), (4, 8)))
+    images = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3)]
+    with pytest.raises(TypeError, match="layer 3 has 16 features, 0 has 4 units"):
+        unit_groups(nn.Sequential(*images))
+    network = adopted(nn.Sequential(*images), (1, 4, 4)).eval().double()
+    groups = unit_groups(network)
+    zeroed = dict(tensors_of(network))
+    for (name, axis), kept in kept_positions(groups, {"0": torch.arange(4) < 2}).items():
+        zeroed[name] = zeroed[name] * kept.view([-1 if k == axis else 1 for k in range(zeroed[name].dim())])
+    x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(
+        narrowed(network, groups, {"0": 2})(x), torch.func.functional_call(network, zeroed, (x,))
+    )

@@ -139,6 +139,14 @@ class Network:
     def load(self, new: Mapping[str, Tensor]) -> None:
         """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""
         load_tensors(self.tensors, new)
+        for count in self._counts:
+            count.zero_()
+
+    @cached_property
+    def _counts(self) -> list[Tensor]:
+        """Batches that went into BatchNorm's statistics where they are a mean of all: before, another client's did."""
+        layers = [m for m in self.module.modules() if isinstance(m, _BATCH_NORM) and m.momentum is None]
+        return [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
 
     @property
     def device(self) -> torch.device:

@@ -80,7 +80,11 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
             size = child.out_features if isinstance(child, nn.Linear) else child.out_channels
             name, rows = child_name, _names(child_name, child)
         elif isinstance(child, _BATCH_NORM):
+            if size and child.num_features != size:  # behind a flatten it has several numbers a unit
+                raise TypeError(f"layer {child_name} has {child.num_features} features, {name} has {size} units")
             rows += _names(child_name, child)
+        elif isinstance(child, nn.Flatten) and rows and isinstance(model.get_submodule(name), nn.Linear):
+            raise TypeError(f"layer {child_name}: the units of {name} may lie apart behind it, as those of tokens do")
         elif not isinstance(child, _UNIT_WISE):
             raise TypeError(f"layer {child_name}: no units are known for a {type(child).__name__}")
     return tuple(groups)
