@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -578,3 +579,62 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     record = fedsub_app.run(keys | {"num-clients": 2, "num-rounds": 2, "run-dir": "run"})
     assert record.lines[-1]["global-loss"] < record.lines[0]["global-loss"]
     assert sorted(record.partition["train"]) == [20, 40]
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_classes_that_some_rows_have_as_numbers_are_those_words(tmp_path: Path, several: bool) -> None:
+    """Pandas reads 0 as a number where all of a file, or of a part of a long one, are numbers, and else as a word."""
+    numbers, words = ("".join(f"{k},{label}\n" for k in range(24)) for label in (1, 2)), "5,other\n" * 12 + "6,1\n" * 12
+    content = ["x,label\n" + "".join(numbers) * (1 if several else 10_000), words]
+    for name, text in zip("ab", [content[0], f"x,label\n{words}"] if several else ["".join(content)], strict=False):
+        (tmp_path / f"t-{name}.csv").write_text(text)
+    data = load_dataset(resolve(keys_of(tmp_path, "csv:t-*.csv")).data)
+    assert data.labels == ("1", "2", "other")
+
+
+def test_an_empty_value_of_pandas_own_types_is_one_line(tmp_path: Path) -> None:
+    import pandas as pd
+
+    frame = pd.DataFrame({"x": pd.array([1, None, 3] * 8, dtype="Float64"), "label": [0, 1] * 12})
+    frame.to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="column 'x' has 6 empty or infinite values; must have none"):
+        load_dataset(resolve(keys_of(tmp_path, "parquet:t.parquet")).data)
+
+
+def test_images_of_16_bits_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted as they are, all their pixels above 255 would be white."""
+    from PIL import Image
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for split in ("train", "test"):
+        for kind in ("cat", "dog"):
+            (tmp_path / "deep" / split / kind).mkdir(parents=True)
+            Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "deep" / split / kind / "one.png")
+    with pytest.raises(UserError, match="column 'image': pixels of mode I;16, expected 8 bits a channel"):
+        load_dataset(resolve(keys_of(tmp_path, f"hf:{tmp_path}/deep", label="label")).data)
+
+
+@pytest.mark.parametrize("source", ["csv:t.csv", "t", "pets", "t.py:load"])
+def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """In one process, as a notebook is."""
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+
+    def write(count: int) -> None:
+        (tmp_path / "t.csv").write_text("x,label\n" + "".join(f"{k},{k % 2}\n" for k in range(count)))
+        x, y = np.zeros((count, 4, 4), np.uint8), np.arange(count) % 2
+        np.savez(tmp_path / "t.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
+        part = f"(torch.zeros({count}, 2), torch.arange({count}) % 2)"
+        (tmp_path / "t.py").write_text(f"import torch\ndef load():\n    return {part}, {part}\n")
+        for k in range(count):
+            (tmp_path / f"pets/{k % 2}").mkdir(parents=True, exist_ok=True)
+            Image.new("L", (4, 4), k).save(tmp_path / f"pets/{k % 2}/{k}.png")
+
+    sizes = []
+    for count in (24, 36):
+        write(count)
+        data = load_dataset(resolve(keys_of(tmp_path, source)).data)
+        assert load_dataset(resolve(keys_of(tmp_path, source)).data) is data
+        sizes.append(len(data.train_y) + len(data.test_y))
+    assert sizes == ([48, 72] if source in ("t", "t.py:load") else [24, 36])

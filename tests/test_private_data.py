@@ -192,3 +192,22 @@ def test_texts_of_a_nodes_own_in_the_servers_tokens(run_local: RunLocal, tmp_pat
     labels = "labels ('good', 'worse'), the server's data set has ('bad', 'good')"
     assert dropped(folder) == {1: f"node failed: private-data = '{paths[1]}': {labels}"}
     assert summary["final-global-accuracy"] == 100.0
+
+
+def test_a_folder_of_other_classes_is_one_line(run_local: RunLocal, tmp_path: Path) -> None:
+    """As many classes, and the second one of the server is the first one here."""
+    from PIL import Image
+
+    def folder(name: str, *classes: str) -> Path:
+        for part in ("train", "test"):
+            for number, kind in enumerate(classes):
+                (tmp_path / name / part / kind).mkdir(parents=True)
+                for k in range(4):
+                    Image.new("L", (8, 8), 90 * number + k).save(tmp_path / name / part / kind / f"{k}.png")
+        return tmp_path / name
+
+    good, other = folder("server", "cat", "dog"), folder("node", "dog", "elk")
+    keys = KEYS | {"dataset": "server", "data_dir": str(tmp_path), "train_per_class": 0, "test_per_class": 0}
+    _, run = run_local("run", grid=lambda _, keys: Private(keys, [good, other]), **keys | {"evaluate": "global"})
+    said = "labels ('dog', 'elk'), the server's data set has ('cat', 'dog')"
+    assert dropped(run) == {1: f"node failed: private-data = '{other}': {said}"[:200]}

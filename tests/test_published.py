@@ -222,3 +222,17 @@ def test_damaged_lists(data_dir: Path, name: str, file: str, message: str) -> No
     (data_dir / base / file).write_text("nonsense\n")
     with pytest.raises(UserError, match=message):
         load(name)
+
+
+def test_other_lists_of_the_same_images_are_read(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoded copies are of the classes and splits that the lists gave."""
+    from fedsub_app.data import dataset
+
+    write_cub(data_dir)
+    assert (load("cub200").train_y.tolist(), len(load("cub200").test_y)) == ([0, 1, 2], 3)
+    top = data_dir / "CUB_200_2011"
+    (top / "image_class_labels.txt").write_text("1 3\n2 3\n3 2\n4 1\n5 2\n6 1\n")
+    dataset._load.cache_clear()
+    assert load("cub200").train_y.tolist() == [0, 1, 2]
+    at = load("cub200").train_x[:][:, 0, 0, 0] * 255
+    assert at.tolist() == pytest.approx([40, 30, 10])

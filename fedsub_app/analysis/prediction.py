@@ -16,8 +16,8 @@ from fedsub_app.common.inputs import Batch, Inputs, blank
 from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
-from fedsub_app.data.files import class_names, read_pixels
-from fedsub_app.data.names import IMAGES, data_folder, own_files
+from fedsub_app.data.files import read_pixels
+from fedsub_app.data.names import IMAGES
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import unseen_rows
@@ -104,9 +104,10 @@ def _outputs(network: nn.Module, x: AnySamples) -> Tensor:
     return torch.cat([network(x[batch]) for batch in evaluation_batches(network, len(x), torch.device("cpu"))])
 
 
-def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySamples, list[str]]:
+def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySamples, list[Any]]:
     """Return image files as the run's training images are, and the names of classes that are folders."""
-    train = load_dataset(settings.model_copy(update={"normalise": "none"})).train_x
+    data = load_dataset(settings.model_copy(update={"normalise": "none"}))
+    train = data.train_x
     if len(train.shape) != 4 or not isinstance(train, Samples):
         raise UserError(f"dataset = {settings.dataset!r}: its samples are no images; predict reads images and tables")
     if odd := [file for file in files if file.suffix.lower() not in IMAGES]:
@@ -114,9 +115,7 @@ def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySa
     pixels, images = read_pixels(files, train.shape[1:]), train.tensor
     if images.dtype != torch.uint8:
         pixels, images = in_unit(pixels), images.clone()  # normalised in place
-    folder = own_files(data_folder(settings.data_dir)).get(settings.dataset)
-    classes = class_names(folder) if folder and folder.is_dir() else []
-    return normalised(images, pixels, settings.normalise)[1], classes
+    return normalised(images, pixels, settings.normalise)[1], list(data.labels)
 
 
 class _OfPixels(nn.Module):

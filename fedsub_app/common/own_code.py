@@ -38,6 +38,12 @@ def code_file(text: str) -> Path | None:
     return bundled(text) if bundled(text).exists() else Path(source)
 
 
+def state_of(text: str) -> str:
+    """Return what changes with the file that a setting names: a digest of its text, "" where it names none."""
+    file = code_file(text)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file and file.is_file() else ""
+
+
 def bundled(text: str) -> Path:
     """Return where a run's bundle holds the file that a setting names."""
     return BUNDLE / f"{text_digest(text.rpartition(':')[0])}.py"

@@ -14,28 +14,47 @@ from torch.nn.functional import interpolate
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
+from fedsub_app.common.own_code import state_of
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
-from fedsub_app.data.files import Pictures, Split, class_names, read_files, read_npz
+from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, read_files, read_npz
 from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
 from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
-from fedsub_app.data.settings import DataSettings, is_source
-from fedsub_app.data.tables import load_source
+from fedsub_app.data.settings import READERS, DataSettings, is_source
+from fedsub_app.data.tables import load_source, matching
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
-    """Return the data set, normalised, images channels-last; loaded once per process, so treat it as read-only."""
+    """Return the data set, normalised, images channels-last; once per process and state of its files: read-only."""
     # The folder is part of the key: the environment may change between calls.
-    return _load(settings.model_copy(update={"data_dir": str(data_folder(settings.data_dir))}))
+    folder = data_folder(settings.data_dir)
+    return _load(settings.model_copy(update={"data_dir": str(folder)}), _state(settings.dataset, folder))
+
+
+def _state(dataset: str, data: Path) -> str:
+    """Return what changes with a user's own files: a notebook may load a data set again that was changed meanwhile.
+
+    Of a folder of images it is the times at which images came into its folders or were deleted.
+    """
+    kind, _, pattern = dataset.partition(":")
+    if kind in READERS:
+        return fingerprint(matching(pattern, data))
+    if is_source(dataset):
+        return state_of(dataset)
+    if not (own := {*dataset.split("+")} - LOADERS.keys()):
+        return ""
+    files = [file for name, file in own_files(data).items() if name in own]
+    inside = [path for file in files if file.is_dir() for path in (*file.glob("*/"), *file.glob("*/*/"))]
+    return fingerprint([*files, *sorted(inside)])
 
 
 @lru_cache(maxsize=2)
-def _load(settings: DataSettings) -> Dataset:
+def _load(settings: DataSettings, state: str) -> Dataset:
     if is_source(settings.dataset):
         keys, defaults = settings.toml(), DataSettings().toml()
         for key in ("features", "domains", "image-size", "train-per-class", "test-per-class"):
@@ -88,7 +107,9 @@ def _load(settings: DataSettings) -> Dataset:
     notes = tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
     notes += features.notes(settings.features, settings.backbone_dir) if listed else ()
     output = task.output(whole.y, num_classes)
-    return own.dataset_of(settings.dataset, whole, labelled(samples[1], test), task, form, output, notes, known)
+    data = own.dataset_of(settings.dataset, whole, labelled(samples[1], test), task, form, output, notes, known)
+    folder = None if names[0] in LOADERS else own_files(data_folder(settings.data_dir)).get(settings.dataset)
+    return replace(data, labels=tuple(class_names(folder))) if folder and folder.is_dir() else data
 
 
 def _sources(name: str, settings: DataSettings) -> dict[str, Source]:

@@ -127,7 +127,8 @@ class Dataset:
     ``source`` is the position in ``sources`` (the names joined by ``+``, the domains, or the values of the column
     ``group``). ``notes`` says, one line each, what is partial, lossy or substituted. ``num_classes`` is the number of a
     network's outputs. y of other tasks than a classification is what the task takes. ``labels`` are the classes of a
-    table as they stand in it. ``in_shape`` is the form of one sample, a network's input.
+    table as they stand in it, or the names of the folders of images; () where classes have numbers alone. ``in_shape``
+    is the form of one sample, a network's input.
     """
 
     name: str

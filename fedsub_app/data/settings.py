@@ -36,8 +36,8 @@ KINDS = ("iid", "quantity", "dirichlet", "shards", "classes", "source", "source-
 WITHOUT_CLASSES = ("iid", "quantity", "source", "column")  # partitions of samples that have no classes
 FLWR = "flwr:"
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of a table -> function of pandas, its options
-    "csv": ("read_csv", {}),
-    "tsv": ("read_csv", {"sep": "\t", "quoting": 3}),
+    "csv": ("read_csv", {"low_memory": False}),  # else long files are read in parts, each with types of its own
+    "tsv": ("read_csv", {"sep": "\t", "quoting": 3, "low_memory": False}),
     "parquet": ("read_parquet", {}),
     "jsonl": ("read_json", {"lines": True}),
 }

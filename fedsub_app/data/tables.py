@@ -57,6 +57,9 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
 
 def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]":
     train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
+    if task.classes and any(_mixed(rows, name) for rows in (train, test) for name in wanted.label):
+        train, test = (rows if rows is None else _in_words(rows, wanted) for rows in (train, test))
+        assert train is not None
     if test is None:
         held_out = _held_out(train, wanted, task)
         train, test, notes = train[~held_out], train[held_out], (*notes, HELD_OUT)
@@ -64,6 +67,21 @@ def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame
         if not len(part):
             raise UserError(f"dataset = {wanted.dataset!r}: {'; '.join((f'no {name} samples', *notes))}")
     return train, test, notes
+
+
+def _mixed(rows: "pd.DataFrame | None", name: str) -> bool:
+    """Say whether a column has words and others, as where one file has the classes 0 and 1, another 1 and "other"."""
+    return rows is not None and name in rows and len({isinstance(value, str) for value in rows[name].dropna()}) > 1
+
+
+def _in_words(rows: "pd.DataFrame", wanted: DataSettings) -> "pd.DataFrame":
+    """Return a table whose labels are words: ``1`` and ``"1"`` are one class."""
+
+    def word(value: Any) -> Any:
+        whole = isinstance(value, float) and value.is_integer()
+        return str(int(value) if whole else value) if whole or isinstance(value, int) else value
+
+    return rows.assign(**{name: rows[name].map(word) for name in wanted.label if name in rows})
 
 
 # --- where rows come from ---------------------------------------------------------------------------------------------
@@ -86,11 +104,11 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     import pandas as pd
 
     kind, _, pattern = wanted.dataset.partition(":")
-    root, data = Path(pattern).anchor, data_folder(wanted.data_dir)
-    folders = (Path(root),) if root else (Path(), data)
-    files = next((some for folder in folders if (some := _matching(folder, pattern.removeprefix(root)))), [])
+    data = data_folder(wanted.data_dir)
+    files = matching(pattern, data)
     if not files:
-        raise UserError(f"dataset = {wanted.dataset!r}: no such file" + ("" if root else f" here or in {data}"))
+        here = "" if Path(pattern).anchor else f" here or in {data}"
+        raise UserError(f"dataset = {wanted.dataset!r}: no such file{here}")
     rows = pd.concat([_read(kind, file, wanted) for file in files], ignore_index=True)
     if SPLIT not in rows:
         return rows, None, ()
@@ -98,6 +116,13 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
         raise UserError(f"{files[0]}: column {SPLIT!r} has {shown(min(map(str, odd)))}: must be 'train' or 'test'")
     test = rows[SPLIT] == "test"
     return rows[~test].drop(columns=SPLIT), rows[test].drop(columns=SPLIT), ()
+
+
+def matching(pattern: str, data: Path) -> list[Path]:
+    """Return the files of a table, here or in the data folder."""
+    root = Path(pattern).anchor
+    folders = (Path(root),) if root else (Path(), data)
+    return next((some for folder in folders if (some := _matching(folder, pattern.removeprefix(root)))), [])
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
@@ -146,8 +171,15 @@ def _frame(rows: Any) -> "pd.DataFrame":
     images = [name for name, kind in rows.features.items() if type(kind).__name__ == "Image"]
     table: pd.DataFrame = rows.remove_columns(images).to_pandas()
     for name in images:
-        table[name] = [np.asarray(image.convert("RGB")) for image in rows[name]]
+        table[name] = [_pixels(image, name) for image in rows[name]]
     return table
+
+
+def _pixels(image: Any, column: str) -> Any:
+    """Return an image as uint8 [height, width, 3]; 16 bits a channel would all be white."""
+    if image.mode[0] in "IF":
+        raise UserError(f"column {column!r}: pixels of mode {image.mode}, expected 8 bits a channel")
+    return np.asarray(image.convert("RGB"))
 
 
 def _held_out(rows: "pd.DataFrame", wanted: DataSettings, task: Task) -> "pd.Series[bool]":
@@ -209,7 +241,8 @@ def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series
         allowed = ", ".join(map(str, rows.columns))
         raise UserError(f"dataset = {wanted.dataset!r}: no column {name!r}; allowed: {allowed}")
     column = rows[name]
-    if bad := int((~np.isfinite(column) if column.dtype.kind == "f" else column.isna()).sum()):
+    empty = column.isna()  # pandas' own types have a value for it, of which isfinite knows nothing
+    if bad := int((empty | np.isinf(column) if column.dtype.kind == "f" else empty).sum()):
         what = f"column {name!r} has {bad} empty or infinite values"
         raise UserError(f"dataset = {wanted.dataset!r}: {what}; must have none")
     return column
