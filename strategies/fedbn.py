@@ -24,7 +24,8 @@ class FedBN(SharedPart):
     def setup(self) -> None:
         super().setup()
         if len(self.shared) == len(self.current):
-            self.warning = f"model = {self.settings.model!r} has no normalisation layer: fedbn is FedAvg"
+            frozen = f" that trainable = {self.settings.trainable!r} trains" if self.settings.trainable else ""
+            self.warning = f"model = {self.settings.model!r} has no normalisation layer{frozen}: fedbn is FedAvg"
 
     def personal_names(self) -> tuple[str, ...]:
         return normalisation_names(self.model)

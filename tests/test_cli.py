@@ -105,7 +105,8 @@ def test_the_guides_commands(page: str, least: int, desk: Path, capsys: pytest.C
         options = parsed(words)
         if words[0] == "run":
             if not options["resume"]:
-                resolve(overrides_of(options["words"], options["pairs"]))
+                chosen = resolve(overrides_of(options["words"], options["pairs"]))
+                assert not (chosen.data_dir and chosen.train_per_class), "all of the reader's own samples"
             if options["dry_run"]:
                 assert cli.main(words) == 0, line
         elif words[0] == "reproduce":

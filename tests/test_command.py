@@ -107,6 +107,14 @@ def test_a_setting_has_a_help_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[2].startswith("| dirichlet-alpha | 0.5 | number > 0")
 
 
+def test_help_of_a_command_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "federation"):
+        assert cli.main(["help", command]) == 0
+        said = capsys.readouterr().out
+        assert cli.main([command, "--help"]) == 0
+        assert said == capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", experiments())
 def test_a_copy_is_the_experiment(name: str, tmp_path: Path) -> None:
     """Also of one that extends its neighbour."""

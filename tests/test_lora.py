@@ -407,7 +407,7 @@ def test_what_the_papers_methods_make_of_adapters(made: Made, caplog: pytest.Log
     pairs = [{adapter.a, adapter.b} for adapter in adapters(every["fedpart"].current)]
     assert [{*group} for group in every["fedpart"].groups] == [*pairs, {"classes.weight", "classes.bias"}]
     every["fedbn"].summary()
-    assert "has no normalisation layer: fedbn is FedAvg" in caplog.text
+    assert "has no normalisation layer that trainable = 'lora' trains: fedbn is FedAvg" in caplog.text
     for pruning in ("structured", "hybrid"):
         with pytest.raises(
             UserError, match=rf"^subfedavg.pruning = '{pruning}': .*: no layer has a BatchNorm behind it"

@@ -20,6 +20,7 @@ from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Fraction
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.deployment.engines import run_local
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.reports.html import write_html
 from fedsub_app.reports.records import grouped, read_run
@@ -174,3 +175,16 @@ def test_clients_that_are_not_there(run_local: Run) -> None:
         path.unlink()
     with pytest.raises(UserError, match="no checkpoint"):
         client_of(folder, 0)
+
+
+@pytest.mark.parametrize("by_command", [False, True])
+def test_without_matplotlib_a_run_ends_and_says_that_it_has_no_pictures(
+    by_command: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The package without its extra "run" has none."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    keys = {"dataset": "synthetic-3k", "model": "fedpews-mlp", "classes-per-client": 2, "num-rounds": 1}
+    keys |= {"method": "fedavg", "run-dir": str(tmp_path / "run")}
+    run_local(keys) if by_command else fedsub_app.run(keys)
+    assert (tmp_path / "run/summary.json").exists()
+    assert "no pictures: needs the package matplotlib" in caplog.text

@@ -92,7 +92,7 @@ def explain(
     assert isinstance(group, click.Group)
     command = group.get_command(parent, topic) if topic else group
     if command:
-        with command.make_context(f"fedsub {topic or ''}".rstrip(), ["--help"], parent=parent if topic else None):
+        with command.make_context(topic or "fedsub", ["--help"], parent=parent if topic else None):
             return
     check({"method": str(topic)})
     settings = _entries(Kind.SETTINGS)

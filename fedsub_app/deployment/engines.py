@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -93,6 +94,9 @@ def run_and_report(grid: "Grid", settings: Settings, problem: "Problem | None" =
 
 def _draw(folder: Path, wait: bool) -> None:
     """Draw a run's pictures, or start a process that does, for matplotlib takes a second; a failure is logged only."""
+    if not find_spec("matplotlib"):
+        log.warning("no pictures: needs the package matplotlib; `pip install 'fedsub[run]'`")
+        return
     try:
         if wait:
             read_run(folder).draw()
