@@ -337,7 +337,7 @@ def test_next_tokens_by_hand() -> None:
 def test_tokenizers_of_the_training_texts(name: str) -> None:
     if name != "characters":
         pytest.importorskip("tokenizers")
-    encode, size = tokenizer_of(name, TEXTS, 30)
+    encode, size, _ = tokenizer_of(name, TEXTS, 30)
     tokens = encode([*TEXTS, "zebra ~"])
     assert 0 < size <= 30
     assert all(0 < token < size for text in tokens for token in text)
@@ -348,7 +348,7 @@ def test_tokenizers_of_the_training_texts(name: str) -> None:
 def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     """In the form in which transformers saves one, without a network."""
     tokenizer_folder(tmp_path)
-    encode, size = tokenizer_of(f"transformers:{tmp_path}", TEXTS, 9)
+    encode, size, _ = tokenizer_of(f"transformers:{tmp_path}", TEXTS, 9)
     assert size == 4
     assert encode(["good film", "a good one", ""]) == [[2, 3], [1, 2, 1], []]
     assert encode([]) == []
@@ -638,3 +638,15 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
         assert load_dataset(resolve(keys_of(tmp_path, source)).data) is data
         sizes.append(len(data.train_y) + len(data.test_y))
     assert sizes == ([48, 72] if source in ("t", "t.py:load") else [24, 36])
+
+
+def test_texts_are_padded_by_the_tokenizers_own_token(tmp_path: Path) -> None:
+    """Decoders take the output at the last token that is none of their padding."""
+    tokenizer_folder(tmp_path / "words")
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "film"}'
+    (tmp_path / "words/tokenizer_config.json").write_text(config)
+    (tmp_path / "t.csv").write_text("text,label\n" + "good,0\ngood good,1\n" * 12)
+    keys = keys_of(tmp_path, "csv:t.csv", input="text", tokens=3, tokenizer=f"transformers:{tmp_path}/words")
+    x = load_dataset(resolve(keys).data).train_x[:2]
+    assert isinstance(x, Inputs)
+    assert [part.tolist() for part in x.tensors] == [[[2, 3, 3], [2, 2, 3]], [[1, 0, 0], [1, 1, 0]]]

@@ -134,3 +134,9 @@ def test_clients_that_fail_together_say_why(run_local: Run, monkeypatch: pytest.
     monkeypatch.setattr(stacked._Stack, "train", broken)
     with pytest.raises(Exception, match="client failed: RuntimeError: out of memory, say"):
         run_local("run", method="fedavg", stack_clients=True, partition="iid", num_clients=4)
+
+
+def test_the_global_generator_is_left_as_it_was(run_local: Run) -> None:
+    state = torch.get_rng_state()
+    run_local("run", method="fedavg", num_clients=5, partition="iid", stack_clients=True)
+    assert torch.equal(torch.get_rng_state(), state)

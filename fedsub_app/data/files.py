@@ -193,15 +193,14 @@ def read_files(
     of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
     file's size or time changes; files of which features are asked stay files.
     """
-    given = [parts for parts, _ in listed or ()]  # which classes they have is not in their paths
     if listed is None and path.is_dir():
         listed = list_images(path)
     if listed is not None and settings.features != "none":
         train, test = _in_splits(path, dict(listed), classes).values()
         return (Pictures.all_of(train[0]), train[1]), (Pictures.all_of(test[0]), test[1])
     files = [path] if listed is None else [file for _, file in listed]
-    more = f"{settings.image_size} {classes}" + (f" {given}" if given else "")
-    cached = cache_folder() / f"{path.name}-{fingerprint(files, more)}.npz"
+    how = f"{settings.image_size} {classes} {[parts for parts, _ in listed or ()]}"  # lists may give other classes
+    cached = cache_folder() / f"{path.name}-{fingerprint(files, how)}.npz"
     if cached.exists():
         with suppress(UserError):  # damaged: decode again
             return read_npz(cached)

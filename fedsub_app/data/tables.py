@@ -215,14 +215,15 @@ def _dataset(
         x = _numbers(wanted, columns)
     elif len(names) == 1 and isinstance(cell, str):
         texts = [[str(text) for text in part[0]] for part in columns]
-        encode, size = tokenizer_of(in_data_folder(wanted.tokenizer, wanted.data_dir), texts[0], wanted.vocabulary)
+        encode, size, pad = tokenizer_of(in_data_folder(wanted.tokenizer, wanted.data_dir), texts[0], wanted.vocabulary)
         stored: list[Batch]
         if isinstance(task, NextToken):
             parts = [next_tokens(encode(part), wanted.tokens) for part in texts]
             stored, y, output = [part.x for part in parts], [part.y for part in parts], (wanted.tokens, size)
             groups = [[of[n] for n in part.text.tolist()] if of else [] for of, part in zip(groups, parts, strict=True)]
         else:
-            stored = [Inputs.of(dict(zip(IDS, padded(encode(part), wanted.tokens), strict=True))) for part in texts]
+            ids = (padded(encode(part), wanted.tokens, pad) for part in texts)
+            stored = [Inputs.of(dict(zip(IDS, part, strict=True))) for part in ids]
         x, form = [Samples(part) for part in stored], form_of(*stored, tokens=size)
     else:
         kinds = ", ".join(f"{name} ({column.dtype})" for name, column in zip(names, columns[0], strict=True))

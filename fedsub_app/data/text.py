@@ -24,8 +24,16 @@ SOURCE_LENGTH = 80  # characters of a sample of sources
 TEST_SHARE = 6  # every sixth sample of a package is for testing
 
 
-def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, int]:
-    """Return a function from texts to tokens, and the number of tokens: with ``TRAINED`` at most ``vocabulary``."""
+class Tokenizer(NamedTuple):
+    """A function from texts to tokens, the number of tokens, and the one that stands behind a text's end."""
+
+    encode: Encode
+    size: int
+    pad: int = PAD
+
+
+def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
+    """Return a tokenizer; those of ``TRAINED`` have at most ``vocabulary`` tokens."""
     if name == "characters":
         return _of_characters([letter for letter, _ in Counter("".join(texts)).most_common(vocabulary - 2)])
     try:
@@ -36,7 +44,8 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Enco
             kind, folder = "transformers", str(packaged(folder))
         if kind == "transformers" and folder:
             tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            return lambda some: tokenizer(list(some))["input_ids"] if some else [], len(tokenizer)
+            pad = tokenizer.pad_token_id or PAD  # decoders take their answer at the last token before it
+            return Tokenizer(lambda some: tokenizer(list(some))["input_ids"] if some else [], len(tokenizer), pad)
     except ImportError as error:
         package = "tokenizers" if name in TRAINED else "transformers"
         raise UserError(f"tokenizer = {name!r}: needs the package {package}; `pip install {package}`") from error
@@ -45,12 +54,12 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Enco
     raise UserError(f"tokenizer = {name!r}: allowed are {', '.join(TRAINED)}, or 'transformers:FOLDER'")
 
 
-def _of_characters(alphabet: Sequence[str]) -> tuple[Encode, int]:
+def _of_characters(alphabet: Sequence[str]) -> Tokenizer:
     numbers = {letter: number for number, letter in enumerate(alphabet, 2)}
-    return lambda texts: [[numbers.get(letter, UNKNOWN) for letter in text] for text in texts], len(alphabet) + 2
+    return Tokenizer(lambda texts: [[numbers.get(one, UNKNOWN) for one in text] for text in texts], len(alphabet) + 2)
 
 
-def _trained(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, int]:
+def _trained(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns of every fork
     package = import_module("tokenizers")
     kind, trainer_kind = ("WordLevel", "WordLevelTrainer") if name == "words" else ("BPE", "BpeTrainer")
@@ -63,12 +72,12 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> tuple[Encode, 
     def encode(some: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(list(some))]
 
-    return encode, tokenizer.get_vocab_size()
+    return Tokenizer(encode, tokenizer.get_vocab_size())
 
 
-def padded(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
+def padded(tokens: Sequence[Sequence[int]], length: int, pad: int = PAD) -> tuple[Tensor, Tensor]:
     """Return each text's first tokens and their mask, 1 or 0, int64 [n, length]; an empty text's first one counts."""
-    ids, mask = (torch.zeros(len(tokens), length, dtype=torch.int64) for _ in range(2))
+    ids, mask = torch.full((len(tokens), length), pad), torch.zeros(len(tokens), length, dtype=torch.int64)
     for row, text in enumerate(tokens):
         some = torch.tensor(text[:length], dtype=torch.int64)
         ids[row, : len(some)] = some
@@ -110,7 +119,6 @@ def python_packages() -> dict[str, Path]:
 def source_samples(folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (x, y) of a package for training and for testing: characters and the next ones, int64 [n, 80]."""
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.py")))
-    encode, _ = _of_characters(ALPHABET)
-    x, y, _ = next_tokens(encode([text[:PACKAGE_CHARACTERS]]), SOURCE_LENGTH)
+    x, y, _ = next_tokens(_of_characters(ALPHABET).encode([text[:PACKAGE_CHARACTERS]]), SOURCE_LENGTH)
     test = torch.arange(1, len(x) + 1) % TEST_SHARE == 0
     return (x[~test], y[~test]), (x[test], y[test])

@@ -57,7 +57,10 @@ def unstackable(settings: Settings, network: Network, shape: Shape) -> str:
 def together(runs: Sequence[Callable[[], T]]) -> list[T]:
     """Call functions, each of which runs one client; returns their results. Their trainings are stacked."""
     parts = [runs[start : start + MAX_STACKED] for start in range(0, len(runs), MAX_STACKED)]
-    return [result for part in parts for result in _side_by_side(part)]
+    # Each client seeds the global generators and puts them back, but not in the reverse order of the others.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        return [result for part in parts for result in _side_by_side(part)]
 
 
 @dataclass
