@@ -60,7 +60,8 @@ class FedPeWSClient(Client):
         numbers = chain.from_iterable(torch.rand(DRAWS, len(others), generator=draws).to(device) for _ in count())
         # The gradient of a layer's bias takes the same passes as that of the mask of its units.
         rows = [[place.name for place in group.places if place.axis == 0] for group in self.network.units]
-        biases = [min((n for n in names if n in parameters), key=lambda n: parameters[n].dim()) for names in rows]
+        trained = ([name for name in names if name in parameters] for names in rows)  # none of a frozen layer
+        biases = [min(names, key=lambda name: parameters[name].dim()) for names in trained if names]
 
         def draw() -> Tensor:
             return torch.lt(next(numbers), torch.sigmoid(scores)).float()

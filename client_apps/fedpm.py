@@ -26,7 +26,7 @@ class FedPMClient(Client):
         signed = brought(signed_constants(network.module, initial), device)
         scores = {name: theta.logit() for name, theta in brought(unprefixed(THETA, sent), device).items()}
         others = {name: tensor for name, tensor in network.parameters.items() if name not in scores}
-        optimizer = Optimizer(self.settings, scores | others, self.lr)
+        optimizer = self.place.optimizer(self.settings, scores | others, self.lr)
         anchor = {name: tensor.detach().clone() for name, tensor in optimizer.parameters.items()}
         pull = Prox(anchor, self.settings.pull)
 

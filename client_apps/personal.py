@@ -70,7 +70,7 @@ class APFLClient(Client):
         network, alpha = self.network, self.alpha.to(self.network.device)
         own = network.like(self.own or self.initial())
         v = {name: own[name] for name in network.parameters}
-        personal = Optimizer(self.settings, v, self.lr)
+        personal = self.place.optimizer(self.settings, v, self.lr)
 
         def step(training: Training, x: Batch, y: Tensor) -> Tensor:
             w = {name: tensor.detach() for name, tensor in network.parameters.items()}

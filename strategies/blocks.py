@@ -26,7 +26,7 @@ def blocks(strategy: Hooks, clients: Sequence[int]) -> dict[int, int]:
     """
     settings, numbers = strategy.settings, blocks_of(clients)
     usual = (settings.mean, settings.attack, settings.min_contributors) == ("average", "none", 1)
-    usual &= not settings.secure_aggregation
+    usual &= not settings.secure_aggregation and not strategy.holds_all
     alone = (settings.spares, settings.clip_norm, settings.dp_noise_multiplier, settings.stack_clients)
     own = any(getattr(type(strategy), hook) is not getattr(Hooks, hook) for hook in SINGLE)
     if not numbers or own or any(alone) or not usual or strategy.devices or strategy.robust:

@@ -81,7 +81,7 @@ class FedPart(SubnetStrategy):
         due = self._due(client).nonzero().flatten().tolist()
         tensors = {name: self.current[name] for group in due for name in self.groups[group]}
         names = self.trained_parameters
-        if all(f"{STEPS}/{name}" in self.moments for name in names):
+        if names and all(f"{STEPS}/{name}" in self.moments for name in names):
             tensors |= {f"{kind}{name}": self.moments[f"{kind}{name}"] for kind in (FIRST, SECOND) for name in names}
             tensors[STEPS] = torch.stack([self.moments[f"{STEPS}/{name}"] for name in names])
         return Task(client, tensors, {"group": self.group})
@@ -97,8 +97,7 @@ class FedPart(SubnetStrategy):
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         specs = {name: self.specs[name] for name in self.trained}
-        if self.options.momentum != "none":
-            trained = self.trained_parameters
+        if self.options.momentum != "none" and (trained := self.trained_parameters):
             specs |= {f"{FIRST}{name}": Spec(specs[name].shape) for name in trained}
             specs |= {f"{SECOND}{name}": Spec(specs[name].shape, low=0) for name in trained}
             before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
@@ -121,7 +120,9 @@ class FedPart(SubnetStrategy):
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the trained group and moments (by similarity: Algorithm 2); record the groups that clients have."""
-        momentum, weights = self.options.momentum, [1.0] * len(updates)
+        # A layer whose parameters are all frozen has no moments.
+        momentum = self.options.momentum if self.trained_parameters else "none"
+        weights = [1.0] * len(updates)
         report: Json = {}
         trained = slice(None) if self.group is None else self.group
         changed, has = self.changed.clone(), self.has.clone()

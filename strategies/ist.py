@@ -62,11 +62,14 @@ class IST(Sliced):
         self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
 
     def units_of(self, client: int) -> dict[str, Tensor]:
-        return self._deal(self.round)[client]
+        """Return a client's units; one that the round does not ask has those of a client in whose place it is."""
+        dealt = self._deal(self.round)
+        return (dealt if client in dealt else self._deal(self.round, client))[client]
 
-    @lru_cache(maxsize=1)  # noqa: B019  (a strategy lives as long as its run)
-    def _deal(self, server_round: int) -> dict[int, dict[str, Tensor]]:
+    @lru_cache(maxsize=2)  # noqa: B019  (a strategy lives as long as its run)
+    def _deal(self, server_round: int, other: int | None = None) -> dict[int, dict[str, Tensor]]:
         clients = sample(self.settings, server_round)
+        clients = clients if other is None else [other, *clients[1:]]
         draws = generator(self.settings.seed, server_round, "units")
         return dict(zip(clients, deal(self.units, [self.held_width(client) for client in clients], draws), strict=True))
 

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.federation.nodes import draw
+from fedsub_app.federation.nodes import draw, held_out
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import BadReply, Diverged, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
@@ -240,6 +240,20 @@ def sums_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = False
             usual = median_low([cost / count for cost, count in zip(each, examples, strict=True)])
             costs[key] = [min(x, MAX_COST * usual * count) for x, count in zip(each, examples, strict=True)]
     return {key: sum(each) for key, each in costs.items()}
+
+
+def check_widths(strategy: Hooks) -> None:
+    """Refuse devices that cannot hold the network where the method has no smaller one for them."""
+    settings, devices = strategy.settings, strategy.devices
+    if not devices or strategy.narrows:
+        return
+    held = {devices.of(client) for client in set(range(settings.num_clients)) - held_out(settings)}
+    able = [device for device in held if device.width >= settings.min_width]
+    least, most = min(able, key=lambda device: device.width, default=None), settings.model_width
+    if least and least.width < most:
+        allowed = f"min-width = {most:g}, model-width = {least.width:g} or a method of widths"
+        whole = f"method = {settings.method!r} trains the whole network; allowed are {allowed}"
+        raise UserError(f"devices: class {least.name} holds width {least.width:g}, {whole}")
 
 
 def check_defences(strategy: Hooks) -> None:

@@ -1,7 +1,7 @@
 """Means of blocks of clients that nodes take: the same bits whatever the nodes and messages."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from fedsub_app.federation.blocks import BLOCK, MANY, block_parts, blocks_of
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.protocol import Update
 from fedsub_app.runs import node
+from fedsub_app.runs.methods import METHODS, Method
+from fedsub_app.settings import MethodSettings
+from strategies.base import Mean, Merged, SubnetStrategy
 
 Run = Callable[..., tuple[Json, Path]]
 START = {"w": torch.zeros(3), "b": torch.zeros(())}
@@ -107,6 +110,21 @@ def test_what_is_no_tensor_of_the_model_is_in_no_mean_of_a_block(run_local: Run)
     """FedPM's clients answer with masks, of which the server has to know each."""
     _, folder = run_local(method="fedpm", **CROWD | {"num_rounds": 1})
     assert [line["dropped"] for line in rounds(folder)[1:]] == [[]]
+
+
+class KeepsAll(SubnetStrategy):
+    holds_all = True
+
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
+        """Return the median of the answers."""
+        each = {name: torch.stack([update.tensors[name] for update in updates]) for name in self.current}
+        return Merged({name: x.median(0).values for name, x in each.items()})
+
+
+def test_a_method_that_needs_all_answers_gets_each_of_them(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "keeps-all", Method("a test", MethodSettings, KeepsAll))
+    _, folder = run_local(method="keeps-all", **CROWD | {"num_rounds": 1})
+    assert [line["status"] for line in rounds(folder)] == ["ok", "ok"]
 
 
 def refused_examples(parts: list[tuple[Json, Tensors]]) -> None:

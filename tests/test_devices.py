@@ -288,6 +288,14 @@ def test_a_device_holds_a_fraction_of_the_narrower_model(model_width: float, hel
     assert {strategy.held_width(client) for client in range(4)} == held
 
 
+def test_the_model_width_that_a_refusal_names_is_allowed() -> None:
+    """Of three widths the smallest, in whatever order the classes stand."""
+    keys = {"devices": "phones", "method": "fedavg", "num_clients": 10, "model": "fedpews-mlp"}
+    with pytest.raises(UserError, match=r"class old holds width 0.25.* model-width = 0.25"):
+        prepare(settings(**keys))
+    prepare(settings(**keys, model_width=0.25))
+
+
 def test_ist_deals_units_in_proportion_to_the_widths(two: str) -> None:
     """Widths 1, 1, 0.5, 0.5: each client has one unit and a third or a sixth of the others."""
     strategy = made(two, method="ist")
@@ -435,6 +443,15 @@ def test_a_run_with_devices_is_the_same_on_two_workers_and_after_a_resume(
     _, folder = run_local("budget", **keys, resume=True, max_device_seconds=0.0)
     assert rounds(folder) == lines
     shown_by_all_reports(folder, tmp_path)
+
+
+@pytest.mark.run
+def test_ist_runs_where_the_client_with_most_samples_of_a_class_is_not_asked_first(two: str, run_local: Run) -> None:
+    """The memory of each class is checked by that client, which has no units in round 1."""
+    for seed in range(3):
+        keys: dict[str, Any] = {"devices": two, "num_clients": 8, "clients_per_round": 2, "seed": seed}
+        summary, _ = run_local(str(seed), method="ist", **keys, num_rounds=1)
+        assert summary["abandoned-rounds"] == 0
 
 
 def test_late_clients_do_not_count_and_are_named_where_nobody_stands_in(two: str, run_local: Run) -> None:

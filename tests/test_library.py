@@ -142,6 +142,14 @@ def test_wrong_keywords_are_one_line(name: str, given: dict[str, Any], said: str
         getattr(fedsub, name)(**given)
 
 
+def test_devices_that_cannot_hold_the_network_are_refused_as_in_a_run() -> None:
+    said = r"^devices: class e holds width 0.0625, method = 'fedavg' trains the whole network; allowed are min-width"
+    with pytest.raises(fedsub.UserError, match=said):
+        fedsub.FedAvg(devices="heterofl", clients_per_node=20).start(grid(), arrays(), 1)
+    with pytest.raises(fedsub.UserError, match=r"^model_width = 0.5: no keyword of fedavg"):
+        fedsub.FedAvg(model_width=0.5)
+
+
 def test_what_needs_the_number_of_clients_waits_for_the_roll_call() -> None:
     strategy = fedsub.FedAvg(clients_per_round=5, clients_per_node=2)
     with pytest.raises(fedsub.UserError, match=r"^clients-per-round = 5: at most num-clients = 4$"):
@@ -228,6 +236,81 @@ def test_the_arrays_are_those_of_the_network() -> None:
     Net().load_state_dict(found.arrays.to_torch_state_dict())
 
 
+class Tied(nn.Module):
+    """A weight of two names, and a layer in two places: in the arrays under each of its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight, self.again = self.first.weight, self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.second(self.first(x.flatten(1)))))
+
+
+def test_tied_weights_travel_once_and_come_back_under_all_their_names() -> None:
+    first = arrays(Tied())
+    strategy = fedsub.FedAvg(clients_per_node=4, model=Tied)
+    found = strategy.start(grid(model=Tied), first, 2)
+    assert strategy.connected.phase.dropped == []
+    assert [*strategy.connected.current] == [*dict(Tied().named_parameters())]
+    assert list(found.arrays) == list(first)
+    ours = to_tensors(found.arrays)
+    assert torch.equal(ours["first.weight"], ours["second.weight"])
+    assert not torch.equal(ours["again.weight"], to_tensors(first)["again.weight"])
+    other = ArrayRecord({**Tied().state_dict(), "again.bias": torch.zeros(64)})
+    with pytest.raises(
+        fedsub.UserError, match=r"^initial_arrays: 'again.bias' is not 'first.bias', to which Tied ties"
+    ):
+        fedsub.FedAvg(clients_per_node=4, model=Tied).start(grid(model=Tied), other, 1)
+
+
+def test_a_last_batch_of_one_is_no_step_where_arrays_tell_of_a_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
+    """The server counts a client's steps as the client does: 100 samples in batches of 33 are three."""
+    keys: dict[str, Any] = {"clients_per_node": 4, "batch_size": 33}
+    strategy = fedsub.Scaffold(max_examples=100, **keys)
+    strategy.start(grid(), arrays(), 2)
+    assert strategy.connected.phase.dropped == []
+    assert "dropped" not in caplog.text
+
+
+def frozen() -> nn.Module:
+    network = sequential()
+    network.fc1.requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize("method", ["fedpart", "fedpews"])
+def test_a_layer_that_is_frozen(method: str) -> None:
+    """FedPart's round of it has no moments; FedPeWS learns which of its units count."""
+    strategy = getattr(fedsub, title(method))(model=frozen, clients_per_node=4, **pythonic(METHOD_KEYS[method]))
+    dropped: list[Any] = []
+    merge = strategy.aggregate_train
+    strategy.aggregate_train = lambda *of: (merge(*of), dropped.extend(strategy.connected.phase.dropped))[0]
+    first = arrays(frozen())
+    found = strategy.start(grid(model=frozen), first, 3)
+    assert dropped == []
+    moved = [n for n, t in to_tensors(found.arrays).items() if not torch.allclose(t, to_tensors(first)[n], atol=1e-6)]
+    assert moved
+    assert "fc1.weight" not in moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_tensors_of_another_type_are_refused(dtype: torch.dtype) -> None:
+    """Else the first merge makes float32 of them, and every answer of the second round is refused."""
+
+    def other() -> nn.Module:
+        network = Net()
+        network.register_buffer("scale", torch.ones(1, dtype=dtype))
+        return network
+
+    said = r"'scale' is torch.float\d\d; allowed is torch.float32, but for a frozen base and integer buffers$"
+    with pytest.raises(fedsub.UserError, match=f"^initial_arrays: {said}"):
+        fedsub.FedAvg(clients_per_node=4).start(grid(model=other), arrays(other()), 1)
+    with pytest.raises(fedsub.UserError, match=f"^model = 'other': {said}"):
+        fedsub.run({"num-clients": 2, "num-rounds": 1}, model=other, data=((X, Y), (X, Y)))
+
+
 def test_own_models_start_from_the_initial_arrays() -> None:
     """Not from the network of the seed: without training, LOCAL's models are the global one."""
     start = Net()
@@ -309,6 +392,13 @@ def test_the_strategy_names_the_task_and_the_app_adds_metrics() -> None:
     assert measured[1]["personal-rmse"] < measured[0]["personal-rmse"]
 
 
+def test_a_client_that_is_not_evaluated_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    app = grid(model=linear, data=numbers, metrics=lambda output, y: {"top-5": 1.0})
+    found = fedsub.FedAvg(clients_per_node=4, task="regression").start(app, arrays(linear()), 1)
+    assert 1 not in found.evaluate_metrics_clientapp
+    assert "client 3 was not evaluated: metric 'personal-top-5' was not asked for" in caplog.text
+
+
 def test_a_task_of_ones_own_is_given_to_both() -> None:
     task, own = Largest(), {"model": linear, "data": numbers}
     found = fedsub.FedAvg(clients_per_node=4, task=task).start(grid(task=task, **own), arrays(linear()), 1)
@@ -361,6 +451,13 @@ def test_units_of_a_network_that_is_no_sequential() -> None:
     assert "in_shape = (1, 4, 16) of the strategy: samples of client 0 have (1, 8, 8)" in dropped(with_other)
 
 
+@pytest.mark.parametrize("name", ["FedPer", "FedPart", "IST"])
+def test_a_shape_that_the_network_cannot_take_is_one_line(name: str) -> None:
+    said = r"^in_shape = \(3, 4, 4\): model = Net: cannot take inputs of shape \(3, 4, 4\): RuntimeError: "
+    with pytest.raises(fedsub.UserError, match=said):
+        getattr(fedsub, name)(clients_per_node=4, model=Net, in_shape=(3, 4, 4)).start(grid(), arrays(), 1)
+
+
 def test_the_head_of_ones_own_network() -> None:
     """With FedPer the layer ``body.1`` stays with the clients, whose client_app may name it as well."""
     start = arrays()
@@ -370,6 +467,32 @@ def test_the_head_of_ones_own_network() -> None:
     assert "head = 'head' of client_app: the strategy's is 'body.1'" in dropped({"head": "body.1"}, head="head")
     with pytest.raises(fedsub.UserError, match=r"^head = 'tail': 'tail' is no layer"):
         fedsub.FedPer(model=Net, head="tail").start(grid(), arrays(), 1)
+
+
+class Backwards(Net):
+    """Its head is defined first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = self.body
+        del self.body
+        self.body = body
+
+
+def test_layers_that_run_in_another_order_than_they_are_defined_in() -> None:
+    """The server, without a sample's shape, would take the body's last Linear for the head."""
+    first, own = arrays(Backwards()), {"model": Backwards}
+    assert next(iter(first)) == "head.weight"
+    said = "its layers run in another order than they are defined in; give in_shape=(1, 8, 8) to the strategy"
+    strategy = fedsub.FedPer(clients_per_node=4, **own)
+    strategy.start(grid(**own), first, 1)
+    assert said in str(strategy.connected.phase.dropped)
+    found = fedsub.FedPer(clients_per_node=4, in_shape=(1, 8, 8), **own).start(grid(**own), first, 2)
+    moved = {n for n, t in to_tensors(found.arrays).items() if not torch.equal(t, to_tensors(first)[n])}
+    assert {n for n in moved if not n.startswith("body")} == set()
+    strategy = fedsub.FedAvg(clients_per_node=4, **own)  # which does not ask for layers
+    strategy.start(grid(**own), first, 1)
+    assert strategy.connected.phase.dropped == []
 
 
 def test_a_plateau_needs_the_scores_of_fedsubs_start(tmp_path: Path) -> None:
@@ -385,15 +508,37 @@ def test_a_plateau_needs_the_scores_of_fedsubs_start(tmp_path: Path) -> None:
     assert [line.get("lr") for line in lines] == [None, 0.1, pytest.approx(0.01), pytest.approx(0.001)]
 
 
-def test_an_optimizer_of_ones_own() -> None:
+def test_an_optimizer_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
     """Adam as torch has it is the Adam of the key."""
     start, adam = arrays(), lambda parameters, lr: torch.optim.Adam(parameters, lr, fused=True)
     ours = fedsub.FedAvg(clients_per_node=4, optimizer="adam", lr=0.01).start(grid(), start, 2)
     own = fedsub.FedAvg(clients_per_node=4, lr=0.01).start(grid(optimizer=adam), start, 2)
     assert all(torch.equal(t, to_tensors(ours.arrays)[n]) for n, t in to_tensors(own.arrays).items())
     assert "momentum = 0.9: must be 0.0 with optimizer= of client_app" in dropped({"momentum": 0.9}, optimizer=adam)
+    fedsub.FedAvg(clients_per_node=4).start(grid(optimizer=lambda parameters, lr: None), start, 1)
+    assert "returned a NoneType, must be a torch.optim.Optimizer" in caplog.text
     said = dropped({}, fedsub.Scaffold, optimizer=adam)
     assert "optimizer= of client_app: not with method = 'scaffold', which computes with SGD's steps" in said
+
+
+@pytest.mark.parametrize("method", ["apfl", "fedpm"])
+def test_an_optimizer_of_ones_own_moves_what_a_method_trains_beside_the_network(method: str) -> None:
+    start, adam = arrays(sequential()), lambda parameters, lr: torch.optim.Adam(parameters, lr, fused=True)
+    keys: dict[str, Any] = {"clients_per_node": 4, "model": sequential, "lr": 0.01}
+    ours = getattr(fedsub, title(method))(optimizer="adam", **keys).start(grid(model=sequential), start, 2)
+    own = getattr(fedsub, title(method))(**keys).start(grid(model=sequential, optimizer=adam), start, 2)
+    assert all(torch.equal(t, to_tensors(ours.arrays)[n]) for n, t in to_tensors(own.arrays).items())
+    assert ours.evaluate_metrics_clientapp[2] == own.evaluate_metrics_clientapp[2]
+
+
+def test_positions_that_a_mask_holds_do_not_decay() -> None:
+    """FedSelect, which refuses weight-decay for it: each position is trained in one of the two passes of a round."""
+    decay = lambda parameters, lr: torch.optim.AdamW(parameters, lr, weight_decay=1.0)  # noqa: E731
+    first, still = arrays(sequential()), lambda output, y: output.sum() * 0
+    strategy = fedsub.FedSelect(clients_per_node=4, model=sequential, local_epochs=1, lr=0.1, alpha=0.5)
+    found = strategy.start(grid(model=sequential, optimizer=decay, loss=still), first, 2)
+    left = [to_tensors(found.arrays)[n] / t for n, t in to_tensors(first).items()]  # 100 samples: four steps a round
+    assert min(float(ratio.min()) for ratio in left) == pytest.approx(0.9**8)
 
 
 @pytest.mark.parametrize(("bound", "said"), [(99, "num-examples = 100: must be an integer from 1 to 99"), (100, "")])
@@ -445,6 +590,28 @@ def test_a_failure_says_how_start_goes_on(tmp_path: Path) -> None:
     one = lambda context: ((X, Y), (X, Y))  # noqa: E731
     with pytest.raises(fedsub.RunFailed, match=r"`fedsub.start\(…, run_dir='.*/run', resume=True\)` goes on$"):
         fedsub.start(fedsub.FedAvg(), grid(loss=loss, data=one), initial_arrays=arrays(), run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"acc": np.float32(3.5)}, ""),
+        ({"acc": torch.tensor(3.5)}, ""),
+        ({"acc": "high"}, r"^evaluate_fn: returned .*; must be numbers by name, or None$"),
+        (3.5, r"^evaluate_fn: returned 3.5; must be numbers by name, or None$"),
+        ({"round": 7}, r"^evaluate_fn: returned 'round', which the round's line has of its own; name it otherwise$"),
+    ],
+)
+def test_what_evaluate_fn_returns_is_numbers(found: Any, said: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"initial_arrays": arrays(), "num_rounds": 1, "run_dir": tmp_path / "run"}
+    strategy = fedsub.FedAvg(clients_per_node=4)
+    if said:
+        with pytest.raises(fedsub.UserError, match=said):
+            fedsub.start(strategy, grid(), **how, evaluate_fn=lambda *_: found)
+        return
+    fedsub.start(strategy, grid(), **how, evaluate_fn=lambda *_: found)
+    lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
+    assert [line["acc"] for line in lines] == [3.5, 3.5]
 
 
 def test_wrong_arrays_leave_no_directory(tmp_path: Path) -> None:
@@ -562,6 +729,21 @@ def test_run_with_a_network_and_data(workers: int, tmp_path: Path) -> None:
     assert (own.folder / "model.safetensors").read_bytes() == (named.folder / "model.safetensors").read_bytes()
     assert own.lines[-1]["global-accuracy"] == named.lines[-1]["global-accuracy"]
     assert own.settings["dataset"] == "own"
+
+
+def test_a_run_of_objects_says_what_it_lacks(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"num-clients": 2, "num-rounds": 1, "partition": "iid", "run-dir": str(tmp_path / "run")}
+    data = (DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y)
+    record = fedsub.run(keys, model=wide, data=data)
+    with pytest.raises(fedsub.UserError, match=r"^dataset = 'own': an object of the program that ran it; load its"):
+        record.model()
+
+    def other() -> nn.Module:
+        return mlp(64, 10, [100], batch_norm=True)
+
+    other.__name__ = "wide"
+    with pytest.raises(fedsub.UserError, match=r"its model is another network's: 'fc1.weight' has shape \(1000"):
+        fedsub.run({"run-dir": str(record.folder), "resume": True, "num-rounds": 2}, model=other, data=data)
 
 
 def test_run_wants_both() -> None:

@@ -21,6 +21,8 @@ from fedsub_app.client_app import app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.nodes import Answer, Federation
+from fedsub_app.federation.phase import Phase
 from fedsub_app.federation.protocol import MEASURE, Spec, Update
 from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
@@ -233,6 +235,28 @@ def test_nobody_is_asked_where_it_is_not_due(run_local: Run, monkeypatch: pytest
     _, folder = run_local(**keys(num_rounds=3, oversample=1.3))
     assert [("measurement" in line) for line in read_rounds(folder)[1:]] == [False, True, False]
     assert "not-waited-for" not in read_rounds(folder)[2]["measurement"]
+
+
+def test_after_an_abandoned_round_the_model_that_is_left_is_measured(
+    run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HeteroFL measures where an evaluation is due: of round 2, all of whose replies are lost, as of round 1."""
+    answers, lines = Federation.answers, {}
+
+    def losing(self: Federation, phase: Phase, *more: Any) -> Iterator[Answer]:
+        header = phase.outbox.header
+        for answer in answers(self, phase, *more):
+            if (header["phase"], header["round"]) != ("train", 2):
+                yield answer
+
+    monkeypatch.setattr(Federation, "answers", losing)
+    for every in (1, 2):
+        _, folder = run_local(str(every), **keys(method="heterofl", eval_every=every))
+        lines[every] = read_rounds(folder)[-1]
+    assert [lines[every]["status"] for every in lines] == ["abandoned"] * 2
+    assert "measurement" in lines[2]
+    assert "measurement" not in lines[1]  # round 1 was measured
+    assert lines[2]["global-loss"] == pytest.approx(lines[1]["global-loss"], rel=1e-4)  # other mini-batches
 
 
 def test_noise_is_refused() -> None:

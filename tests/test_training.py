@@ -97,10 +97,10 @@ def test_plateau_follows_the_first_score_in_its_direction() -> None:
     keys: dict[str, Value] = {"lr": 0.1, "lr-schedule": "plateau", "lr-patience": 1, "lr-decay": 0.5}
     scores = [10.0, 20.0, 15.0, None, 19.0, 21.0, 21.0, 5.0]
     rates = [0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025]
-    lines: list[Json] = [{} if score is None else {"global-accuracy": score} for score in scores]
+    lines: list[Json] = [{"round": n} | ({} if x is None else {"global-accuracy": x}) for n, x in enumerate(scores)]
     assert [plateau_lr(lines[:count], resolve(keys)) for count in range(9)] == rates
     low = resolve(keys | {"task": "regression", "evaluate": "personal"})
-    errors: list[Json] = [{"personal-rmse": x, "global-rmse": 1.0 - x} for x in (0.9, 0.8, 0.85, 0.8, 0.1)]
+    errors: list[Json] = [{"round": 1, "personal-rmse": x, "global-rmse": 1.0 - x} for x in (0.9, 0.8, 0.85, 0.8, 0.1)]
     assert [plateau_lr(errors[:count], low) for count in range(6)] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
 
 
@@ -138,6 +138,16 @@ def test_a_run_on_a_plateau_is_resumed_and_shared_out(
     done = fedsub(tmp_path, "run", *pairs(given), "--workers", "2")
     assert done.code == 0, done.err
     assert (tmp_path / "two/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_the_evaluation_of_the_last_round_is_no_step_of_a_longer_runs_plateau() -> None:
+    """A run of 5 rounds that is resumed with more of them, as if it had had them from the start."""
+    made = resolve({"lr-schedule": "plateau", "lr-patience": 1, "lr-decay": 0.5, "lr": 0.1, "eval-every": 4})
+    lines: list[Json] = [{"round": number, "global-accuracy": 50.0} for number in (0, 4, 8)]
+    resumed = sorted([*lines, {"round": 5, "global-accuracy": 50.0}], key=lambda line: line["round"])
+    for last in (5, 8):
+        falls = [plateau_lr([line for line in of if line["round"] <= last], made) for of in (lines, resumed)]
+        assert falls[0] == falls[1] == {5: 0.1, 8: 0.05}[last]
 
 
 def settings_in(folder: Path) -> dict[str, Value]:

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
-from fedsub_app.common.own_code import state_of
+from fedsub_app.common.own_code import OWN, state_of
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tasks import task_of
@@ -140,6 +140,9 @@ def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
     if file is None:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = one_of(name, dataset_names(str(data)))
+        if name == OWN:  # of fedsub.run(…, model=, data=), or of an app
+            what = "an object of the program that ran it; load its model.safetensors into your network"
+            raise UserError(f"dataset = {name!r}: {what}")
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
     train, test = read_npz(file) if file.suffix == ".npz" else read_files(settings, file)
     num_classes = int(max(train[1].max(), test[1].max())) + 1

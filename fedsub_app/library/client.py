@@ -14,19 +14,19 @@ from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.failures import machine_failure
-from fedsub_app.common.inputs import shape_shown
+from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.run_files import initial_model, state_folder
 from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, task_of
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
-from fedsub_app.models import Network, other_base
+from fedsub_app.models import Network, head_names, layer_groups, other_base
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.node import Places, Source, settings_from
 from fedsub_app.settings import Settings
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
-from fedsub_app.training.problem import Model, Problem
+from fedsub_app.training.problem import Model, Problem, built, with_named_head
 from fedsub_app.training.workplace import Workplace
 
 Load = Callable[[Context], object]
@@ -145,6 +145,8 @@ def own(
         if settings not in networks:
             networks.clear()
             networks[settings] = Network(problem.network().to(device))
+        if node.as_defined and not isinstance(problem.data.in_shape, Form):  # in_shape= tells no tokens
+            _check_order(problem, settings, model)
         partition = whole_set(problem.data, settings.partitioning, client)
         how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
         place = Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
@@ -162,6 +164,16 @@ def own(
         return lambda client: loaded(settings, client, node)
 
     return source
+
+
+def _check_order(problem: Problem, settings: Settings, model: Model) -> None:
+    """Refuse a network whose layers run in another order than that of their definition, which the server goes by."""
+    defined = problem.unfrozen()
+    running = with_named_head(built(model, problem.data.in_shape)(settings.seed), settings.head)
+    if (layer_groups(defined), head_names(defined)) != (layer_groups(running), head_names(running)):
+        why = "its layers run in another order than they are defined in"
+        shape = shape_shown(problem.data.in_shape)
+        raise UserError(f"model = {problem.name!r}: {why}; give in_shape={shape} to the strategy")
 
 
 def _check_optimizer(settings: Settings) -> None:
@@ -186,13 +198,15 @@ class _Node:
     folder: Path
     in_shape: tuple[int, ...]
     base: str
+    as_defined: bool  # whether the server takes the layers in the order of their definition
     config: tuple[tuple[str, object], ...]
 
     @staticmethod
     def of(header: Json, context: Context) -> "_Node":
         config = {**context.node_config, "partition-id": 0, "num-partitions": 0}
         shape, base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
-        return _Node(context, state_folder(header, context.node_config), shape, base, tuple(sorted(config.items())))
+        folder, as_defined = state_folder(header, context.node_config), bool(header.get("as-defined"))
+        return _Node(context, folder, shape, base, as_defined, tuple(sorted(config.items())))
 
     def initial(self) -> Tensors:
         """Return the initial global model, which the node was sent."""

@@ -19,6 +19,7 @@ WITHOUT = {
     *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys())
     - {"seed", "validation_fraction", "task"},
     *("experiment", "method", "num_rounds", "run_dir", "resume", "model", "start_from", "stack_clients", "options"),
+    *("model_options", "model_width"),  # of a network that the app makes itself
 }
 EVALUATE = "personal"  # what the clients measure unless they are told; of a method without own models the global one
 MANY = 100_000  # clients, before the roll call has told how many there are

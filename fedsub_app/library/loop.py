@@ -6,7 +6,8 @@ from pathlib import Path
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.files import CHECKSUM
 from fedsub_app.common.run_files import initial_file, initial_model
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensor_files import write_tensors
@@ -16,8 +17,10 @@ from fedsub_app.library.strategy import LibraryStrategy
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import described_failures, run_rounds
 from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.rounds import TOTALS
 from fedsub_app.runs.tracking import check_tracker
 
+OF_THE_ROUND = {"round", "status", "stage", "lr", "dropped", "abandoned", "clients", CHECKSUM, *TOTALS}
 Evaluate = Callable[[int, ArrayRecord], Mapping[str, float] | None]
 
 
@@ -53,7 +56,7 @@ def start(
     if not isinstance(strategy, LibraryStrategy):
         raise UserError(f"strategy = {type(strategy).__name__}: must be one of fedsub's, such as fedsub.FedAvg()")
     strategy.num_rounds = num_rounds
-    where: dict[str, Value] = {"run-dir": str(run_dir), "resume": resume}
+    where: dict[str, Value] = {"run-dir": str(run_dir or ""), "resume": resume}
     settings = settings_of(strategy.call_roll(grid) | where)
     check_tracker(settings.track)
     strategy.build(settings, initial_arrays)  # what is wrong with them is said before anything is written
@@ -68,6 +71,17 @@ def start(
         connected = strategy.connect(settings, initial_arrays, {"run": run.run_id, "state-dir": str(run.state_folder)})
 
         def measured(arrays: ArrayRecord) -> dict[str, float]:
-            return dict((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})
+            return _numbers((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})
 
         return run_rounds(grid, connected, run, measured if evaluate_fn else None)
+
+
+def _numbers(found: Mapping[str, float]) -> dict[str, float]:
+    """Return what ``evaluate_fn`` measured as numbers for the round's line; also those of NumPy and torch."""
+    try:
+        numbers = {str(name): float(value) for name, value in dict(found).items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"evaluate_fn: returned {shown(found)[:100]}; must be numbers by name, or None") from error
+    if taken := sorted(numbers.keys() & OF_THE_ROUND):
+        raise UserError(f"evaluate_fn: returned {taken[0]!r}, which the round's line has of its own; name it otherwise")
+    return numbers

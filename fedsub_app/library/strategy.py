@@ -22,13 +22,14 @@ from fedsub_app.federation.roll import Roll
 from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
-from fedsub_app.models import base_digest, freeze, tensors_of
+from fedsub_app.models import base_digest, check_float32, freeze, taken_as_defined, tensors_of, ties
+from fedsub_app.models.sources import answer
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Model, built, trained_part, with_named_head
 from strategies.base import SubnetStrategy
-from strategies.rounds import check_defences
+from strategies.rounds import check_defences, check_widths
 from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
@@ -54,8 +55,8 @@ class TensorsAlone(nn.Module):
         return self.known
 
     def modules(self, *_: Any, **__: Any) -> Any:
-        """Yield nothing."""
-        yield from ()
+        """Yield a BatchNorm where there are running statistics: a last batch of one sample is no step then."""
+        yield from [nn.BatchNorm1d(1)] * any(map(_running, self.known))
 
     def named_modules(self, *_: Any, **__: Any) -> Any:
         """Raise :class:`UserError`: layers are asked for."""
@@ -116,6 +117,7 @@ class LibraryStrategy(Strategy):
         self.num_rounds = 1
         self.connected: SubnetStrategy | None = None
         self._others: dict[str, Tensor] = {}  # of the arrays: integers and a frozen base, which no method changes
+        self._tied: dict[str, str] = {}  # further names of tied weights -> their first one, by which they travel
         self._order: list[str] = []
         self._round: tuple[ConfigRecord, Grid] | None = None
         self._folder: TemporaryDirectory[str] | None = None
@@ -144,9 +146,11 @@ class LibraryStrategy(Strategy):
         network = self._network(settings, initial)
         if settings.trainable:
             initial = {name: initial[name] for name in tensors_of(network)}
+        check_float32(initial, "initial_arrays")
         self._others = {name: tensor for name, tensor in every.items() if name not in initial}
         strategy = METHODS[self.method].strategy(settings, network)
         check_defences(strategy)
+        check_widths(strategy)
         return strategy, initial
 
     def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
@@ -154,6 +158,7 @@ class LibraryStrategy(Strategy):
         strategy, initial = self.build(settings, initial_arrays)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
         header |= {"base": base_digest(strategy.model)} if settings.trainable else {}
+        header |= {"as-defined": True} if taken_as_defined(strategy.model) else {}
         federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
         federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
         federation.roll, self._roll.settings = self._roll, settings
@@ -167,7 +172,13 @@ class LibraryStrategy(Strategy):
         if self.model is None:
             return TensorsAlone(initial)
         network = with_named_head(built(self.model, self.in_shape)(0), settings.head)
+        if self.in_shape:  # else the methods that trace the network meet a traceback
+            answer(network, f"in_shape = {self.in_shape}: model = {type(network).__name__}", self.in_shape)
         own = tensors_of(network)
+        self._tied = ties(network)
+        for name, first in self._tied.items():
+            if name in initial and first in initial and not torch.equal(initial.pop(name), initial[first]):
+                raise UserError(f"initial_arrays: {name!r} is not {first!r}, to which {type(network).__name__} ties it")
         if wrong := [n for n in [*own, *initial] if _shape(own.get(n)) != _shape(initial.get(n))]:
             said = f"{_shape(initial.get(wrong[0]))}, in model = {type(network).__name__} {_shape(own.get(wrong[0]))}"
             raise UserError(f"initial_arrays: {wrong[0]!r} has shape {said}")
@@ -179,6 +190,7 @@ class LibraryStrategy(Strategy):
     def whole(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return arrays in the initial ones' order, with those that no method changes, for ``load_state_dict``."""
         tensors = to_tensors(arrays) | self._others
+        tensors |= {name: tensors[first] for name, first in self._tied.items() if first in tensors}
         return to_arrays({name: tensors[name] for name in self._order})
 
     # --- Flower's verbs ----------------------------------------------------------------------------------------------
@@ -223,7 +235,12 @@ class LibraryStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the unweighted means over the clients."""
         assert self.connected
-        return self.connected.aggregate_evaluate(server_round, replies) if self.connected.phase.clients else None
+        if not self.connected.phase.clients:
+            return None
+        metrics = self.connected.aggregate_evaluate(server_round, replies)
+        for drop in self.connected.phase.report["not-evaluated"]:
+            log.warning("round %d: client %d was not evaluated: %s", server_round, drop["client"], drop["reason"])
+        return metrics
 
     def summary(self) -> None:
         """Log the method and the keys that were given, one line."""

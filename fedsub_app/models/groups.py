@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from fedsub_app.models.sources import in_shape_of
 # Ends of the names of LoRA's tensors, as the package peft gives them.
 _A, _B, _W = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+_as_defined: WeakSet[nn.Module] = WeakSet()  # networks whose order was asked for, without an input's shape
 
 
 class Place(NamedTuple):
@@ -84,7 +85,14 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     named = dict(model.named_modules())
     if (shape := in_shape_of(model)) is not None and model not in _orders:
         _orders[model] = _order(model, shape)
+    if shape is None:
+        _as_defined.add(model)
     return [(name, named[name]) for name in _orders.get(model, named)]
+
+
+def taken_as_defined(model: nn.Module) -> bool:
+    """Say whether somebody asked for the order of a network's layers, and was told that of their definition."""
+    return model in _as_defined
 
 
 def forget_order(model: nn.Module) -> None:

@@ -219,6 +219,19 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in every.items() if t.is_floating_point() and first[id(t)] == n and n not in base}
 
 
+def ties(model: nn.Module) -> dict[str, str]:
+    """Return the further names of the model's tensors (tied weights, layers in two places): name -> the first one."""
+    every = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(every.items())}
+    return {name: first[id(tensor)] for name, tensor in every.items() if first[id(tensor)] != name}
+
+
+def check_float32(tensors: Mapping[str, Tensor], who: str) -> None:
+    """Raise :class:`UserError` for a tensor of another type: means, masks and messages are of float32."""
+    if odd := [f"{name!r} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
+        raise UserError(f"{who}: {odd[0]}; allowed is torch.float32, but for a frozen base and integer buffers")
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the model's parameters by name, without those that are frozen (``requires_grad`` is false)."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -37,7 +37,7 @@ from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import unstackable
 from strategies.base import SubnetStrategy
 from strategies.evaluation import by_width, evaluation_due
-from strategies.rounds import check_defences
+from strategies.rounds import check_defences, check_widths
 from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
@@ -53,6 +53,7 @@ def client_bytes(settings: Settings, network: int, samples: float) -> float:
 def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partition | None) -> list[tuple[str, str]]:
     """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1."""
     settings, method, rows = strategy.settings, strategy.settings.method, []
+    check_widths(strategy)
     strategy.round, able = 1, not strategy.devices
     sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients
     members = sorted({*range(settings.num_clients)} - held_out(settings))
@@ -60,10 +61,6 @@ def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partiti
         clients = [client for client in members if strategy.devices.of(client) is device]  # type: ignore[union-attr]
         named, needs = f"class {device.name} holds", "none takes part"
         if clients and device.width >= settings.min_width:
-            if device.width < settings.model_width and not strategy.narrows:
-                allowed = f"min-width = {settings.model_width:g}, model-width = {device.width:g} or a method of widths"
-                whole = f"width {device.width:g}, method = {method!r} trains the whole network; allowed are {allowed}"
-                raise UserError(f"devices: {named} {whole}")
             largest = max(clients, key=sizes.__getitem__)
             network = formula_bytes(strategy.network_of(largest))
             samples = sizes[largest] * size_of(problem.data.in_shape)
@@ -165,6 +162,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     settings = run.settings
     checkpoint = run.restore()
     last, model, state, abandoned = checkpoint.round, checkpoint.model, checkpoint.state, checkpoint.abandoned
+    if other := [n for n, tensor in strategy.current.items() if n in model and model[n].shape != tensor.shape]:
+        shapes = f"{tuple(model[other[0]].shape)}, here {tuple(strategy.current[other[0]].shape)}"
+        raise UserError(f"{run.folder}: its model is another network's: {other[0]!r} has shape {shapes}")
     # In the model's order, which a checkpoint does not keep: sums over tensors must not depend on a resume.
     arrays = to_arrays({name: model.get(name, tensor) for name, tensor in strategy.current.items()})
     if last:
@@ -188,10 +188,10 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             config["lr"] = plateau_lr(run.lines, settings)
         phase, stage = strategy.configure_train(number, arrays, config, grid), strategy.stage(number)
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
-        if merged is not None and strategy.measurement:
-            merged = strategy.measurement.run(number, merged, config, grid)
         # The model of an abandoned round is that before it or, with robust, an earlier one.
         arrays, abandoned = (merged, 0) if merged is not None else (to_arrays(strategy.current), abandoned + 1)
+        if strategy.measurement and (merged is not None or not _is_measured(run, strategy.phase.report)):
+            arrays = strategy.measurement.run(number, arrays, config, grid)
         status = "ok" if merged is not None else "abandoned"
         about: Json = {"stage": stage} if stage else {}
         about |= {"lr": strategy.lr} if settings.lr_schedule != "step" else {}
@@ -231,6 +231,14 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     audited("run completed", round=number)
     tracking.end(completed=True)
     return summary
+
+
+def _is_measured(run: Run, report: Json) -> bool:
+    """Say whether the model that an abandoned round leaves, or goes back to, was measured since it was merged."""
+    last = report.get("back-to-round", run.last_round)
+    lines = [line for line in run.lines if 0 < line["round"] <= last]
+    changed = [line for line in lines if line["status"] == "ok" or "measurement" in line]
+    return not changed or "measurement" in changed[-1]
 
 
 def _auditor(strategy: SubnetStrategy, run: Run) -> Callable[..., None]:

@@ -114,7 +114,10 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
 
 
 def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
-    """Return the learning rate of ``plateau`` behind some lines, by their scores alone: the same after a resume."""
+    """Return the learning rate of ``plateau`` behind some lines, by their scores alone: the same after a resume.
+
+    The evaluation that a run's last round has beside ``eval-every`` does not count where the run gets more rounds.
+    """
     from torch import zeros
     from torch.optim import SGD
     from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -124,6 +127,6 @@ def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
     schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience)
     key = f"{settings.evaluations[0]}-{settings.score.name}"
     for line in lines:
-        if key in line:
+        if key in line and line["round"] % settings.eval_every == 0:
             schedule.step(line[key])
     return float(optimizer.param_groups[0]["lr"])

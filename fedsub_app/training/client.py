@@ -309,7 +309,12 @@ class Training:
             torch._foreach_add_([gradients[name] for name in self.shift], list(self.shift.values()))
         for name, factor in self.factors.items():
             gradients[name].mul_(factor)
+        own = {} if type(self.optimizer) is Optimizer else self.factors  # by weight decay it moves without a gradient
+        before = {name: self.optimizer.parameters[name].detach().clone() for name in own}
         self.optimizer.step(gradients)
+        for name, old in before.items():
+            moved = self.optimizer.parameters[name].detach()
+            moved.copy_(torch.where(self.factors[name].bool(), moved, old))
         self.steps += 1
         self.samples += len(y)
         return loss.detach()

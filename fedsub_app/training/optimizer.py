@@ -9,6 +9,7 @@ from torch.optim.adam import adam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.settings import TrainingSettings
 
@@ -84,6 +85,9 @@ class OwnOptimizer(Optimizer):
     ) -> None:
         super().__init__(settings, parameters, lr)
         self.own = make(list(self.parameters.values()), lr) if parameters else None  # torch's want one at least
+        if parameters and not isinstance(self.own, torch.optim.Optimizer):
+            what = f"returned a {type(self.own).__name__}, must be a torch.optim.Optimizer"
+            raise UserError(f"optimizer= of client_app: {what}")
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
