@@ -640,6 +640,23 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sizes == ([48, 72] if source in ("t", "t.py:load") else [24, 36])
 
 
+def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
+    table, keys = tmp_path / "t.csv", keys_of(tmp_path, "csv:t.csv", num_clients=2, num_rounds=1, model="feature-mlp")
+    table.write_text("x,label\n" + "1,0\n2,1\n" * 24)
+    keys |= {"method": "fedavg", "partition": "iid", "run-dir": str(tmp_path / "run")}
+    fedsub_app.run(keys)
+    more = keys | {"resume": True, "num-rounds": 2}
+    before = table.read_text()
+    for other in ("1,0\n2,1\n" * 30, "1,0\n2,1\n" * 23 + "1,1\n2,1\n"):
+        table.write_text(f"x,label\n{other}")
+        with pytest.raises(
+            UserError, match=r"^dataset = 'csv:t.csv': the samples have changed since the run in .* began"
+        ):
+            fedsub_app.run(more)
+    table.write_text(before)
+    assert fedsub_app.run(more).lines[-1]["round"] == 2
+
+
 def test_texts_are_padded_by_the_tokenizers_own_token(tmp_path: Path) -> None:
     """Decoders take the output at the last token that is none of their padding."""
     tokenizer_folder(tmp_path / "words")

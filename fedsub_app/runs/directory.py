@@ -35,6 +35,7 @@ from fedsub_app.settings import Settings, digest
 
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
+DATA = "data"  # key of settings.json: digest of the samples
 BASE = "base"  # key of settings.json: digest of the network's frozen base
 ENDING_SECONDS = 2  # a killed command's processes may take so long to end
 
@@ -157,10 +158,10 @@ class Run:
         return summary
 
 
-def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> Run:
+def open_run(settings: Settings, device: torch.device = CPU, base: str = "", data: str = "") -> Run:
     """Create the run directory, or open the directory of a run to resume.
 
-    ``device``: the device that computes it; ``base``: digest of the network's frozen base.
+    ``device``: the device that computes it; ``base``, ``data``: digests of the network's frozen base, of the samples.
 
     :class:`UserError`: the directory exists and is not empty, or cannot be made. With ``resume``: the directory has no
     run, or its run was computed on another kind of device and the settings do not name this one.
@@ -181,6 +182,8 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
                 raise UserError(f"{was}: the file has changed since the run in {folder} began")
         if recorded.get(BASE, "") != base:
             raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
+        if recorded.get(DATA, data) != data:
+            raise UserError(f"dataset = {settings.dataset!r}: the samples have changed since the run in {folder} began")
         run = Run(folder, settings, recorded["run-id"])
         run.extend(recorded)
         return run
@@ -196,6 +199,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "") -> 
         "machine": machine_facts() | {"capability": torch.backends.cpu.get_cpu_capability()},
         OWN_CODE: _own_digests(settings),
         BASE: base,
+        DATA: data,
     }
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

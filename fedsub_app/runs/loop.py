@@ -110,7 +110,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
     # Before the run directory exists: it may reject its settings.
     problem, partition, strategy = prepare(settings, problem)
     base = base_digest(strategy.model)
-    dataset, run = problem.data, open_run(settings, device, base)
+    dataset, run = problem.data, open_run(settings, device, base, problem.data.digest)
     with described_failures(run, settings):
         run_settings = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)} | ({"base": base} if base else {})
