@@ -790,9 +790,9 @@ def test_a_plan_of_a_network_of_ones_own(file: Path) -> None:
 
 def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     settings = resolve({"model": f"{file}:Net", "stack-clients": True})
-    assert unstackable(settings, Network(Problem.of(settings).network())) == ""
+    assert unstackable(settings, Network(Problem.of(settings).network()), (1, 8, 8)) == ""
     dropping = adopted(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(), nn.Linear(4, 10)), (1, 8, 8))
-    assert "vmap: called random operation" in unstackable(settings, Network(dropping))
+    assert "vmap: called random operation" in unstackable(settings, Network(dropping), (1, 8, 8))
 
 
 @pytest.mark.parametrize(
