@@ -127,17 +127,17 @@ class FedALAClient(Client):
         if not self.own:
             return sent
         network, known = self.network, unprefixed(WEIGHT, self.state)
-        whole, own = network.like(sent), brought(self.own, network.device)
+        whole, own = network.like(sent), brought(self.own, network.device)  # learning moves the statistics in whole
         change = {name: whole[name] - own[name] for name in own}
         ones = {name: torch.ones_like(tensor) for name, tensor in own.items()}
         weights = {name: w.clone().requires_grad_() for name, w in brought(known or ones, network.device).items()}
         optimizer = Optimizer(self.settings, weights, self.options.merge_lr)
 
-        def merge() -> Tensors:
-            return whole | {name: torch.addcmul(own[name], change[name], w) for name, w in weights.items()}
+        def last() -> Tensors:
+            return {name: torch.addcmul(own[name], change[name], w) for name, w in weights.items()}
 
         def learn(training: Training, x: Batch, y: Tensor) -> Tensor:
-            loss = self.loss(network(x, merge()), y)
+            loss = self.loss(network(x, whole | last()), y)
             training.spend(len(y), weights)
             for name, slope in optimizer.gradients(loss).items():
                 weights[name].data.sub_(optimizer.lr * slope).clamp_(0, 1)
@@ -151,7 +151,7 @@ class FedALAClient(Client):
             if len(losses) > RECENT and pstdev(losses[-RECENT:]) < CONVERGED:
                 break
         self.state |= prefixed(WEIGHT, {name: w.detach() for name, w in weights.items()})
-        return {name: tensor.detach() for name, tensor in merge().items()}
+        return sent | {name: tensor.detach() for name, tensor in last().items()}
 
 
 class PFedMeClient(Client):

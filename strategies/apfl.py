@@ -3,7 +3,8 @@
 Deng, Kamani, Mahdavi: Adaptive Personalized Federated Learning, 2020, https://arxiv.org/abs/2003.13461, Algorithm 1. A
 client trains w_i as in FedAvg, and on the same mini-batches v_i, which it keeps, along the gradient in v of
 ``f(alpha v + (1 - alpha) w_i)``. Its personal model is the mixture. With adaptive alpha each client's own alpha follows
-the gradient ``<v - w_i, grad f(alpha v + (1 - alpha) w_i)>``. The global model is FedAvg's, bit for bit.
+the gradient ``<v - w_i, grad f(alpha v + (1 - alpha) w_i)>``. The global model is FedAvg's of the same ``weighting``
+(``auto``: uniform here, by samples there), bit for bit where the network has no dropout, from which the mixture draws.
 
 Checked against the authors' code (https://github.com/MLOPTPSU/FedTorch: trainings/federated/apfl.py,
 ``alpha_update``) and PFLlib (clientapfl.py). Deviations from the paper and from both, and points that they leave open:

@@ -7,7 +7,8 @@ others is FedAvg's. Checked against the authors' code (https://github.com/med-ai
 
 Deviations: the other normalisation layers (GroupNorm, LayerNorm, InstanceNorm) stay with the client as well; the paper
 has BatchNorm alone. The normalisation layers of the global model keep their initial values, so ``personal`` is the
-accuracy of the method. A network without such layers is trained as with FedAvg, bit for bit.
+accuracy of the method. A network without such layers is trained as with FedAvg of the same
+``weighting`` (``auto``: uniform here, by samples there), bit for bit.
 """
 
 from torch import nn

@@ -14,7 +14,8 @@ serverpFedMe.py). Deviations from it and from the paper, and points that they le
 - only the clients of a round train (paper: all train, some send). A client is evaluated on theta as its last training
   left it (code), at first the initial model.
 - ``objective`` is of theta. BatchNorm's running statistics are those of theta, for both models.
-With ``lambda = 1``, ``w-lr = 1`` and ``steps = 1`` theta and w are FedAvg's model, bit for bit.
+With ``lambda = 1``, ``w-lr = 1`` and ``steps = 1`` theta and w are FedAvg's model of the same ``weighting`` (``auto``:
+uniform here, by samples there), bit for bit.
 """
 
 from strategies.base import SubnetStrategy

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
-from fedsub_app.federation.nodes import draw, held_out
+from fedsub_app.federation.nodes import draw, takes_part
 from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import BadReply, Diverged, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
@@ -247,9 +247,8 @@ def check_widths(strategy: Hooks) -> None:
     settings, devices = strategy.settings, strategy.devices
     if not devices or strategy.narrows:
         return
-    held = {devices.of(client) for client in set(range(settings.num_clients)) - held_out(settings)}
-    able = [device for device in held if device.width >= settings.min_width]
-    least, most = min(able, key=lambda device: device.width, default=None), settings.model_width
+    held = {devices.of(client) for client, there in enumerate(takes_part(settings)) if there}
+    least, most = min(held, key=lambda device: device.width, default=None), settings.model_width
     if least and least.width < most:
         allowed = f"min-width = {most:g}, model-width = {least.width:g} or a method of widths"
         whole = f"method = {settings.method!r} trains the whole network; allowed are {allowed}"

@@ -21,6 +21,7 @@ import torch
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
+from fedsub_app.federation.nodes import takes_part
 from fedsub_app.models import trainable
 from fedsub_app.subnets.norms import norm
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
@@ -75,7 +76,8 @@ class Scaffold(SubnetStrategy):
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the model, and set c <- c + |S| / N * mean of the changes = c + their sum / N (line 17)."""
         changes = {name: self.total(updates, f"{VARIATE}{name}") for name in self.variate}
-        variate = {name: (c + changes[name] / self.settings.members).float() for name, c in self.variate.items()}
+        count = sum(takes_part(self.settings))  # N: those that never take part have no variate
+        variate = {name: (c + changes[name] / count).float() for name, c in self.variate.items()}
         return Merged(super().merge(mean, updates).model, {"variate": variate})
 
     def refuses(self) -> Mapping[str, str]:

@@ -793,6 +793,8 @@ def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     assert unstackable(settings, Network(Problem.of(settings).network()), (1, 8, 8)) == ""
     dropping = adopted(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(), nn.Linear(4, 10)), (1, 8, 8))
     assert "vmap: called random operation" in unstackable(settings, Network(dropping), (1, 8, 8))
+    counting = adopted(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, momentum=None), nn.Linear(64, 10)), (1, 8, 8))
+    assert "a BatchNorm with momentum = None" in unstackable(settings, Network(counting), (1, 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -821,6 +823,21 @@ def test_a_mean_of_statistics_is_of_the_clients_own_batches() -> None:
             network.module(batch)
         answers.append(network.copy()["1.running_mean"])
     assert torch.equal(*answers)
+
+
+def test_a_mean_of_statistics_is_not_of_other_models_batches() -> None:
+    """MOON, APFL and Per-FedAvg run whole other models on a client's network between its own steps."""
+    network = Network(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)))
+    start, x = network.copy(), torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(0))
+    network.load(start)
+    network.training_mode()
+    other = network.like(start)
+    for batch in x:
+        network(batch, other)
+        network(batch)
+        network(batch, network.like(start))
+    expected = torch.stack([network.module.get_submodule("0")(batch).mean(0) for batch in x]).mean(0)
+    torch.testing.assert_close(network.copy()["1.running_mean"], expected.detach())
 
 
 def test_units_that_lie_apart_behind_a_flatten() -> None:

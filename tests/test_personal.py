@@ -236,6 +236,25 @@ def test_only_the_model_travels(method: str, run_local: Run) -> None:
         assert line["formula-bytes-up"] == line["formula-bytes-down"] == 3 * model
 
 
+def test_a_merge_leaves_the_global_running_statistics(run_local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches on which W is learned enter no statistics: training and evaluation begin with the global ones."""
+    merges: list[tuple[bool, Tensors, Tensors]] = []
+    client = METHODS["fedala"].client
+    merged = client.merged  # type: ignore[attr-defined]
+
+    def keep(self: object, sent: Tensors) -> Tensors:
+        model = merged(self, sent)
+        merges.append((bool(self.own), sent, model))  # type: ignore[attr-defined]
+        return model  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(client, "merged", keep)
+    keys = KEYS | {"model": "lenet5-bn", "image_size": 32, "train_per_class": 20, "num_rounds": 2}
+    run_local(**keys, method="fedala", fedala__learn_passes=3)
+    assert sum(own for own, _, _ in merges) == 3 * 3  # each client's in round 2 and for both evaluations
+    for _, sent, model in merges:
+        assert all(torch.equal(model[name], sent[name]) for name in sent if "running" in name)
+
+
 def test_alpha_stays_between_0_and_1(run_local: Run) -> None:
     _, folder = run_local(method="apfl", **KEYS | {"num_rounds": 1, "lr": 5.0}, apfl__adapt="step")
     assert all(0 <= float(state_of(folder, client, 1)["alpha"]) <= 1 for client in range(3))

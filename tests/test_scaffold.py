@@ -209,6 +209,19 @@ def test_the_servers_variate_is_the_mean_of_all_clients(run_local: Run, particip
         torch.testing.assert_close(c, torch.stack(own).sum(0) / 4, rtol=1e-4, atol=1e-6)
 
 
+def test_clients_that_never_take_part_are_not_in_the_servers_variate(run_local: Run, tmp_path: Path) -> None:
+    """With as many zeros for them, c would be too short, and the model would go that much less far each round."""
+    classes = tmp_path / "classes.toml"
+    big, small = '[[class]]\nname = "big"\nshare = 0.5\n', '[[class]]\nname = "small"\nshare = 0.5\nwidth = 0.5\n'
+    classes.write_text(big + small)
+    _, folder = run_local(**SETTINGS | {"num_clients": 8, "devices": str(classes), "min_width": 1.0})
+    server = server_state(folder)
+    assert sum(map(bool, server["state_rounds"])) == 4
+    for name, c in unprefixed(VARIATE, server).items():
+        own = [client_state(folder, k, t)[f"{VARIATE}{name}"] for k, t in enumerate(server["state_rounds"]) if t]
+        torch.testing.assert_close(c, torch.stack(own).mean(0), rtol=1e-4, atol=1e-6)
+
+
 def test_model_and_variate_travel_both_ways(run_local: Run) -> None:
     _, folder = run_local(**SETTINGS | BATCH_NORM | {"num_rounds": 2, "participation": 0.5})
     model = build_model("lenet5-bn", (1, 32, 32), 10, 0)

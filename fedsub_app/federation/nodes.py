@@ -46,13 +46,18 @@ def held_out(settings: FederationSettings) -> frozenset[int]:
     return frozenset(order[: settings.held_out_clients].tolist())
 
 
-def available(settings: FederationSettings, server_round: int) -> list[bool]:
-    """Say of each client whether a round may ask it: it is not held out, its device is there and wide enough."""
+def takes_part(settings: FederationSettings) -> list[bool]:
+    """Say of each client whether some round may ask it: it is not held out, and its device is wide enough."""
     devices, out = settings.client_devices, held_out(settings)
-    there = [client not in out for client in range(settings.num_clients)]
+    wide = [not devices or devices.of(client).width >= settings.min_width for client in range(settings.num_clients)]
+    return [client not in out and enough for client, enough in enumerate(wide)]
+
+
+def available(settings: FederationSettings, server_round: int) -> list[bool]:
+    """Say of each client whether a round may ask it: it takes part, and its device is there."""
+    devices, there = settings.client_devices, takes_part(settings)
     if devices:
-        here = enumerate(devices.available(server_round))
-        there = [there[client] and now and devices.of(client).width >= settings.min_width for client, now in here]
+        there = [each and now for each, now in zip(there, devices.available(server_round), strict=True)]
     return there
 
 

@@ -98,11 +98,14 @@ class Network:
         """Run the model, with ``tensors`` in the place of its own if given."""
         tap = self._tap
         tap.is_open = True
+        counts = [(count, count.clone()) for count in self._counts if tensors and tensors.keys() >= self.tensors.keys()]
         try:
             logits: Tensor = self.module(x) if tensors is None else self.module_with(tensors, x)
             entered = tap.entered
         finally:
             tap.is_open, tap.entered = False, None
+            for count, before in counts:  # a whole other model has statistics of its own
+                count.copy_(before)
         if entered is None:
             raise RuntimeError("the network's head was not run")
         return Output(logits, entered.flatten(1))

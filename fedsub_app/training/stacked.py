@@ -44,6 +44,8 @@ def unstackable(settings: Settings, network: Network, shape: Shape) -> str:
         return f"augment = {settings.augment}: drawn client by client"
     if settings.task == "next-token":
         return f"task = {settings.task}: its loss is the mean over tokens, of which samples have unequally many"
+    if any(layer.momentum is None for layer in network.normalisations.values()):
+        return f"model = {settings.model}: a BatchNorm with momentum = None, which counts one client's batches"
     stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
     x = joined([blank(2, shape, network.device)] * 2, torch.stack)
     network.training_mode()
