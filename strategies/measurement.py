@@ -20,13 +20,13 @@ BUDGETED = ("flops", "formula-bytes-down", "formula-bytes-up", "device-seconds")
 class Measurement(Hooks):
     """The hooks of the phase after the merge; by default clients get the merged model and answer with one like it.
 
-    ``current`` is the merged model. A measurement keeps no state of its own, on the server or on a client; a client has
-    the state of its last merged reply.
+    ``current`` is the merged model, ``config`` the running round's. A measurement keeps no state of its own, on the
+    server or on a client; a client has the state of its last merged reply.
     """
 
     def __init__(self, method: Hooks) -> None:
         super().__init__(method.settings, method.model)
-        self.method, self.current = method, method.current
+        self.method, self.current, self.config = method, method.current, ConfigRecord()
 
     def clients(self) -> Sequence[int]:
         """Return the clients that are asked in the running round, by default the round's own; none: no phase."""
@@ -49,6 +49,7 @@ class Measurement(Hooks):
         """
         method, report = self.method, self.method.phase.report
         self.connect(method.federation, method.facts)
+        self.config = config
         self.round, self.state_rounds, self.usual, self.good = server_round, method.state_rounds, {}, {}
         if not (clients := self.clients()):
             return arrays

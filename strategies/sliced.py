@@ -12,7 +12,6 @@ from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
-from flwr.app import ConfigRecord
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
@@ -102,7 +101,7 @@ class Statistics(Measurement):
 
     def clients(self) -> Sequence[int]:
         """Return all clients that a round may ask, or none where no evaluation is due."""
-        there = available(self.settings, self.round) if evaluation_due(self, self.round, ConfigRecord()) else ()
+        there = available(self.settings, self.round) if evaluation_due(self, self.round, self.config) else ()
         return [client for client, able in enumerate(there) if able]
 
     def expected(self, client: int) -> Mapping[str, Spec]:

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import rounds
@@ -62,6 +63,22 @@ def test_with_all_budgets_the_last_ends_the_run_and_earlier_evaluations_cost_not
     assert [ended_by(lines[:n], settings) for n in (3, 4, 5)] == [None, None, "max-bytes"]
     assert ended_by(lines[:3], resolve(ALL | {"all-budgets": False})) == "max-flops"
     assert ended_by(lines, resolve(ALL)) is None
+
+
+def test_the_budget_that_was_used_up_last_has_ended_the_run() -> None:
+    """Not the last one of their list: that one may have been used up long before, and more of it changes nothing."""
+    settings = resolve(ALL | {"max-bytes": 1e6, "max-flops": 3e9})
+    assert [ended_by(lines_by_hand()[:n], settings) for n in (3, 4)] == [None, "max-flops"]
+
+
+def test_static_batch_norm_is_measured_where_a_budget_ends_the_run(run_local: Run) -> None:
+    """Between two evaluations as after ``num-rounds``: the scores are those of the run that ends there."""
+    keys: dict[str, Any] = {"method": "heterofl", "model": "lenet5-bn", "image_size": 16, "eval_every": 10}
+    _, whole = run_local("whole", **keys, num_rounds=3)
+    used = sum(line["flops"] - line.get("measurement", {}).get("flops", 0) for line in read_rounds(whole)[1:])
+    summary, folder = run_local("budget", **keys, num_rounds=9, max_flops=used)
+    assert (summary["rounds"], summary["ended-by"]) == (3, "max-flops")
+    assert rounds(folder) == rounds(whole)
 
 
 def test_a_run_is_read_at_each_budget() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import warnings
 import zipfile
@@ -15,6 +16,7 @@ import pytest
 import torch
 from conftest import run_small
 from flwr.cli.build import build_fab_from_disk
+from helpers import rounds
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -859,3 +861,16 @@ def test_units_that_lie_apart_behind_a_flatten() -> None:
     torch.testing.assert_close(
         narrowed(network, groups, {"0": 2})(x), torch.func.functional_call(network, zeroed, (x,))
     )
+
+
+def test_runs_of_one_process_in_one_folder_have_each_the_file_as_it_is(run_local: Any, tmp_path: Path) -> None:
+    """A notebook's run is made again in its folder, of another network: on the server and on the clients."""
+    layers = "nn.Flatten(), nn.Linear(64, 16), nn.{}(), nn.Linear(16, 10)"
+    text = f"from torch import nn\n\n\ndef net():\n    return nn.Sequential({layers})\n"
+    file, losses = tmp_path / "my_net.py", []
+    for folder, last in (("run", "ReLU"), ("run", "Tanh"), ("other", "Tanh")):
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        file.write_text(text.format(last))
+        run_local(folder, model=f"{file}:net", num_rounds=1, lr=0.1)
+        losses.append(rounds(tmp_path / folder)[-1]["global-loss"])
+    assert losses[0] != losses[1] == losses[2]

@@ -43,7 +43,7 @@ from fedsub_app.reports.records import Record, grouped, read_run
 from fedsub_app.runs.config import applicable_keys, resolve
 from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.recorded import settings_of
-from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.runs.rounds import read_rounds, summarise
 
 KEYS: dict[str, Value] = {
     "model": "feature-mlp",
@@ -408,3 +408,11 @@ def test_the_best_score_is_marked_and_one_runs_curve_is_drawn_once(shared_run, t
     network, table_of = read_run(first).model(), read_run(first).to_pandas()
     assert not network.training
     assert list(table_of.index) == [0, 1, 2, 3]
+
+
+def test_the_summary_and_a_report_count_the_same_replies(tmp_path: Path) -> None:
+    """Also those of evaluations and of a phase after the merge."""
+    drop = [{"client": 1, "reason": "lost"}]
+    lines = [{"round": 1, "status": "ok", "dropped": drop, "measurement": {"dropped": drop}, "not-evaluated": drop * 2}]
+    record = RunData(tmp_path, {}, lines)
+    assert len(record.dropped) == summarise(lines, resolve({}))["dropped-replies"] == 4

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensor_files import read_tensors
+from fedsub_app.federation.nodes import Federation
 from fedsub_app.models import tensors_of
+from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.plan import plan
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.subnets.norms import norm
 from fedsub_app.training.problem import Problem
 
@@ -44,6 +48,29 @@ def test_a_run_begins_with_another_ones_model(run_local: Run, of: str) -> None:
     }
     file = first / "checkpoints/round-000002.safetensors" if of == "checkpoint" else first / "model.safetensors"
     assert settings_in(second)["own-code"]["start-from"] == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("how", ["extended", "failed"])
+def test_a_run_that_has_gone_on_is_no_longer_what_it_was(
+    how: str, run_local: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after its first end, it gives the model of its last checkpoint and has no summary."""
+    answers = Federation.answers
+    with monkeypatch.context() as patch:
+        if how == "failed":
+            patch.setattr(
+                Federation, "answers", lambda *of: (a for a in answers(*of) if of[1].outbox.header["round"] < 2)
+            )
+            with pytest.raises(RunFailed):
+                run_local("first", num_rounds=4, max_abandoned=1)
+        else:
+            run_local("first", num_rounds=2)
+    first = tmp_path / "first"
+    more = ["num-rounds=4"] if how == "extended" else []
+    assert fedsub(tmp_path, "run", "--resume", str(first), *more, die=("before training", 4)).code == -signal.SIGKILL
+    assert read_run(first).status == "in round 3"
+    _, second = run_local("second", num_rounds=1, start_from=str(first))
+    assert rounds(second)[0]["global-loss"] == rounds(first)[3]["global-loss"]
 
 
 def test_a_start_at_the_seeds_model_is_the_run_without_it(run_local: Run, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.runs.config import base_keys, defaults
 from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.rounds import dropped
 from fedsub_app.settings import LOCATION_KEYS
 
 # Costs of a run up to a round: the sum of these keys of its lines, over the unit.
@@ -71,8 +72,7 @@ class RunData:
     @property
     def dropped(self) -> list[Json]:
         """Refused and missing replies: round, client, reason."""
-        keys = ("dropped", "not-evaluated")
-        return [{"round": line["round"], **drop} for line in self.lines for key in keys for drop in line.get(key, ())]
+        return dropped(self.lines)
 
     @property
     def measured(self) -> Json:

@@ -108,6 +108,12 @@ class Run:
             path.unlink(missing_ok=True)
         self.write_json("settings.json", recorded | {"settings": changed, "digest": digest(changed)})
 
+    def reopen(self) -> None:
+        """Delete the outcome of an earlier end: rounds follow, and until the next end the last checkpoint counts."""
+        for name in ("summary.json", "model.safetensors"):
+            with self._writing(name) as path:
+                path.unlink(missing_ok=True)
+
     def checkpoint(self, server_round: int, model: Mapping[str, torch.Tensor], state: Tensors, abandoned: int) -> None:
         """Write the checkpoint of a finished round; drop the oldest beyond ``keep-checkpoints``."""
         finished = Checkpoint(server_round, dict(model), state, abandoned, self.run_id)

@@ -180,6 +180,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     tracking.follow(run.lines)
     began = time.perf_counter()
     over = ended_by(run.lines, settings)
+    if last < settings.num_rounds and not over:
+        run.reopen()
     number = last
     for number in () if over else range(last + 1, settings.num_rounds + 1):
         start = time.perf_counter()
@@ -190,6 +192,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         merged, _ = strategy.aggregate_train(number, strategy.federation.exchange(grid, phase))
         # The model of an abandoned round is that before it or, with robust, an earlier one.
         arrays, abandoned = (merged, 0) if merged is not None else (to_arrays(strategy.current), abandoned + 1)
+        over = ended_by([*run.lines, strategy.phase.report], settings)
+        config["last"] = over is not None  # its evaluation, for which a method may measure first, is due
         if strategy.measurement and (merged is not None or not _is_measured(run, strategy.phase.report)):
             arrays = strategy.measurement.run(number, arrays, config, grid)
         status = "ok" if merged is not None else "abandoned"
@@ -197,7 +201,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
         about |= {"lr": strategy.lr} if settings.lr_schedule != "step" else {}
         measured: Json = {"round": number, "status": status, **about, "seconds": time.perf_counter() - start}
         line = measured | strategy.phase.report | measured  # in this order; the server's values override the report's
-        over = ended_by([*run.lines, line], settings)
+        over = over or ended_by([*run.lines, line], settings)  # a measurement costs as well
         config["last"] = over is not None
         line |= _evaluate(grid, strategy, number, arrays, config, global_test)
         over = over or ended_by([*run.lines, line], settings)

@@ -220,7 +220,7 @@ def named(text: str, header: Json, context: Context) -> Places:
         place = _private_place(text, private, header, state)
     else:
         data_dir = str(context.node_config.get("data-dir", ""))
-        place = workplace(_read_here(settings_from(text, data_dir), data_dir), state=state)
+        place = workplace(_read_here(settings_from(text, data_dir), data_dir), state=state, run=header.get("run", ""))
     if header.get("base", "") != place.base:
         settings = place.settings
         raise UserError(f"model = {settings.model!r}: {other_base(place.base, header.get('base', ''))} the server's")
@@ -231,7 +231,8 @@ def given(problem: Problem) -> Source:
     """Return a source of one problem whose samples the run's partition shares out to the clients."""
 
     def source(text: str, header: Json, context: Context) -> Places:
-        place = workplace(settings_from(text, ""), problem, state_folder(header, context.node_config))
+        folder = state_folder(header, context.node_config)
+        place = workplace(settings_from(text, ""), problem, folder, header.get("run", ""))
         return lambda client: place
 
     return source
@@ -251,7 +252,7 @@ def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace
         tokenizer = f"tokenizer = {settings.tokenizer!r}: differs between nodes"
         raise UserError(f"{tokenizer}; must be 'transformers:NAME' with private-data = {path!r}")
     square = len(shape) == 3 and not texts and shape[1] == shape[2]
-    place = workplace(_private_settings(text, path, shape[1] if square else 0), state=state)
+    place = workplace(_private_settings(text, path, shape[1] if square else 0), state=state, run=header.get("run", ""))
     data = place.problem.data
     for what, have, wanted in (
         ("classes", data.num_classes, header["classes"]),

@@ -62,6 +62,15 @@ def read_rounds(folder: Path) -> list[Json]:
     return lines
 
 
+def dropped(lines: Sequence[Json]) -> list[Json]:
+    """Return the refused and missing replies, of trainings, measurements and evaluations: round, client, reason."""
+    found: list[Json] = []
+    for line in lines:
+        phases = (line, "dropped"), (line.get("measurement", {}), "dropped"), (line, "not-evaluated")
+        found += [{"round": line["round"], **drop} for of, key in phases for drop in of.get(key, ())]
+    return found
+
+
 def spent(lines: list[Json], budget: str, last_evaluation: bool = False) -> float:
     """Return what rounds cost of a key of ``BUDGETS``; ``last_evaluation``: without measurements for earlier ones."""
     earlier = [line.get("measurement", {}) for line in lines[:-1]] if last_evaluation else []
@@ -77,11 +86,16 @@ def ended_by(lines: list[Json], settings: Settings) -> str | None:
     limits = {key: limit for key in BUDGETS if (limit := getattr(settings, key.replace("-", "_")))}
     used = [key for key in limits if spent(lines, key, settings.all_budgets) >= limits[key]]
     if used and (len(used) == len(limits) or not settings.all_budgets):
-        return used[-1 if settings.all_budgets else 0]
+        return max(used, key=lambda key: _used_up(lines, key, limits[key])) if settings.all_budgets else used[0]
     score, enough = settings.score, settings.stop_at_score
     measured = [line.get(f"{settings.evaluations[0]}-{score.name}") for line in lines]
     over = enough and any(value is not None and score.reached(value, enough) for value in measured)
     return "stop-at-score" if over else None
+
+
+def _used_up(lines: list[Json], budget: str, limit: float) -> int:
+    """Return the number of lines that use up a budget of several, which counts the last evaluation alone."""
+    return next(n for n in range(len(lines) + 1) if spent(lines[:n], budget, last_evaluation=True) >= limit)
 
 
 def summarise(lines: list[Json], settings: Settings) -> Json:
@@ -92,7 +106,7 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
         "seed": settings.seed,
         "rounds": max((line["round"] for line in lines), default=0),
         "abandoned-rounds": sum(line.get("status") == "abandoned" for line in lines),
-        "dropped-replies": sum(len(line.get("dropped", ())) for line in lines),
+        "dropped-replies": len(dropped(lines)),
     }
     score = settings.score
     for key in score.keys:

@@ -104,10 +104,13 @@ class Workplace:
 
 
 @lru_cache(maxsize=1)
-def workplace(settings: Settings, problem: Problem | None = None, state: Path | None = None) -> Workplace:
-    """Load data, partition and model once per process and settings.
+def workplace(
+    settings: Settings, problem: Problem | None = None, state: Path | None = None, run: str = ""
+) -> Workplace:
+    """Load data, partition and model once per process, settings and run.
 
-    ``problem``: in the place of the named one; ``state``: the node's folder of the run, with the initial model.
+    ``problem``: in the place of the named one; ``state``: the node's folder of the run, with the initial model;
+    ``run``: the run's id, for files that settings name may have changed since another run of theirs.
     """
     problem = problem or Problem.of(settings)
     partition = make_partition(problem.data, settings.partitioning)
