@@ -1,7 +1,7 @@
 """Clients of different widths: HeteroFL, FedRolex, Federated Dropout, FjORD; papers: ``strategies/<method>.py``."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
-from fedsub_app.models import Network, Output, output_names, tensors_of
+from fedsub_app.models import Network, Output, UnitGroup, output_names, tensors_of
+from fedsub_app.models.groups import kept_positions
 from fedsub_app.secure.client import AT
-from fedsub_app.subnets.slices import ALL, indices, select
+from fedsub_app.subnets.slices import ALL, select
 from fedsub_app.training.client import Training
+from fedsub_app.training.costs import published_flops
 from strategies.heterofl import CLASSES
 from strategies.settings import FjORDSettings, HeteroFLSettings
 
@@ -54,7 +56,7 @@ class HeteroFLClient(NarrowClient):
             return self.loss(output._replace(logits=output.logits.masked_fill(~classes, 0)), y)
 
         with ExitStack() as hooks:  # the next client trains the same object without them
-            for layer in producers(self.network) if width < 1 else ():
+            for layer in producers(self.network, self.place.network.units) if width < 1 else ():
                 hooks.enter_context(layer.register_forward_hook(lambda _, __, x: x / width))
             self.fit(loss=loss)
         answer = self.trained() | {CLASSES: classes}
@@ -64,11 +66,14 @@ class HeteroFLClient(NarrowClient):
         return answer | prefixed(AT, brought(rows))
 
 
-def producers(network: Network) -> set[nn.Module]:
-    """Return the layers that make the units: one of each group or, where their outputs are added up, several."""
-    rows = {place.name for group in network.units for place in group.places if place.axis == 0}
+def producers(network: Network, groups: Sequence[UnitGroup]) -> set[nn.Module]:
+    """Return the layers that make the units: one of each group or, where their outputs are added up, several.
+
+    ``groups`` are the whole network's: of a layer with one unit left, none is found.
+    """
+    rows = {place.name for group in groups for place in group.places if place.axis == 0}
     layers = [layer for name, layer in network.module.named_modules() if f"{name}.weight" in rows]
-    first = (network.module.get_submodule(group.name) for group in network.units)
+    first = (network.module.get_submodule(group.name) for group in groups)
     return {*first, *(layer for layer in layers if layer.weight.dim() > 1 and getattr(layer, "groups", 1) == 1)}
 
 
@@ -81,8 +86,8 @@ class FjORDClient(NarrowClient):
         """Return the trained network (Algorithm 1, lines 6 to 11)."""
         self.load(sent)
         widths = config["widths"]
-        inner = [self.inner(width) for width in widths[:-1]]
-        draws, whole = self.generator("widths"), self.place.training_flops(self.network)
+        inner = [self.inner(width, widths[-1]) for width in widths[:-1]]
+        draws, place, whole = self.generator("widths"), self.place, self.network
 
         def step(training: Training, x: Batch, y: Tensor) -> Tensor:
             drawn = int(torch.randint(len(widths), (), generator=draws))
@@ -90,7 +95,9 @@ class FjORDClient(NarrowClient):
             if drawn == len(inner):
                 return training.descend(x, y)
             network, forward = inner[drawn]
-            self.flops += len(y) * (self.place.training_flops(network) - whole * (not self.options.distill))
+            for each, times in ((network, 1), (whole, -(not self.options.distill))):
+                self.flops += times * len(y) * place.training_flops(each)
+                self.published_flops += times * len(y) * published_flops(place.forward_flops(each), False)
             if not self.options.distill:
                 return training.descend(x, y, forward)
             training.loss = lambda output, y: self.loss(output, y) + imitation(forward(x), output)
@@ -99,13 +106,16 @@ class FjORDClient(NarrowClient):
         self.fit(step=step)
         return self.trained()
 
-    def inner(self, width: float) -> tuple[Network, Callable[..., Output]]:
+    def inner(self, width: float, most: float) -> tuple[Network, Callable[..., Output]]:
         """Return the network of a smaller width, and how it runs on the first units of the client's own one."""
-        sizes = {group.name: group.kept(width) for group in self.place.network.units}
+        groups = self.place.network.units  # of a layer with one unit left, none is found in the client's own network
+        sizes = {group.name: group.kept(width) for group in groups}
         small, own = self.place.narrow_network(tuple(sizes.items())), self.network.parameters
         small.training_mode()
-        first = {group.name: torch.arange(group.size) < sizes[group.name] for group in self.network.units}
-        kept = indices(self.network.units, first)
+        first, held = ({g.name: torch.arange(g.size) < g.kept(each) for g in groups} for each in (width, most))
+        whole = kept_positions(groups, held)
+        within = {key: on[whole[key]].nonzero().flatten() for key, on in kept_positions(groups, first).items()}
+        kept = {name: (within.get((name, 0)), within.get((name, 1))) for name, _ in within}
         return small, lambda x, _=None: small(x, {name: select(own[name], kept.get(name, ALL)) for name in own})
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
-from fedsub_app.federation.protocol import MEASURE
+from fedsub_app.federation.protocol import MEASURE, Update
+from fedsub_app.subnets.averaging import Mean
 from strategies import rounds
-from strategies.hooks import Hooks
+from strategies.hooks import Hooks, Merged
 
 BYTES = ("bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up")
 SUMMED = (*rounds.COSTS, *BYTES, "merge-seconds", "device-seconds", "joules")
@@ -38,6 +39,10 @@ class Measurement(Hooks):
             "dp-noise-multiplier": "no noise is in what its clients measure after the merge",
             "secure-aggregation": "what its clients measure after the merge is not summed under masks",
         }
+
+    def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
+        """Return the mean itself: what is measured is no step from the model, and ``server-lr`` not its size."""
+        return Merged(mean.result())
 
     def forget(self, client: int) -> None:
         self.method.forget(client)

@@ -119,6 +119,22 @@ class Narrow(WidthBased, Sliced):
         if self.current.keys() - dict(self.model.named_parameters()):
             self.measurement = Statistics(self)
 
+    def distance(self, update: Update, contribution: Contribution) -> float:
+        """Return the distance of the parameters: no training reads the statistics, which an evaluation replaces."""
+        return super().distance(update, self.part(contribution, statistics=False))
+
+    def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
+        if not self.measurement:
+            return super().norms(update, contribution)
+        statistics = super().distance(update, self.part(contribution, statistics=True))
+        return {**super().norms(update, contribution), "statistics": statistics}
+
+    def part(self, contribution: Contribution, statistics: bool) -> Contribution:
+        """Return the statistics of a contribution, or its parameters."""
+        names = {name for name, _ in self.model.named_buffers()} if self.measurement else set()
+        tensors = contribution.tensors.items()
+        return contribution._replace(tensors={n: x for n, x in tensors if (n in names) == statistics})
+
     def ranks(self, group: UnitGroup, client: int) -> Tensor:
         """Return the order in which a narrow client gets a layer's units: the rank of each, int64 ``[group.size]``."""
         return torch.arange(group.size)

@@ -259,8 +259,11 @@ def statistics(place: Workplace, model: Tensors, server_round: int) -> Tensors:
     return {name: total / sum(map(len, place.partition.train)) for name, total in sums.items()}
 
 
-def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(run_local: Run) -> None:
+@pytest.mark.parametrize("server_lr", [1.0, 0.5])
+def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(server_lr: float, run_local: Run) -> None:
+    """And are what was measured, however far the server steps."""
     keys = every("heterofl", widths="1, 0.5", **BATCH_NORM, partition="dirichlet", eval_every=2, local_epochs=2)
+    keys |= {"server_lr": server_lr}
     _, folder = run_local(**keys | {"num_rounds": 2})
     model = load_file(folder / "model.safetensors")
     place = workplace(settings(**BATCH_NORM, partition="dirichlet", eval_every=2, local_epochs=2, num_rounds=2))
@@ -272,6 +275,16 @@ def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(run_loca
     assert "measurement" not in first
     assert second["measurement"]["clients"] == [0, 1, 2, 3]
     assert second["measurement"]["dropped"] == first["dropped"] == second["dropped"] == []
+
+
+def test_a_measurement_changes_no_training(run_local: Run) -> None:
+    """Also where updates are clipped, by the change of what is trained."""
+    models = []
+    for number in (1, 2):
+        keys = every("heterofl", widths="1, 0.5", **BATCH_NORM, partition="dirichlet", clip_norm=0.5, num_rounds=2)
+        _, folder = run_local(str(number), **keys, eval_every=number)
+        models.append(load_file(folder / "model.safetensors"))
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items() if "running" not in name)
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------
@@ -322,6 +335,24 @@ def test_the_next_client_finds_no_scaler_on_the_network() -> None:
     assert not any(layer._forward_hooks for layer in client.network.module.modules())
 
 
+def test_layers_of_one_unit_are_scaled(run_local: Run, tmp_path: Path) -> None:
+    """In a network of one's own, whose units are traced; in the whole one, as none is found in the client's own."""
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def Net(in_shape, num_classes):\n"
+        "    layers = nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, num_classes)\n"
+        "    return nn.Sequential(nn.Flatten(), *layers)\n"
+    )
+    _, folder = run_local(**every("heterofl", widths="1, 0.1", model=f"{tmp_path / 'net.py'}:Net", num_rounds=1))
+    assert read_rounds(folder)[1]["dropped"] == []
+    keys = every("fjord", widths="1, 0.1, 0.05", model=f"{tmp_path / 'net.py'}:Net", num_rounds=1)
+    _, folder = run_local("fjord", **keys)
+    assert read_rounds(folder)[1]["dropped"] == []
+    place = workplace(settings(model=f"{tmp_path / 'net.py'}:Net"))
+    small = place.narrow_network((("1", 1), ("3", 1)))
+    assert producers(small, place.network.units) == {small.module[1], small.module[3]}
+
+
 def test_all_layers_of_a_residual_stream_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """BatchNorm stands behind each of the sums: in training a Scaler of all their terms changes nothing."""
     monkeypatch.syspath_prepend(PROJECT / "examples/own-network")
@@ -329,7 +360,7 @@ def test_all_layers_of_a_residual_stream_are_scaled(monkeypatch: pytest.MonkeyPa
     network.training_mode()
     x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     plain = network(x).logits
-    layers = producers(network)
+    layers = producers(network, network.units)
     assert len(layers) == 20  # all convolutions: the stem, two of each block, three shortcuts
     for layer in layers:
         layer.register_forward_hook(lambda _, __, y: 4 * y)

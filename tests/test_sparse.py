@@ -20,9 +20,11 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
 from strategies.bounding import parts
 from strategies.feddst import FedDST
+from strategies.sparse import MASK
 
 Run = Callable[..., tuple[Json, Path]]
 WEIGHTS = ("fc1.weight", "fc2.weight")
@@ -105,7 +107,9 @@ def feddst(r: Slow) -> Tensors:
                 x_g[n] = torch.stack([model[n] * mask[n] for model, mask in zip(models, own, strict=True)]).sum(0)
                 x_g[n] = torch.where(votes > 0, x_g[n] / votes.clamp(min=1), 0.0)
                 if t % o.every == 0:
-                    masks[n] = top(torch.where(votes > 0, x_g[n].abs(), -1), counts[n]).view(votes.shape)
+                    numbers = torch.rand(votes.shape, generator=generator(r.s.seed, t, n, "grown"))
+                    sizes = torch.where(x_g[n] == 0, (votes + numbers) / (len(own) + 1) - 1, x_g[n].abs())
+                    masks[n] = top(torch.where(votes > 0, sizes, -1), counts[n]).view(votes.shape)
                 x_g[n] = x_g[n] * masks[n]
             else:
                 x_g[n] = torch.stack([model[n] for model in models]).mean(0)
@@ -243,6 +247,25 @@ def test_a_position_that_no_client_keeps_is_pruned() -> None:
     merge_round(strategy, updates)
     assert not strategy.masks["fc1.weight"][row, column]
     assert strategy.current["fc1.weight"][row, column] == 0
+
+
+def test_of_the_weights_that_have_grown_the_most_voted_ones_stay() -> None:
+    """All of them are 0. Two clients grow the same ones, a third one has the first pruned position in place of one."""
+    strategy, client = made("feddst", feddst__every=1, feddst__share=0.5, feddst__until=1000)
+    strategy.round, name = 1, "fc1.weight"
+    task = strategy.task(0)
+    first = client(0, 1, {}).run_training(dict(task.tensors), task.config)
+    mask = first.tensors[f"{MASK}{name}"]
+    whole = scatter(first.tensors, {name: mask})[name]
+    grown = int((mask & (whole == 0)).flatten().nonzero()[-1])
+    lone = int((~mask).flatten().nonzero()[0])
+    other = mask.clone()
+    other.view(-1)[[grown, lone]] = torch.tensor([False, True])
+    third = first.tensors | {f"{MASK}{name}": other} | gather({name: whole}, {name: other})
+    answers = [first.tensors, first.tensors, third]
+    merge_round(strategy, [Update(c, each, first.metrics, 20) for c, each in enumerate(answers)])
+    assert lone < grown
+    assert torch.equal(strategy.masks[name], mask)
 
 
 def test_robust_holds_saliencies_against_each_other() -> None:

@@ -114,12 +114,13 @@ def test_a_clients_fjord_network_is_evaluated_with_the_statistics_of_its_width()
 
 def test_fjord_counts_the_narrow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of widths 1 and 0.5, with and without distillation: whole, half, or both."""
-    costs = {}
+    costs, published = {}, {}
     for distill in (False, True):
         strategy, client = made("fjord", fjord__widths="1, 0.5", fjord__distill=distill)
         strategy.round = 1
         task, worker = strategy.task(0), client(0, 1, {})
-        costs[distill] = worker.run_training(dict(task.tensors), task.config).metrics["flops"]
+        metrics = worker.run_training(dict(task.tensors), task.config).metrics
+        costs[distill], published[distill] = metrics["flops"], metrics["published-flops"]
     place = worker.place
     whole = place.training_flops(place.network)
     half = place.training_flops(place.narrow_network((("fc1", 500),)))
@@ -130,6 +131,10 @@ def test_fjord_counts_the_narrow_passes(monkeypatch: pytest.MonkeyPatch) -> None
     plain = sum(n * (half, whole)[width] for n, width in zip(samples, drawn, strict=True))
     both = sum(n * (half + whole, whole)[width] for n, width in zip(samples, drawn, strict=True))
     assert costs == {False: plain, True: both}
+    whole, half = (place.forward_flops(net) / 2 for net in (place.network, place.narrow_network((("fc1", 500),))))
+    plain = sum(n * (half, whole)[width] for n, width in zip(samples, drawn, strict=True))
+    both = sum(n * (half + whole, whole)[width] for n, width in zip(samples, drawn, strict=True))
+    assert published == {False: plain, True: both}
 
 
 # --- FIARSE -----------------------------------------------------------------------------------------------------------
