@@ -19,7 +19,8 @@ from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 from fedsub_app.data import DataSettings
-from fedsub_app.data.files import FORMATS, IMAGES, read_files, read_idx
+from fedsub_app.data.arrays import read_idx
+from fedsub_app.data.files import FORMATS, IMAGES, read_files
 from fedsub_app.deployment import commands, processes
 from fedsub_app.deployment import federation as machine
 from fedsub_app.deployment.flower import PROJECT

@@ -41,7 +41,7 @@ def code_file(text: str) -> Path | None:
 def state_of(text: str) -> str:
     """Return what changes with the file that a setting names: a digest of its text, "" where it names none."""
     file = code_file(text)
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file and file.is_file() else ""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file and file.is_file() else ""
 
 
 def bundled(text: str) -> Path:

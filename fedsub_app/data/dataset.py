@@ -19,7 +19,8 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
-from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, read_files, read_npz
+from fedsub_app.data.arrays import read_npz
+from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, read_files
 from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
 from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised

@@ -1,16 +1,13 @@
-"""Readers of data files: npz, idx, image folders and archives of them. Content is checked; pickles are never loaded.
+"""Readers of image folders and archives of them, with the cache of decoded copies. Content is checked.
 
 Every reader returns ``(train, test)``, each ``(images uint8 [n, channels, height, width], labels int64 [n])``, and
 raises :class:`UserError` naming the file and its fault.
 """
 
-import gzip
 import hashlib
 import io
-import math
 import os
 import tarfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,16 +26,15 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import Progress
-from fedsub_app.data.names import IMAGES, NPZ_KEYS, folder_form
+from fedsub_app.data.arrays import Array, read_npz
+from fedsub_app.data.names import IMAGES, folder_form
 from fedsub_app.data.settings import DataSettings
 
 T = TypeVar("T")
-Array = NDArray[np.generic]
 Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # of IMAGES; Pillow reads others by programs, as EPS by gs
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
-MAX_CLASSES = 10_000
 MAX_UNPACKED = 2**31  # bytes of an image in an archive
 
 
@@ -97,58 +93,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDSUB_CACHE") or user_cache_path("fedsub") / "decoded").expanduser()
 
 
-def checked(file: Path, split: str, images: Array, labels: Array, classes: int = MAX_CLASSES) -> Split:
-    """Return images [n, h, w] or [n, h, w, 1 or 3] and labels [n] or [n, 1] as tensors, or say what is wrong."""
-    prefix = f"{file}: {split}"
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
-        actual = f"{images.dtype} {list(images.shape)}"
-        raise UserError(f"{prefix} images are {actual}, expected uint8 [n, h, w] or [n, h, w, 1 or 3]")
-    if 0 in images.shape:
-        raise UserError(f"{prefix} images are empty: {list(images.shape)}")
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise UserError(f"{prefix} labels are {labels.dtype} {list(labels.shape)}, expected integers [n] or [n, 1]")
-    if len(labels) != len(images):
-        raise UserError(f"{prefix} has {len(labels)} labels for {len(images)} images")
-    if not 0 <= labels.min() <= labels.max() < classes:
-        raise UserError(f"{prefix} labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}")
-    x = torch.from_numpy(images if images.ndim == 4 else images[..., None]).permute(0, 3, 1, 2).contiguous()
-    return x, torch.from_numpy(labels.astype(np.int64))
-
-
-def read_npz(path: Path) -> tuple[Split, Split]:
-    """Read a file with the keys ``NPZ_KEYS``; other keys are ignored."""
-    if not path.is_file():
-        raise UserError(f"{path}: not a file")
-    try:
-        with zipfile.ZipFile(path) as archive:  # what it holds is known before any of it is unpacked
-            check_memory(str(path), sum(entry.file_size for entry in archive.infolist()))
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
-    try:
-        with np.load(path, allow_pickle=False) as arrays_of:
-            keys = arrays_of.files
-            arrays = [arrays_of[key] for key in NPZ_KEYS if key in keys]
-    except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
-        raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
-    if len(arrays) < len(NPZ_KEYS):
-        missing = [key for key in NPZ_KEYS if key not in keys]
-        raise UserError(f"{path}: missing key {', '.join(missing)} (found {', '.join(keys) or 'none'})")
-    return checked(path, "train", *arrays[:2]), checked(path, "test", *arrays[2:])
-
-
-def read_npy(path: Path) -> Array:
-    """Open one array without reading all of it."""
-    try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not array.ndim:
-            raise ValueError("a single number")
-    except Exception as error:  # NumPy raises several types on damaged bytes
-        raise UserError(f"{path}: not a readable npy file ({one_line(error)})") from error
-    return array
-
-
 def hold_out(labels: Tensor) -> Tensor:
     """Return which samples are for testing, bool [n]: every sixth of a class, in their order."""
     places = torch.zeros_like(labels)
@@ -156,31 +100,6 @@ def hold_out(labels: Tensor) -> Tensor:
         of_class = labels == label
         places[of_class] = torch.arange(1, int(of_class.sum()) + 1)
     return places % HOLD_OUT == 0
-
-
-def read_idx(path: Path, dimensions: int) -> Array:
-    """Read an idx file of unsigned bytes, or its ``.gz``: uint8 of this number of dimensions."""
-    if not path.is_file():  # reading from a pipe would wait for ever
-        raise UserError(f"{path}: not a file")
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.read(4 + 4 * dimensions)
-            if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
-                raise UserError(f"{path}: not an idx file of unsigned bytes with {dimensions} dimensions")
-            shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
-            count = math.prod(shape)
-            check_memory(str(path), count)
-            content = bytearray(file.read(count + 1))
-    except UserError:
-        raise
-    except Exception as error:  # gzip and zlib raise several types on damaged bytes
-        raise UserError(f"{path}: not a readable gzip file ({one_line(error)})") from error
-    if not count:
-        raise UserError(f"{path}: empty, its header is {shape}")
-    if len(content) != count:
-        found = "more" if len(content) > count else len(content)
-        raise UserError(f"{path}: {found} bytes, its header {shape} needs {count}")
-    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def read_files(

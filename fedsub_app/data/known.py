@@ -14,8 +14,9 @@ import torch
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
+from fedsub_app.data.arrays import Array, checked, read_idx, read_npy
 from fedsub_app.data.features import impatient
-from fedsub_app.data.files import HOLD_OUT, Array, Split, checked, hold_out, read_files, read_idx, read_npy
+from fedsub_app.data.files import HOLD_OUT, Split, hold_out, read_files
 from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find
 from fedsub_app.data.settings import DataSettings
 

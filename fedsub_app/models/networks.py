@@ -213,10 +213,8 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     ``{name: t.detach().clone() for ...}`` is a snapshot. Integer buffers are left out, ``num_batches_tracked`` among
     them, which BatchNorm with a fixed momentum does not use. A tensor of two names (tied weights) has its first one.
     """
-    every = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(every.items())}
-    base = base_names(model)
-    return {n: t for n, t in every.items() if t.is_floating_point() and first[id(t)] == n and n not in base}
+    every, without = model.state_dict(keep_vars=True), ties(model).keys() | base_names(model)
+    return {name: tensor for name, tensor in every.items() if tensor.is_floating_point() and name not in without}
 
 
 def ties(model: nn.Module) -> dict[str, str]:

@@ -23,7 +23,7 @@ from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts
-from fedsub_app.common.own_code import code_file
+from fedsub_app.common.own_code import code_file, state_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
@@ -224,8 +224,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
 
 def _own_digests(settings: Settings) -> dict[str, str]:
     """Return the digests of the user's files that settings name, by key."""
-    files = {key: code_file(text) for key, text in own_code(settings.flat()).items()}
-    digests = {key: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for key, file in files.items() if file}
+    digests = {key: state_of(text) for key, text in own_code(settings.flat()).items() if code_file(text)}
     if settings.start_from:
         with start_file(settings).open("rb") as model:
             digests["start-from"] = hashlib.file_digest(model, "sha256").hexdigest()
