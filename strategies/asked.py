@@ -38,7 +38,7 @@ from fedsub_app.common.seeds import derive, generator
 from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.subnets.masks import scatter
 from fedsub_app.subnets.norms import norm
-from fedsub_app.subnets.sparsity import kept_counts, largest, largest_of_layers, worth_their_time
+from fedsub_app.subnets.sparsity import kept_counts, largest, largest_of_layers, shared_out, worth_their_time
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, Task, Update
 from strategies.sparse import MASK, Regrown, Sparse
 from strategies.sparse_settings import FedRTSSettings, FedTinySettings, PruneFLSettings, RegrownSettings
@@ -113,12 +113,13 @@ class FedTiny(Asked):
     def candidates(self) -> list[Tensors]:
         """The candidates' masks: the largest initial weights of each layer."""
         counts, found = kept_counts(self.shapes, self.options.density, self.options.layers), []
+        capacities = {name: self.shapes[name].numel() for name in counts}
         sizes, draws = {name: self.current[name].abs() for name in counts}, generator(self.settings.seed, "candidates")
         for number in range(self.options.candidates):
             noise = self.options.noise * (2 * torch.rand(len(counts), generator=draws, dtype=torch.float64) - 1)
-            noisy = torch.tensor([*counts.values()]) * (1 + noise * (number > 0))
-            scaled = (noisy * (sum(counts.values()) / noisy.sum())).round().clamp(min=1).long().tolist()
-            found.append(largest_of_layers(sizes, dict(zip(counts, scaled, strict=True))))
+            noisy = (torch.tensor([*counts.values()]) * (1 + noise * (number > 0))).tolist()
+            scaled = shared_out(dict(zip(counts, noisy, strict=True)), capacities, sum(counts.values()))
+            found.append(largest_of_layers(sizes, scaled))
         return found
 
     def task(self, client: int) -> Task:

@@ -103,6 +103,14 @@ def test_fedtinys_first_candidate_has_no_noise() -> None:
     assert first == kept_counts(strategy.shapes, 0.2, "erk") != second
 
 
+def test_fedtinys_candidates_keep_as_many_weights_as_the_density_says() -> None:
+    """Three quarters of a layer times up to 1.9 are more than the layer; the other layers take what is over."""
+    strategy, _ = made("fedtiny", fedtiny__density=0.75, fedtiny__noise=0.9, fedtiny__candidates=8)
+    assert isinstance(strategy, FedTiny)
+    kept = [sum(int(mask.sum()) for mask in each.values()) for each in strategy.candidates]
+    assert kept == pytest.approx([kept[0]] * 8, abs=len(strategy.shapes))
+
+
 def test_no_more_weights_are_exchanged_than_are_pruned() -> None:
     """Half of 9 and of 5 would be exchanged, of ten each."""
     options = three("fedrts", [1, 1, 0], [0.5, -0.2, 0.0], share=0.5, **ALWAYS).options

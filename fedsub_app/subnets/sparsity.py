@@ -23,15 +23,23 @@ def kept_counts(shapes: Mapping[str, torch.Size], density: float, rule: LayerRul
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     if rule == "uniform":
         return {name: max(1, round(density * size)) for name, size in sizes.items()}
-    sparse, left = dict(shapes), density * sum(sizes.values())
+    return shared_out({name: sum(shape) for name, shape in shapes.items()}, sizes, density * sum(sizes.values()))
+
+
+def shared_out(parts: Mapping[str, float], sizes: Mapping[str, int], total: float) -> dict[str, int]:
+    """Return a number from 1 to its size for each name: ``total`` shared in proportion to ``parts``.
+
+    Names whose share is above their size have their size, and the others share the rest.
+    """
+    sparse, left = dict(parts), total
     while sparse:
-        factor = left / sum(sum(shape) for shape in sparse.values())
-        densest = max(sparse, key=lambda name: sum(shapes[name]) / sizes[name])
-        if factor * sum(shapes[densest]) < sizes[densest]:
-            return {n: max(1, round(factor * sum(shapes[n]))) if n in sparse else size for n, size in sizes.items()}
-        left -= sizes[densest]
-        del sparse[densest]
-    return sizes
+        factor = left / sum(sparse.values())
+        fullest = max(sparse, key=lambda name: parts[name] / sizes[name])
+        if factor * parts[fullest] < sizes[fullest]:
+            return {n: max(1, round(factor * parts[n])) if n in sparse else size for n, size in sizes.items()}
+        left -= sizes[fullest]
+        del sparse[fullest]
+    return dict(sizes)
 
 
 def largest(values: Tensor, count: int) -> Tensor:
