@@ -140,6 +140,16 @@ def test_a_method_of_a_program(half: str, run_local: Run, tmp_path: Path) -> Non
         resolve({"method": half, "half.step": 0.5})
 
 
+@pytest.mark.run
+def test_a_run_leaves_torchs_threads_as_they_were(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    try:
+        fedsub_app.run({"num-rounds": 1, "num-clients": 2, "model": "feature-mlp", "run-dir": str(tmp_path / "run")})
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_names_that_a_program_cannot_register() -> None:
     method = Method("a test's", HalfSettings, SubnetStrategy, HalfClient)
     with pytest.raises(UserError, match="method 'fedavg': there is one of that name"):

@@ -49,6 +49,17 @@ def visible_gpus() -> list[str]:
 
 
 @contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Have torch compute on ``count`` threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def seeing(gpu: str | None) -> Iterator[None]:
     """Have processes that start meanwhile see this GPU only; ``None``: all that this process sees."""
     before = os.environ.get(VISIBLE)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest
-from fedsub_app.common.device import pick_device
+from fedsub_app.common.device import pick_device, threads
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown, size_of
@@ -98,6 +97,7 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     return problem, partition, strategy
 
 
+@threads(1)  # as on the clients: the same numbers on every engine
 def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = None) -> Json:
     """Run all rounds on ``grid``; returns the summary. ``problem``: in the place of the one that the settings name.
 
@@ -105,7 +105,6 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
     :class:`RunFailed`: all rounds, or ``max-abandoned`` in a row, were abandoned; files cannot be written; or, here or
     on a simulated node, the memory is used up or the GPU lost.
     """
-    torch.set_num_threads(1)  # as on the clients: the same numbers on every engine
     device = pick_device(settings.device, settings.gpu_exact)
     # Before the run directory exists: it may reject its settings.
     problem, partition, strategy = prepare(settings, problem)
