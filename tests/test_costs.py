@@ -8,7 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, mlp, model_names, narrowed, tensors_of, unit_groups
-from fedsub_app.training.costs import forward_flops, subnet_flops, training_flops
+from fedsub_app.runs.config import resolve
+from fedsub_app.studies.tables import read_table
+from fedsub_app.training.costs import forward_flops, published_flops, subnet_flops, training_flops
 
 IMAGES = problem_of((3, 32, 32))
 SHAPES = {"fedpews-mlp": (5,), "feature-mlp": (20,), "mnist-cnn": (1, 28, 28)}
@@ -39,6 +41,16 @@ def test_ist_one_mac_is_two_flops():
     """The authors' 32 * (3072 h + h C) multiply-adds of one local step, for Birds."""
     model = build_model("feature-mlp", (3072,), 200, seed=0)
     assert 32 * forward_flops(problem_of((3072,)), model) == 2 * 32 * (3072 * 1000 + 1000 * 200)
+
+
+def test_ists_budget_is_100_tflop_by_the_papers_count():
+    """Each layer of a ResNet costs the same share of an image of any size."""
+    keys = {row.label: row.overrides for row in read_table("ist-table1-features").rows}
+    for label, shape, classes in (("IST", (3072,), 47), ("FedAvg", (3072,), 200), ("FedFull", (3, 64, 64), 200)):
+        settings, problem = resolve(keys[label]), problem_of(shape)
+        model = build_model(settings.model, shape, classes, seed=0)
+        counted = published_flops(forward_flops(problem, model), False) / training_flops(problem, model)
+        assert settings.max_flops * counted == pytest.approx(1e14, rel=0.03)
 
 
 @pytest.mark.parametrize("name", sorted(set(model_names()) - {"resnet18-imagenet"}))  # that one is resnet18, downloaded

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -77,6 +78,23 @@ def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.Mo
     assert judged().verdict == "direction only"  # 2.03 ± 0.14
     assert judged(direction=1).verdict == "reproduced"  # a picture without numbers
     assert judged(direction=-1).verdict == "not reproduced"
+
+
+@pytest.mark.parametrize("name", ["fedpart", "fedpews", "fedselect", "sub-fedavg", "ist"])
+def test_a_set_up_names_the_key_by_which_clients_take_part(pages: ModuleType, name: str) -> None:
+    """``participation`` is 1.0 and does nothing where ``clients-per-round`` is set."""
+    paper = tomllib.loads((ROOT / f"docs/results/claims/{name}.toml").read_text())
+    if pages.resolve({"experiment": paper["experiment"]}).clients_per_round:
+        assert "clients-per-round" in paper["setup"]
+        assert "participation" not in paper["setup"]
+
+
+def test_a_target_that_one_seed_of_the_papers_reached_has_an_effect_of_its_own(pages: ModuleType) -> None:
+    """Its round alone is no mean over seeds, of which the others count as the last round."""
+    claims = pages.tomllib.loads((ROOT / "docs/results/claims/fedpews.toml").read_text())["claim"]
+    few = [keys for keys in claims if keys.get("metric") == "rounds-to-target"]
+    few = [k for k in few if "one seed" in pages.papers_numbers(k["table"])[k["setting"], "FedAvg"].rounds]
+    assert [keys["effect"] for keys in few] == [182 - (199 + 2 * 250) / 3, 301 - round((371 + 2 * 500) / 3)] * 2
 
 
 def test_finished_runs_are_put_into_the_tables_file(
