@@ -10,7 +10,9 @@ from helpers import SAME, away, merge_round, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, tensors_of
@@ -114,3 +116,13 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
     with pytest.raises(BadReply, match="'fedpac/counts': counts of 2 samples, num-examples = 9"):
         made.contribution(replace(update(0, 1.0), num_examples=9))
     assert MEANS in made.expected(0)
+
+
+def test_a_head_that_is_tied_to_another_layer_is_refused() -> None:
+    class Tied(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+            self[1].weight = self[0].weight
+
+    with pytest.raises(UserError, match=r"'1.weight' is tied, fedpac combines the head alone$"):
+        FedPAC(resolve({"method": "fedpac"}), Tied())

@@ -274,6 +274,37 @@ def test_a_last_batch_of_one_is_no_step_where_arrays_tell_of_a_batch_norm(caplog
     assert "dropped" not in caplog.text
 
 
+class Counting(nn.Module):
+    """Counts its steps in a buffer: of integers, not saved, or assigned anew."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        steps = torch.zeros((), dtype=torch.int64 if kind == "integers" else torch.float32)
+        self.register_buffer("steps", steps, persistent=kind != "not saved")
+        self.kind, self.head = kind, nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.kind == "assigned":
+            self.steps = self.steps + 1
+        elif self.training:
+            self.steps += 1
+        return self.head(x.flatten(1)) / (1 + self.steps)
+
+
+@pytest.mark.parametrize("kind", ["integers", "not saved", "assigned"])
+def test_a_client_begins_with_buffers_of_its_own(kind: str) -> None:
+    """Two clients of the same samples in one process train as one does."""
+    keys: dict[str, Any] = {"batch_size": 6, "local_epochs": 2}
+    same: dict[str, Any] = {"model": lambda: Counting(kind), "data": lambda context: ((X, Y), (X, Y))}
+    first = arrays(Counting(kind))
+    one, two = (
+        to_tensors(fedsub.FedAvg(clients_per_node=count, **keys).start(grid(**same), first, 1).arrays)
+        for count in (1, 2)
+    )
+    assert torch.equal(one["head.bias"], two["head.bias"])
+    assert [float(t) for n, t in two.items() if n == "steps"] == {"integers": [0], "assigned": [2]}.get(kind, [])
+
+
 def frozen() -> nn.Module:
     network = sequential()
     network.fc1.requires_grad_(False)
@@ -686,6 +717,21 @@ def test_a_network_without_anything_to_train_is_refused(change: Any) -> None:
         fedsub.UserError, match=r"^model = '<lambda>': has no parameters to train; allowed are floating"
     ):
         problem.check_start()
+
+
+def test_a_complex_parameter_beside_others_is_refused() -> None:
+    """Else no step moves it, or with an optimizer of one's own the process's next client begins with it."""
+
+    class Wave(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wave = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.wave.real
+
+    with pytest.raises(fedsub.UserError, match=r"^model = 'Wave': 'wave' is torch.complex64; allowed is torch.float32"):
+        Problem.own(Wave, ((X, Y), (X, Y)), resolve({})).check_start()
 
 
 def test_a_client_whose_data_fail_is_dropped() -> None:

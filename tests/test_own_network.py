@@ -400,6 +400,28 @@ def test_units_that_a_layer_reads_twice() -> None:
     assert join.cols == (("head.weight", 16),)
 
 
+class Auxiliary(nn.Module):
+    """A second head that runs in training alone, as GoogLeNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.auxiliary = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(6, 3)
+        self.drop, self.head = nn.Dropout(), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = torch.relu(self.first(x))
+        output = self.head(self.drop(torch.relu(self.second(h))))
+        return {"logits": output, "auxiliary": self.auxiliary(h)} if self.training else output
+
+
+def test_units_that_an_auxiliary_head_reads_in_training_are_none() -> None:
+    model, before = adopted(Auxiliary(), (4,)), torch.get_rng_state()
+    groups = unit_groups(model)
+    assert [group.name for group in groups] == ["second"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert narrowed(model, groups, {"second": 2}).train()(torch.zeros(2, 4)).shape == (2, 3)
+
+
 def test_three_reasons_are_enough_for_a_network_without_units() -> None:
     layers = [nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(5)]
     with pytest.raises(TypeError) as error:
@@ -514,6 +536,16 @@ def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) ->
     assert bool(off.any()) == outputs  # with "weights" a unit that is off gets no gradient
 
 
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("length", [5, 6])  # as many tokens as units
+def test_gates_of_a_sequential_on_tokens_are_its_masked_weights(length: int, outputs: bool) -> None:
+    first, _, last = layers = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    x, mask = torch.randn(2, length, 4), torch.tensor([1.0, 0, 1, 1, 0, 1])
+    hidden = torch.relu(x @ (first.weight * mask[:, None]).T + first.bias * mask)
+    expected = hidden @ (last.weight * mask).T + last.bias
+    torch.testing.assert_close(gated(Network(layers), mask, x, outputs=outputs).logits, expected)
+
+
 class Last(nn.Sequential):
     """The last step of what recurrent layers return, without their state."""
 
@@ -551,6 +583,24 @@ def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None
 def test_a_computed_weight_has_no_units_in_a_listed_network() -> None:
     with pytest.raises(TypeError, match=r"^layer 0: its weight is computed from other tensors$"):
         unit_groups(nn.Sequential(orthogonal(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 3)))
+
+
+def twice(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), layer, nn.ReLU(), layer, nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (twice(nn.Linear(6, 6)), "2.weight is in two places"),  # its units are read by itself
+        (twice(nn.BatchNorm1d(6)), "2.weight is in two places"),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Linear(8, 5)), "layer 1 reads columns of pixels, not the channels of 0"),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(2), nn.Linear(64, 5)), "layer 2 reads columns of pixels"),
+    ],
+)
+def test_a_sequential_whose_units_lie_elsewhere_says_so(network: nn.Module, said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{said}"):
+        unit_groups(network)
 
 
 # --- a user's file on Flower's engines --------------------------------------------------------------------------------

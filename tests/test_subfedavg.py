@@ -107,6 +107,12 @@ def test_weights_by_hand() -> None:
     assert not prune_weights({"w": torch.ones(2)}, {"w": bits(0, 0)}, 0.9)["w"].any()
 
 
+def test_all_kinds_of_convolutions_are_pruned() -> None:
+    kinds = nn.Conv1d(1, 2, 3), nn.Conv2d(1, 2, 3), nn.Conv3d(1, 2, 3), nn.ConvTranspose2d(2, 1, 3), nn.Linear(2, 2)
+    plan = prunable(nn.Sequential(*kinds), "unstructured")
+    assert plan.weights == tuple(f"{number}.weight" for number in range(len(kinds)))
+
+
 def test_channels_by_hand() -> None:
     scales = {"a": torch.tensor([0.3, -0.1, 0.6, 0.5, 0.2, 0.4]), "b": torch.tensor([9.0, 8.0, 7.0, 6.0])}
     full = {"a": torch.ones(6, dtype=torch.bool), "b": torch.ones(4, dtype=torch.bool)}

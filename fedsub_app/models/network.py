@@ -11,6 +11,7 @@ from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.networks import load_tensors, tensors_of, trainable
+from fedsub_app.models.sources import base_names
 from fedsub_app.models.units import head_layer, head_names, unit_groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (batch, labels) -> scalar
@@ -24,6 +25,14 @@ class Output(NamedTuple):
     features: Tensor
 
 
+def beside(factor: Tensor, module: nn.Module, values: Tensor) -> Tensor:
+    """Return a factor of each unit in the shape that multiplies what enters or leaves a layer.
+
+    A Linear's units are the last axis, of tokens too, those of other layers the second.
+    """
+    return factor if isinstance(module, nn.Linear) else factor.view(-1, *[1] * (values.dim() - 2))
+
+
 class Gate:
     """A hook that multiplies the output of a layer by ``factor``, float ``[units]``, while it has one.
 
@@ -35,7 +44,7 @@ class Gate:
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if self.factor is None:
             return output
-        return output * (self.factor.view(-1, *[1] * (output.dim() - 2)) if output.dim() > 2 else self.factor)
+        return output * beside(self.factor, module, output)
 
     def __deepcopy__(self, memo: object) -> "Gate":
         return Gate()
@@ -67,6 +76,9 @@ class Network:
         self.module = module
         self.tensors = tensors_of(module)
         self.parameters: dict[str, Tensor] = dict(trainable(module))
+        self._slots = self._slots_of(self.tensors)
+        unsent = {n: t for n, t in module.named_buffers() if n not in self.tensors and n not in base_names(module)}
+        self._unsent = self._slots_of(unsent), unsent, {name: tensor.clone() for name, tensor in unsent.items()}
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:
@@ -110,10 +122,9 @@ class Network:
             raise RuntimeError("the network's head was not run")
         return Output(logits, entered.flatten(1))
 
-    @cached_property
-    def _slots(self) -> list[tuple[dict[str, Any], str, str]]:
-        """A layer's dict, the key in it, the tensor's name; a tied tensor is held twice."""
-        names = {id(tensor): name for name, tensor in self.tensors.items()}
+    def _slots_of(self, tensors: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], str, str]]:
+        """Return a layer's dict, the key in it, the tensor's name; a tied tensor is held twice."""
+        names = {id(tensor): name for name, tensor in tensors.items()}
         dicts: list[dict[str, Any]] = [d for m in self.module.modules() for d in (m._parameters, m._buffers)]
         return [(held, key, names[id(held[key])]) for held in dicts for key in held if id(held[key]) in names]
 
@@ -125,8 +136,23 @@ class Network:
             logits: Tensor = self.module(x)
         finally:
             for held, key, name in self._slots:
-                held[key] = self.tensors[name]
+                held[key] = self.tensors[name] if name in tensors else held[key]
         return logits
+
+    @torch.no_grad()
+    def _take_assigned(self) -> None:
+        """Copy a buffer that the network's code has assigned anew, ``self.mean = …``, into its tensor."""
+        for held, key, name in self._slots:
+            if held[key] is not self.tensors[name]:
+                held[key] = self.tensors[name].copy_(held[key])
+
+    @torch.no_grad()
+    def reset(self) -> nn.Module:
+        """Return the module; its buffers that are not sent, such as integers, are again as they were built."""
+        slots, buffers, built = self._unsent
+        for held, key, name in slots:
+            held[key] = buffers[name].copy_(built[name])
+        return self.module
 
     @cached_property
     def compiled(self) -> Callable[[Loss], Loss]:
@@ -141,7 +167,9 @@ class Network:
 
     def load(self, new: Mapping[str, Tensor]) -> None:
         """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""
+        self._take_assigned()
         load_tensors(self.tensors, new)
+        self.reset()
         for count in self._counts:
             count.zero_()
 
@@ -156,6 +184,7 @@ class Network:
         return next(iter(self.tensors.values())).device
 
     def copy(self) -> Tensors:
+        self._take_assigned()
         if self.device.type == "cpu":
             return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return brought(self.tensors)

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fedsub_app.models.graph import COMPUTED, traced_groups
 from fedsub_app.models.groups import UnitGroup, adapters, executed, rank_groups
-from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.networks import tensors_of, ties
 from fedsub_app.models.sources import base_names, in_shape_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -63,14 +63,19 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
 
 
 def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
+    if tied := ties(model):
+        raise TypeError(f"{next(iter(tied.values()))} is in two places")
     groups: list[UnitGroup] = []
     # The last layer met that produces units; size 0: none yet.
     name, size = "", 0
     rows: tuple[str, ...] = ()
+    flat = False  # whether all that a sample has is behind a flatten
     for child_name, child in model.named_children():
         if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
             if is_parametrized(child):
                 raise TypeError(f"layer {child_name}: {COMPUTED}")
+            if isinstance(child, nn.Linear) and name and not flat and isinstance(model.get_submodule(name), nn.Conv2d):
+                raise TypeError(f"layer {child_name} reads columns of pixels, not the channels of {name}")
             if size:
                 inputs = child.in_features if isinstance(child, nn.Linear) else child.in_channels
                 if inputs % size:
@@ -85,6 +90,8 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
             rows += _names(child_name, child)
         elif isinstance(child, nn.Flatten) and rows and isinstance(model.get_submodule(name), nn.Linear):
             raise TypeError(f"layer {child_name}: the units of {name} may lie apart behind it, as those of tokens do")
+        elif isinstance(child, nn.Flatten):
+            flat = (child.start_dim, child.end_dim) == (1, -1)
         elif not isinstance(child, _UNIT_WISE):
             raise TypeError(f"layer {child_name}: no units are known for a {type(child).__name__}")
     return tuple(groups)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Network, Output
 from fedsub_app.models.groups import split
+from fedsub_app.models.network import beside
 from fedsub_app.subnets.slices import take
 
 
@@ -86,8 +87,8 @@ def _entering(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
                 reader = network.module.get_submodule(name.rpartition(".")[0])
                 gate = gates[group.name].repeat_interleave(repeat)
 
-                def gate_input(_: nn.Module, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
-                    return inputs[0] * gate.view(-1, *[1] * (inputs[0].dim() - 2))
+                def gate_input(layer: nn.Module, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
+                    return inputs[0] * beside(gate, layer, inputs[0])
 
                 stack.enter_context(reader.register_forward_pre_hook(gate_input))
         yield

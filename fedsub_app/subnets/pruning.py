@@ -90,7 +90,7 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     Hybrid: these units, and the weights of the linear layers. ValueError: no layer has such a BatchNorm; TypeError: the
     structure holds a layer whose units are not known.
     """
-    kinds = {"unstructured": (nn.Conv2d, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
+    kinds = {"unstructured": (nn.modules.conv._ConvNd, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
     shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
     layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     weights = tuple(f"{name}.weight" for name in layers if f"{name}.weight" in shapes)

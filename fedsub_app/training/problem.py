@@ -87,7 +87,7 @@ class Problem:
         y, model = self.data.train_y[some], self.network()
         if not any(parameter.is_floating_point() for parameter in models.trainable(model).values()):
             raise UserError(f"model = {self.name!r}: has no parameters to train; allowed are floating-point ones")
-        models.check_float32(models.tensors_of(model), f"model = {self.name!r}")
+        models.check_float32({**models.tensors_of(model), **models.trainable(model)}, f"model = {self.name!r}")
         x = self.data.train_x[some]
         try:
             with torch.random.fork_rng(), torch.no_grad():  # dropout draws

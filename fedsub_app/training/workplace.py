@@ -61,7 +61,7 @@ class Workplace:
     @cached_property
     def narrow_network(self) -> Callable[[tuple[tuple[str, int], ...]], Network]:
         """Function: names and units of the hidden layers -> the network of these widths."""
-        return lru_cache(8)(lambda widths: Network(narrowed(self.network.module, self.network.units, dict(widths))))
+        return lru_cache(8)(lambda widths: Network(narrowed(self.network.reset(), self.network.units, dict(widths))))
 
     def samples(self, client: int, split: Split) -> tuple[Batch | LazySamples, Tensor]:
         """Return a client's samples and labels of a split; there may be none."""
