@@ -15,6 +15,7 @@ from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.models import build_model, unit_groups
+from fedsub_app.models.sources import adopted
 from fedsub_app.reports.pictures import figure, legend_beside
 from fedsub_app.runs.config import applicable_keys, resolve
 from fedsub_app.runs.masks import overlap
@@ -43,6 +44,17 @@ def test_a_channels_activation_is_the_sum_over_its_positions() -> None:
         model[0].weight.copy_(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
     x = torch.tensor([[1.0, 2.0], [-3.0, 4.0]]).view(1, 1, 2, 2)
     assert unit_activations(model, unit_groups(model), x)["0"].tolist() == [7.0, 3.0]
+
+
+def test_a_networks_own_batch_norm_is_before_the_activation() -> None:
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 1)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[2.0], [-1.0]]))
+        model[0].bias.zero_()
+        model[1].bias.copy_(torch.tensor([5.0, 5.0]))
+    groups = unit_groups(adopted(model, (1,)))
+    found = unit_activations(model, groups, torch.tensor([[1.0], [-1.0]]))
+    torch.testing.assert_close(found["0"], torch.tensor([10.0, 10.0]), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("masks", ["learned", "fixed"])

@@ -216,6 +216,7 @@ def test_pairs() -> None:
         "model": "a\nlr=1",
         "seed": "9" * 5000,
     }
+    assert parse_pairs(["run-dir=2026-01-01", "data-dir=10:30:00"]) == {"run-dir": "2026-01-01", "data-dir": "10:30:00"}
 
 
 @pytest.mark.parametrize(

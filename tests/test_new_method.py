@@ -73,6 +73,9 @@ def test_names_that_are_none(tmp_path: Path) -> None:
     for path in ("tests/helpers.py", "strategies/fedfoo.py"):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("")
+    for name, word in (("Lambda", "lambda"), ("None", "None")):
+        with pytest.raises(UserError, match=f"method '{name.lower()}': {word} is a word of Python"):
+            new_method(name, tmp_path)
     with pytest.raises(UserError, match=r"strategies/fedfoo\.py: there already"):
         new_method("fedfoo", tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*.py")) == ["fedfoo.py", "helpers.py"]

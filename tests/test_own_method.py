@@ -14,6 +14,7 @@ import torch
 from federations import pairs
 from flwr.cli.build import build_fab_from_disk
 from helpers import ends_as_if_never_stopped, fedsub, forget, install_method, rounds
+from optuna.distributions import IntDistribution
 
 import fedsub as library
 import fedsub_app
@@ -28,6 +29,7 @@ from fedsub_app.runs.directory import open_run
 from fedsub_app.runs.methods import BUILT_IN, METHODS, Method
 from fedsub_app.runs.node import settings_from
 from fedsub_app.runs.plan import plan
+from fedsub_app.studies.trials import read_space
 
 Run = Callable[..., tuple[Any, Path]]
 FILE = f"{PROJECT}/examples/own-method/fedavgm.py"
@@ -39,6 +41,13 @@ def _forgotten() -> Iterator[None]:
     yield
     for name in METHODS.keys() - BUILT_IN:
         forget(name)
+
+
+def test_a_sweeps_range_has_the_type_of_the_methods_key(tmp_path: Path) -> None:
+    file, text = tmp_path / "ours.py", Path(FILE).read_text()
+    file.write_text(text.replace("beta: Fraction = 0.9", "beta: int = 3"))
+    _, space = read_space([f"method={file}:FedAvgM,fedavg", "fedavgm.beta=1..9"])
+    assert space["fedavgm.beta"] == IntDistribution(1, 9)
 
 
 @pytest.fixture

@@ -70,8 +70,7 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) ->
         return hook
 
     sizes = {group.name: group.size for group in groups}
-    ends = {group.name: group.rows[-1].rpartition(".")[0] if group.chain else group.name for group in groups}
-    last = {name: model.get_submodule(end) for name, end in ends.items()}
+    last = {group.name: model.get_submodule(_end(model, group)) for group in groups}
     handles = [layer.register_forward_hook(keep(name)) for name, layer in last.items()]
     try:
         with torch.no_grad():
@@ -80,6 +79,15 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) ->
         for handle in handles:
             handle.remove()
     return activations
+
+
+def _end(model: nn.Module, group: UnitGroup) -> str:
+    """Return the last layer before a group's ReLU: the one that produces the units, or the BatchNorm behind it."""
+    if group.chain:
+        return group.rows[-1].rpartition(".")[0]
+    layers = [*dict.fromkeys(row.rpartition(".")[0] for row in group.rows), ""]
+    behind = layers[layers.index(group.name) + 1] if group.name in layers else ""
+    return behind if isinstance(model.get_submodule(behind), nn.BatchNorm1d | nn.BatchNorm2d) else group.name
 
 
 def _activations(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], last_staged: int) -> list[Path]:

@@ -7,6 +7,7 @@ passes its test.
 import re
 import subprocess
 import sys
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,8 @@ def new_method(spelled: str, project: Path) -> list[Path]:
         raise UserError(f"{project}: not a checkout of fedsub, which a method is added to; {other}")
     module = name.replace("-", "_")
     class_name = "".join(word[0].upper() + word[1:] for word in spelled.split("-"))
+    if word := next(filter(iskeyword, (module, class_name)), ""):
+        raise UserError(f"method {name!r}: {word} is a word of Python; no module or class can have this name")
     words = {"fed_foo": module, "fed-foo": name, "FedFoo": class_name}
     templates, texts = PROJECT / "examples" / "new-method", {}
     for template in sorted(path for path in templates.rglob("*.*") if path.suffix in (".py", ".toml")):

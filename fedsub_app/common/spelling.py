@@ -4,6 +4,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
+from datetime import date, time
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.conf_files import conf_name, experiment_file, experiments
@@ -57,5 +58,6 @@ def parse_pairs(pairs: Iterable[str]) -> "dict[str, Value]":
             parsed = tomllib.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, a number of 5,000 digits, 5,000 brackets
             parsed = {}
-        values[key.strip()] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
+        value = parsed["value"] if parsed.keys() == {"value"} else text.strip()
+        values[key.strip()] = text.strip() if isinstance(value, date | time) else value  # a folder's name
     return values

@@ -47,7 +47,7 @@ def sweep(
     out: Path | None,
 ) -> int:
     """Run or continue a sweep, write its tables, pictures, page and best settings; returns the exit code."""
-    fixed, space = read_space(pairs)
+    fixed, space = read_space(pairs, experiment)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
     settings = [resolve(search.overrides(keys)) for keys in search.examples()]
     chosen_metric = metric_of(settings[0], metric)

@@ -24,7 +24,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.runs.config import applicable_keys, defaults, is_list
+from fedsub_app.runs.config import applicable_keys, check, defaults, is_list
 from fedsub_app.studies.batch import Job
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -36,11 +36,17 @@ Values = CategoricalDistribution | FloatDistribution | IntDistribution
 Space = dict[str, Values]
 
 
-def read_space(pairs: Sequence[str]) -> tuple[dict[str, Value], Space]:
+def read_space(pairs: Sequence[str], experiment: str = "") -> tuple[dict[str, Value], Space]:
     """Return the keys that have one value, and those to search: ``lr=0.1``; ``lr=0.01,0.1``, ``lr=0.01..0.1:log``.
 
-    A comma belongs to the value of keys that are lists themselves; several such values are a TOML array.
+    A comma belongs to the value of keys that are lists themselves; several such values are a TOML array. The methods
+    that ``experiment`` and pairs name are registered first: what a key takes is known from then on.
     """
+    if experiment:
+        applicable_keys({"experiment": experiment})
+    named: Any = parse_pairs(pairs).get("method", "")
+    for name in named if isinstance(named, list) else str(named).split(","):
+        check({"method": str(name).strip()})
     fixed: dict[str, Value] = {}
     space: Space = {}
     for pair in pairs:
