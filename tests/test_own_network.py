@@ -1,5 +1,6 @@
 """Networks of a user's file, of a module and of packages: built, refused in one line, and their structure."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ from fedsub_app.common import own_code
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Inputs, Part, Shape, blank, form_of
 from fedsub_app.common.own_code import bundled
+from fedsub_app.common.tasks import Classification, Reduction
 from fedsub_app.data.samples import channels_last
 from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.models import (
@@ -842,11 +844,19 @@ def test_a_plan_of_a_network_of_ones_own(file: Path) -> None:
 
 def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     settings = resolve({"model": f"{file}:Net", "stack-clients": True})
-    assert unstackable(settings, Network(Problem.of(settings).network()), (1, 8, 8)) == ""
+    problem = Problem.of(settings)
+    assert unstackable(settings, Network(problem.network()), problem) == ""
     dropping = adopted(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(), nn.Linear(4, 10)), (1, 8, 8))
-    assert "vmap: called random operation" in unstackable(settings, Network(dropping), (1, 8, 8))
+    assert "vmap: called random operation" in unstackable(settings, Network(dropping), problem)
     counting = adopted(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, momentum=None), nn.Linear(64, 10)), (1, 8, 8))
-    assert "a BatchNorm with momentum = None" in unstackable(settings, Network(counting), (1, 8, 8))
+    assert "a BatchNorm with momentum = None" in unstackable(settings, Network(counting), problem)
+
+    class Weighted(Classification):
+        def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+            return F.cross_entropy(output, y, torch.arange(10.0), reduction=reduction)
+
+    weighted = dataclasses.replace(problem, task=Weighted())
+    assert "its mean loss is not the mean of" in unstackable(settings, Network(problem.network()), weighted)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     check_devices(strategy, problem, partition)
     check_defences(strategy)
     check_tracker(settings.track)
-    if settings.stack_clients and (reason := unstackable(settings, Network(strategy.model), problem.data.in_shape)):
+    if settings.stack_clients and (reason := unstackable(settings, Network(strategy.model), problem)):
         raise UserError(f"stack-clients = true: not with {reason}")
     return problem, partition, strategy
 

@@ -9,6 +9,7 @@ the clients that are trained together. Therefore it needs the setting ``stack-cl
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from torch.func import vmap
 from torch.nn.utils.rnn import pad_sequence
 
 from fedsub_app.common.errors import one_line
-from fedsub_app.common.inputs import Batch, Shape, blank, joined
+from fedsub_app.common.inputs import Batch, blank, joined
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Network, Output
 from fedsub_app.settings import Settings
 from fedsub_app.training.client import Training, side_by_side
+from fedsub_app.training.problem import FIRST_SAMPLES, Problem
 
 T = TypeVar("T")
 MOMENTS = ("first", "second")  # of an optimizer
@@ -35,10 +37,10 @@ LEAST_STACKED = 4  # clients together: a joint step of a small network takes as 
 MAX_STACKED = 64  # clients together; beyond it a step is bound by arithmetic, and memory grows
 
 
-def unstackable(settings: Settings, network: Network, shape: Shape) -> str:
+def unstackable(settings: Settings, network: Network, problem: Problem) -> str:
     """Return the setting that ``stack-clients`` excludes, as "key = value: reason", or "".
 
-    ``shape``: of one input. The network's running statistics are left as they were: they are stacked copies.
+    The network's running statistics are left as they were: they are stacked copies.
     """
     if settings.augment != "none":
         return f"augment = {settings.augment}: drawn client by client"
@@ -46,8 +48,14 @@ def unstackable(settings: Settings, network: Network, shape: Shape) -> str:
         return f"task = {settings.task}: its loss is the mean over tokens, of which samples have unequally many"
     if any(layer.momentum is None for layer in network.normalisations.values()):
         return f"model = {settings.model}: a BatchNorm with momentum = None, which counts one client's batches"
+    some, task = slice(0, FIRST_SAMPLES), problem.task
+    with torch.no_grad():
+        output, y = network.module.eval()(problem.data.train_x[some]), problem.data.train_y[some]
+        losses, mean = task.loss(output, y, "none"), task.loss(output, y)
+    if not math.isclose(float(losses.mean()), float(mean), rel_tol=1e-4, abs_tol=1e-6):
+        return f"task = {settings.task}: its mean loss is not the mean of the samples' losses"
     stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
-    x = joined([blank(2, shape, network.device)] * 2, torch.stack)
+    x = joined([blank(2, problem.data.in_shape, network.device)] * 2, torch.stack)
     network.training_mode()
     try:
         vmap(network.module_with)(stacked, x)
