@@ -162,7 +162,7 @@ def test_a_regression_has_its_columns(tmp_path: Path) -> None:
     ("file", "content", "said"),
     [
         ("a.txt", b"", "a.txt: must end in .png, .jpg"),
-        ("a.png", b"no image", "a.png is not readable ("),
+        ("a.png", b"no image", "a.png is not readable (must be an image: PNG, JPEG"),
         ("none.png", None, "none.png: No such file or directory"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from platformdirs import user_cache_path
 from torch import Tensor
 
@@ -265,7 +265,9 @@ def opened(image: Path | BinaryIO, where: str) -> Iterator[Image.Image]:
                 raise ValueError(f"pixels of mode {pixels.mode}, expected 8 bits a channel")
             yield pixels
     except Exception as error:  # PIL's decoders raise many types on damaged bytes
-        raise UserError(f"{where} is not readable ({one_line(error)})") from error
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = f"must be an image: {', '.join(FORMATS)}" if unknown else one_line(error)
+        raise UserError(f"{where} is not readable ({reason})") from error
 
 
 def _decode(content: bytes, where: str, image_size: int | None) -> NDArray[np.uint8]:
