@@ -403,7 +403,7 @@ def test_a_killed_superlink_leaves_a_run_that_can_be_stopped(
     assert process.returncode == 1
     found = re.search(
         rf"^failed: run (\d+) is running; `flwr stop \1 local-simulation` stops it; once it has ended, "
-        rf"`fedsub run --resume {re.escape(str(folder))} --engine local-simulation` goes on \(",
+        rf"`fedsub run --resume {re.escape(str(folder))} --engine local-simulation` goes on$",
         said,
         re.MULTILINE,
     )
