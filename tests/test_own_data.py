@@ -179,6 +179,22 @@ def test_the_package_datasets_and_collate() -> None:
     assert data.train_x[:].tolist() == [[2, 3], [4, 5], [6, 7]]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_named_inputs_may_come_in_any_order(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "IN_MEMORY", limit)
+    items = [
+        ({"a": torch.tensor([0.0]), "b": torch.tensor([1.0])}, 0),
+        ({"b": torch.tensor([1.0]), "a": torch.tensor([0.0])}, 1),
+    ]
+    data = own_dataset((Rows(items), Rows(items)), CLASSES)
+    batch = data.train_x[torch.tensor([0, 1])]
+    assert isinstance(batch, Inputs)
+    assert {name: tensor.tolist() for name, tensor in zip(batch.names, batch.tensors, strict=True)} == {
+        "a": [[0.0], [0.0]],
+        "b": [[1.0], [1.0]],
+    }
+
+
 def broken(items: list[Any]) -> Any:
     raise KeyError("ids")
 
@@ -199,6 +215,11 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
         (((X, Y, ["a"]), (X, Y)), None, "train: 1 groups for 4 samples: must be one a sample"),
         (((X, Y), (X[:, :2], Y)), None, r"test: samples of shape \(2,\): the training samples' is \(3,\)"),
         ((Rows([(X[0], 1), (X[0, :2], 1)]), (X, Y)), None, r"train: x of shapes \(2,\) and \(3,\): must be one"),
+        (
+            (Rows([({"a": X[0], "b": X[0]}, 1), ({"a": X[0], "c": X[0]}, 1)]), (X, Y)),
+            None,
+            "an item has a, c: must have",
+        ),
         ((Rows([X[0]]), (X, Y)), None, "an item is no"),
         ((Rows([("text", 1)]), (X, Y)), None, "train: a sample is no tensor but 'text' \\(str\\)"),
         ((Rows([(X[0], 1)]), (X, Y)), broken, "train: collate of samples \\[0\\]: KeyError: 'ids'"),

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Batch, Inputs, blank
+from fedsub_app.common.own_code import is_source
 from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
 from fedsub_app.data.files import read_pixels
 from fedsub_app.data.names import IMAGES
 from fedsub_app.data.samples import in_unit, normalised
-from fedsub_app.data.settings import is_source
 from fedsub_app.data.tables import unseen_rows
 from fedsub_app.models import adapters, base_digest, other_base, scale_of, tensors_of
 from fedsub_app.runs.checkpoint import global_network

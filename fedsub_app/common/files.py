@@ -2,13 +2,12 @@
 
 import ctypes
 import json
-import math
 import os
 import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 from uuid import uuid4
 
 from fedsub_app.common.errors import UserError
@@ -95,15 +94,8 @@ def sweep(folder: Path) -> None:
 
 def to_json(content: object, indent: int | None = None) -> str:
     """Return JSON text; numbers that are not finite, which JSON does not have, are null."""
-    return json.dumps(_finite(content), indent=indent, allow_nan=False)
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent, allow_nan=False)
 
 
 def write_json(path: Path, content: "Json") -> None:

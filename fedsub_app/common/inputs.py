@@ -1,6 +1,6 @@
 """Inputs of a network: one tensor of numbers, one of tokens, or several tensors by name or in order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -25,6 +25,12 @@ class Inputs:
         if isinstance(parts, Mapping):
             return Inputs(tuple(parts.values()), tuple(map(str, parts)))
         return Inputs(tuple(parts))
+
+    def ordered(self, names: Collection[str]) -> list[Tensor]:
+        """Return the tensors in the order of ``names``; ValueError where it has others."""
+        if sorted(names) != sorted(self.names):
+            raise ValueError(f"has {', '.join(self.names)}: must have {', '.join(names)}, as the first one")
+        return [self.tensors[self.names.index(name)] for name in names] or [*self.tensors]
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -141,7 +147,7 @@ def joined(parts: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Ba
     """Return batches of one form as one: ``torch.cat`` or ``torch.stack`` of each tensor."""
     first = parts[0]
     if isinstance(first, Inputs):
-        columns = zip(*(part.tensors for part in parts if isinstance(part, Inputs)), strict=True)
+        columns = zip(*(part.ordered(first.names) for part in parts if isinstance(part, Inputs)), strict=True)
         return Inputs(tuple(join(list(column)) for column in columns), first.names)
     return join([part for part in parts if isinstance(part, Tensor)])
 

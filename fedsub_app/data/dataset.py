@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import form_of
 from fedsub_app.common.machine import check_memory
-from fedsub_app.common.own_code import OWN, state_of
+from fedsub_app.common.own_code import OWN, is_source, state_of
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tasks import task_of
@@ -24,7 +24,7 @@ from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, rea
 from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
 from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
-from fedsub_app.data.settings import READERS, DataSettings, is_source
+from fedsub_app.data.settings import READERS, DataSettings
 from fedsub_app.data.tables import load_source, matching
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images

@@ -159,6 +159,8 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
     parts = [batch([k]) for k in range(len(data))]
     try:
         return Split(Samples(_inputs(joined([x for x, _ in parts], torch.cat), name)), torch.cat([y for _, y in parts]))
+    except ValueError as error:
+        raise UserError(f"{name}: an item {error}") from None
     except RuntimeError:
         for part, every in (("x", [x[0] for x, _ in parts]), ("y", [y[0] for _, y in parts])):
             if len(shapes := sorted({str(_shapes(one)) for one in every})) > 1:

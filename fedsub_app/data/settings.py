@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from fedsub_app.common.own_code import readable
+from fedsub_app.common.own_code import is_source, readable
 from fedsub_app.common.score import checked_task
 from fedsub_app.common.section import (
     NONE_IS_ZERO,
@@ -42,11 +42,6 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of a table -> functio
     "jsonl": ("read_json", {"lines": True}),
 }
 SOURCES = (*READERS, "hf")
-
-
-def is_source(dataset: str) -> bool:
-    """Say whether the setting names a source, a table or code, instead of a data set."""
-    return ":" in dataset
 
 
 def _named(text: str) -> str:

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.late import late
-from fedsub_app.models.names import is_sourced as is_sourced
 from fedsub_app.models.names import model_names as model_names
 
 if TYPE_CHECKING:

@@ -19,8 +19,3 @@ NETWORKS = {  # name → what it is; networks.py builds them
 
 def model_names() -> dict[str, str]:
     return dict(NETWORKS)
-
-
-def is_sourced(model: str) -> bool:
-    """Say whether ``model`` names a network of a source, not a listed one."""
-    return ":" in model

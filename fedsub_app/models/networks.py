@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Shape
 from fedsub_app.common.machine import check_memory
-from fedsub_app.common.own_code import read_options
+from fedsub_app.common.own_code import is_source, read_options
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tensors import CPU, brought
-from fedsub_app.models.names import NETWORKS, is_sourced
+from fedsub_app.models.names import NETWORKS
 from fedsub_app.models.sources import adopted, base_names, from_source, numbers
 
 
@@ -178,13 +178,13 @@ def build_model(
     width : units of every hidden layer of a multi-layer perceptron, ``None`` for its own.
     options : arguments of a network of a source, as one text: ``"width=32, norm='group'"``.
     """
-    if not is_sourced(name) and name not in NETWORKS:
+    if not is_source(name) and name not in NETWORKS:
         of_others = "a file's network 'FILE.py:NAME', or torchvision:NAME, timm:NAME, transformers:NAME"
         raise UserError(f"model = {name!r} is not known; allowed: {one_of(name, NETWORKS, of_others)}")
     if width and name not in _MLPS:
         only = f"with a width set, allowed are {', '.join(_MLPS)}"
         raise UserError(f"model = {name!r}: its layers' width is its own; {only}")
-    if is_sourced(name):
+    if is_source(name):
         with drawing(CPU, seed, "model"):
             return from_source(name, in_shape, num_classes, read_options(options))
     if options:

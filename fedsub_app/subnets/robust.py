@@ -13,7 +13,7 @@ tensor by tensor.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,46 +86,37 @@ class RobustMean:
         return max(0, count - 1) // 2 if self._rule == "median" else trimmed
 
     def _inner_mean(self, name: str) -> Tensor:
+        """Return, for every position, the mean of the values that cover it without the smallest and the largest ones.
+
+        The order of the values has no influence, and the result lies between the smallest and the largest value that is
+        not left out: sums are of float64. It is float32, and the old value at a position that no value covers.
+        """
         old = self._old[name]
-        values = [update.whole(name, old) for update in self._kept if name in update.tensors]
-        return inner_mean([x for x, _ in values], [mask for _, mask in values], old, self._left_out)
-
-
-def inner_mean(
-    values: Sequence[Tensor], masks: Sequence[Tensor | None], old: Tensor, left_out: Callable[[int], int]
-) -> Tensor:
-    """Return, for every position, the mean of the values that cover it without the smallest and the largest ones.
-
-    The order of the values has no influence, and the result lies between the smallest and the largest value that is not
-    left out: sums are of float64. ``values``: tensors of the shape of ``old``, finite. ``masks``: bool that broadcasts
-    to that shape, None for all positions; one for each of ``values``. ``left_out``: number of values -> number left out
-    at either end; fewer than half of them. Returns float32 of the shape of ``old``, which it equals at a position that
-    no value covers.
-    """
-    if not values or not old.numel():
-        return old.float()
-    count_of = len(values)
-    cuts = torch.tensor([left_out(count) for count in range(count_of + 1)])
-    rank = torch.arange(count_of)[:, None]
-    rows = [x.reshape(-1) for x in values]
-    covers = [None if m is None else m.expand(old.shape).reshape(-1) for m in masks]
-    everywhere = torch.ones(old.numel(), dtype=torch.bool) if any(m is not None for m in masks) else None
-    result = old.reshape(-1).float().clone()
-    width = max(1, BLOCK // count_of)
-    for start in range(0, len(result), width):
-        part = slice(start, start + width)
-        block = torch.stack([row[part] for row in rows]).float()
-        counts = torch.full((1,), count_of)
-        if everywhere is not None:
-            covered = torch.stack([(everywhere if cover is None else cover)[part] for cover in covers])
-            counts = covered.sum(0)
-            block = torch.where(covered, block, math.inf)  # sorted behind all values that count
-        block = block.sort(0).values
-        cut = cuts[counts]
-        inner = torch.where((rank >= cut) & (rank < counts - cut), block, 0.0)
-        mean = (inner.sum(0, dtype=torch.float64) / (counts - 2 * cut)).float()
-        result[part] = torch.where(counts > 0, mean, result[part])
-    return result.reshape(old.shape)
+        held = [update.whole(name, old) for update in self._kept if name in update.tensors]
+        if not held or not old.numel():
+            return old.float()
+        count_of = len(held)
+        cuts = torch.tensor([self._left_out(count) for count in range(count_of + 1)])
+        rank = torch.arange(count_of)[:, None]
+        rows = [x.reshape(-1) for x, _ in held]
+        covers = [None if m is None else m.expand(old.shape).reshape(-1) for _, m in held]
+        everywhere = torch.ones(old.numel(), dtype=torch.bool) if any(m is not None for m in covers) else None
+        result = old.reshape(-1).float().clone()
+        width = max(1, BLOCK // count_of)
+        for start in range(0, len(result), width):
+            part = slice(start, start + width)
+            block = torch.stack([row[part] for row in rows]).float()
+            counts = torch.full((1,), count_of)
+            if everywhere is not None:
+                covered = torch.stack([(everywhere if cover is None else cover)[part] for cover in covers])
+                counts = covered.sum(0)
+                block = torch.where(covered, block, math.inf)  # sorted behind all values that count
+            block = block.sort(0).values
+            cut = cuts[counts]
+            inner = torch.where((rank >= cut) & (rank < counts - cut), block, 0.0)
+            mean = (inner.sum(0, dtype=torch.float64) / (counts - 2 * cut)).float()
+            result[part] = torch.where(counts > 0, mean, result[part])
+        return result.reshape(old.shape)
 
 
 def krum(updates: Sequence[Mapping[str, Tensor]], byzantine: int) -> int:

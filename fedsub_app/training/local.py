@@ -40,18 +40,14 @@ def crop_and_flip(x: Tensor, black: Tensor, generator: torch.Generator) -> Tenso
     return picked.permute(0, 3, 1, 2)  # channels_last, as the batch was
 
 
-def evaluation_batch(count: int) -> int:
-    """Return the largest size of evaluation batches that leaves no batch of one sample, which has no statistics."""
-    return next(size for size in range(EVALUATION_BATCH, 0, -1) if count % size != 1)
-
-
 def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> list[slice] | list[Tensor]:
     """Return the evaluation batches of ``count`` samples: slices, or index tensors (int64) on ``device``.
 
     A BatchNorm without running statistics uses the batch's statistics in evaluation as well. Samples may be sorted by
     class (image files are), so for such a model batches are drawn at random, the same ones each time.
     """
-    size = evaluation_batch(count)
+    # The largest size that leaves no batch of one sample, which has no statistics.
+    size = next(size for size in range(EVALUATION_BATCH, 0, -1) if count % size != 1)
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules()):
         return list(torch.randperm(count, generator=seeded("order of evaluation")).to(device).split(size))
     return [slice(start, start + size) for start in range(0, count, size)]

@@ -15,6 +15,7 @@ from fedsub_app import models
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape
+from fedsub_app.common.own_code import is_source
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tasks import Task, task_of
 from fedsub_app.common.tensors import CPU, Tensors
@@ -204,6 +205,6 @@ def _named(
         return models.build_model(model, data.in_shape, data.num_classes, of_seed, hidden, options)
 
     problem = Problem(data, build, task, *start, model)
-    if models.is_sourced(model):
+    if is_source(model):
         check_network(problem.network(), model, data.in_shape, task.output(data.train_y, data.num_classes))
     return problem
