@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.deployment.flower import CLUSTER, CONNECTION, environment
+from fedsub_app.deployment.processes import listed
 from fedsub_app.runs.rounds import read_rounds
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -115,7 +116,7 @@ class FlowerBox:
         while not over.wait(LOOK_SECONDS):
             for pid, command in self._ours().items():
                 kind = "worker" if "ray::Client" in command else "server" if "flwr-simulation" in command else ""
-                if kind and (peak := _peak_rss_mb(pid)):
+                if kind and (peak := memory_mb(pid, "VmHWM")):
                     self.peak_mb[kind] = max(self.peak_mb.get(kind, 0.0), peak)
 
     def _ours(self) -> dict[int, str]:
@@ -160,26 +161,21 @@ def _signal(pid: int, number: int) -> None:
 
 def _processes() -> dict[int, tuple[int, str]]:
     """Return process id -> (parent's id, command line) of all processes; a zombie's command line is empty."""
-    if not Path("/proc/self/stat").exists():
-        listing = subprocess.run(["ps", "-axo", "pid=,ppid=,command="], capture_output=True, text=True, check=True)
-        rows = (line.split(None, 2) for line in listing.stdout.splitlines())
-        return {int(pid): (int(parent), command) for pid, parent, command in rows}
-    table = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            table[int(folder.name)] = (parent, command)
-    return table
+    rows = listed("pid", "ppid", "stat", "args")
+    return {
+        int(pid): (int(parent), "" if state.startswith("Z") else "".join(command))
+        for pid, parent, state, *command in rows
+    }
 
 
 def _alive(known: Mapping[int, str]) -> set[int]:
     return {pid for pid, (_, command) in _processes().items() if pid in known and command}  # not a zombie
 
 
-def _peak_rss_mb(pid: int) -> float:
+def memory_mb(pid: int | str, key: str, file: str = "status") -> float:
+    """Return the number of MB that Linux has of a process under ``key``; 0 where the process has ended."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM"):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(key):
                 return int(line.split()[1]) / 1024
     return 0.0

@@ -17,7 +17,7 @@ import torch
 from flwr.app import Message, MessageType
 
 from bench.baselines import CLASSES, IMAGE, LR, IdealPool, loop_rounds, random_clients
-from bench.flower_box import PROJECT, FlowerBox, run_command
+from bench.flower_box import PROJECT, FlowerBox, memory_mb, run_command
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
@@ -135,14 +135,17 @@ def shown(settings: dict[str, Value]) -> Json:
 def run_local(
     settings: dict[str, Value], grid: Callable[..., LocalGrid] = LocalGrid, nodes: int = 1
 ) -> tuple[list[Json], Any]:
-    """Run an experiment on the local engine, here; returns its rounds' lines and the grid."""
+    """Run an experiment on the local engine, here; returns its rounds' lines and the closed grid."""
     from fedsub_app.client_app import app
     from fedsub_app.runs.loop import run_experiment
 
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
         overrides = {**settings, "run-dir": f"{folder}/run"}
         engine = grid(app, overrides, nodes)
-        run_experiment(engine, resolve(overrides))
+        try:
+            run_experiment(engine, resolve(overrides))
+        finally:
+            engine.close()
         return read_rounds(Path(folder) / "run"), engine
 
 
@@ -175,8 +178,7 @@ def _over_loop(effort: Effort, device: str, workers: int) -> Result:
         loop_rounds(plain, 1)
         engine, loop = [], []
         for _ in range(effort.repeats):
-            lines, grid = run_local(settings, worker_grid, workers)
-            grid.close()
+            lines, _ = run_local(settings, worker_grid, workers)
             engine += [line["seconds"] for line in counted(lines, skip=1)]
             loop += loop_rounds(plain, effort.rounds)
     value, sides = ratio(engine, loop, (f"local, {workers} workers", "loop"))
@@ -203,8 +205,7 @@ def _evaluated_over_pool(effort: Effort, device: str) -> Result:
         settings = experiment(Path(folder), CLIENTS, 1, effort.rounds + 1, device) | {"eval-every": 1}
         for _ in range(effort.repeats):
             for workers, found in seconds.items():
-                lines, grid = run_local(settings, worker_grid, workers)
-                grid.close()
+                lines, _ = run_local(settings, worker_grid, workers)
                 found += [line["seconds"] + line["evaluate-seconds"] for line in counted(lines, skip=1)]
     value, sides = ratio(seconds[WORKERS], [one / WORKERS for one in seconds[1]], ("two workers", "half of one"))
     return Result(value, sides, shown(settings) | {"samples-per-client": SAMPLES, "test-samples": TESTED})
@@ -410,14 +411,9 @@ def _averaging_over_bandwidth(effort: Effort) -> Result:
 def peak_above_now_mb(action: Callable[[], object]) -> float:
     """Return by how much the peak of resident memory during ``action`` is above the memory before it (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present
-    before = _status_mb("VmRSS")
+    before = memory_mb("self", "VmRSS")
     action()
-    return _status_mb("VmHWM") - before
-
-
-def _status_mb(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+    return memory_mb("self", "VmHWM") - before
 
 
 # --- population -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,19 +21,16 @@ from torch import Tensor, nn
 from torchvision import models
 
 from bench.flower_box import PROJECT
-from bench.measures import commit
-from fedsub_app.client_app import app
+from bench.measures import commit, run_local
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
-from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.models import build_model, unit_groups
 from fedsub_app.models.sources import for_channels
 from fedsub_app.runs.config import applicable_keys
-from fedsub_app.runs.loop import run_experiment
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.recorded import RunFailed, settings_of
+from fedsub_app.runs.recorded import RunFailed
 
 OUT = PROJECT / "bench/results/networks.json"
 IN_SHAPE, CLASSES, ROUNDS = (1, 32, 32), 10, 2
@@ -236,11 +232,7 @@ def network_keys(model: str) -> dict[str, Value]:
 
 def train_losses(keys: dict[str, Value]) -> list[float]:
     """Return the training loss of each round; :class:`UserError` where a client was dropped or a round abandoned."""
-    with TemporaryDirectory(prefix="fedsub-bench-") as folder:
-        overrides = keys | {"run-dir": f"{folder}/run"}
-        run_experiment(LocalGrid(app, overrides), settings_of(overrides))
-        text = (Path(folder) / "run/rounds.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()][1:]
+    lines = run_local(keys)[0][1:]
     for line in lines:
         if line["status"] != "ok" or line["dropped"]:
             raise UserError(line.get("abandoned") or line["dropped"][0]["reason"])

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.flower_box import FlowerBox
+from bench.flower_box import FlowerBox, memory_mb
 from bench.measures import (
     WORKERS,
     Effort,
@@ -44,8 +44,7 @@ def _uneven_over_pool(effort: Effort, device: str) -> Result:
         settings = experiment(Path(folder), UNEVEN_CLIENTS, 1, effort.rounds + 1, device) | own
         rounds, ideal = [], []
         for _ in range(effort.repeats):
-            lines, engine = run_local(settings, worker_grid, WORKERS)
-            engine.close()
+            lines, _ = run_local(settings, worker_grid, WORKERS)
             for line in counted(lines, skip=1):
                 rounds.append(line["seconds"])
                 ideal.append(line["compute-seconds"] / WORKERS)
@@ -81,8 +80,7 @@ def _idle_here(model: str, clients: int, workers: int, rounds: int, device: str)
         watch = threading.Thread(target=_watch, args=(over, peak), daemon=True)
         watch.start()
         try:
-            lines, engine = run_local(settings, worker_grid, workers)
-            engine.close()
+            lines, _ = run_local(settings, worker_grid, workers)
             seconds = [line["seconds"] for line in counted(lines, skip=1)]
         finally:
             over.set()
@@ -93,20 +91,11 @@ def _idle_here(model: str, clients: int, workers: int, rounds: int, device: str)
 def _watch(over: threading.Event, peak: list[float]) -> None:
     """Keep the highest sum of the PSS of this process and those that it has started (Linux)."""
     while not over.wait(LOOK_SECONDS):
-        own = [Path("/proc/self"), *(Path(f"/proc/{pid}") for pid in _children())]
-        peak[0] = max(peak[0], sum(_pss_mb(folder) for folder in own))
+        peak[0] = max(peak[0], sum(memory_mb(pid, "Pss:", "smaps_rollup") for pid in ("self", *_children())))
 
 
 def _children() -> list[str]:
     return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-
-
-def _pss_mb(folder: Path) -> float:
-    try:
-        lines = (folder / "smaps_rollup").read_text().splitlines()
-    except OSError:  # it has just ended
-        return 0.0
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
 
 
 def _idle_flower(model: str, clients: int, rounds: int) -> Json:

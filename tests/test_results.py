@@ -52,7 +52,7 @@ def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.Mo
         return {"setting": "CIFAR-10, IID", "method": method, "metric": "global-accuracy", "paper": {}, "runs": runs}
 
     rows = [row("FedAvg", [50.0, 51.0, 52.0]), row("FedPartAvg", [51.0, 53.0, 55.0])]
-    monkeypatch.setattr(pages, "_DATA", {"fedpart-table1": {"rows": rows}})
+    monkeypatch.setattr(pages, "data", lambda: {"fedpart-table1": {"rows": rows}})
     keys = {"table": "fedpart-table1", "setting": "CIFAR-10, IID", "rows": ["FedPartAvg", "FedAvg"], "metric": "final"}
     keys |= {"rounds": 18, "data": "", "words": "", "item": ""}
 

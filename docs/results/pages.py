@@ -26,7 +26,7 @@ from rule import SIGMAS, VERDICTS, judged, relative  # noqa: E402
 from fedsub_app.common.conf_files import tables  # noqa: E402
 from fedsub_app.common.text import markdown  # noqa: E402
 from fedsub_app.reports.curves import Curve, deviation  # noqa: E402
-from fedsub_app.reports.pictures import colour, draw_lines, figure, limits_of, svg  # noqa: E402
+from fedsub_app.reports.pictures import as_text, colour, draw_lines, figure, limits_of, svg  # noqa: E402
 from fedsub_app.reports.records import NOT_COMPARED, Record, read_run  # noqa: E402
 from fedsub_app.runs.config import resolve  # noqa: E402
 from fedsub_app.studies.evidence import (  # noqa: E402
@@ -38,7 +38,7 @@ from fedsub_app.studies.evidence import (  # noqa: E402
     sample_of,
     write_evidence,
 )
-from fedsub_app.studies.reproduce import compared  # noqa: E402
+from fedsub_app.studies.reproduce import compared, filled_columns  # noqa: E402
 from fedsub_app.studies.tables import Paper, read_table  # noqa: E402
 
 Json = dict[str, Any]
@@ -168,14 +168,12 @@ BESIDES = """These pages concern no paper's claim: [attackers and means](attacks
 [bench/README.md](../../bench/README.md). Readings, earlier runs and measurements whose files were not kept:
 [history](history.md)."""
 CLAIM_HEADER = ("", "claim (item: rows)", "paper", "here, mean ± sd (seeds)", "difference", "size", "verdict")
-_DATA: dict[str, Json] = {}
 
 
+@cache
 def data() -> dict[str, Json]:
     """Return the tables' files by name."""
-    if not _DATA:
-        _DATA.update({path.stem: read_evidence(path) for path in sorted((HERE / "data").glob("*.json"))})
-    return _DATA
+    return {path.stem: read_evidence(path) for path in sorted((HERE / "data").glob("*.json"))}
 
 
 def papers() -> dict[str, Json]:
@@ -212,8 +210,7 @@ def table_of(name: str) -> str:
         lines.append([*cells, compared(content, row), *last])
     header = ["setting", "method", "expected (%)", "obtained (%), mean ± sd (seeds)", "Δ"]
     header += [f"to {content['reference']} [95 %] (seeds)", "expected rounds", "rounds, by seed", "MB", "GFLOPs"]
-    used = [column for column in range(len(header)) if column < 2 or any(line[column] for line in lines)]
-    return markdown([header[column] for column in used], [[line[column] for column in used] for line in lines])
+    return filled_columns(header, lines)
 
 
 def curves_of(content: Json, setting: str) -> tuple[list[Curve], list[float | None]]:
@@ -236,9 +233,7 @@ def curves_of(content: Json, setting: str) -> tuple[list[Curve], list[float | No
 
 def picture(title: str, draw: Any, width: float, height: float, source: str) -> str:
     """Return an SVG file's text; its label ends with the digest of what it is drawn from."""
-    from matplotlib import rc_context
-
-    with rc_context({"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}):
+    with as_text():
         drawing = figure(width, height)
         draw(drawing.subplots())
         text = svg(drawing, f"{title} [{hashlib.sha256(source.encode()).hexdigest()[:12]}]")

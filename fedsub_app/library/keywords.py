@@ -27,13 +27,10 @@ MANY = 100_000  # clients, before the roll call has told how many there are
 
 def keywords(method: str) -> dict[str, str]:
     """Return keyword -> key of a method's strategy, its own first, ``fedadam_lr`` where a general key has the name."""
-    general = {_keyword(str(field.alias)): str(field.alias) for field in _general().values()}
+    aliases = [str(field.alias) for name, field in Settings.model_fields.items() if name not in WITHOUT]
+    general = {_keyword(key): key for key in aliases}
     own = {key.partition(".")[2]: key for key in defaults() if key.startswith(f"{method}.")}
     return {_keyword(key if key not in general.values() else f"{method}-{key}"): own[key] for key in own} | general
-
-
-def _general() -> Mapping[str, Any]:
-    return {name: field for name, field in Settings.model_fields.items() if name not in WITHOUT}
 
 
 def _keyword(key: str) -> str:
@@ -42,9 +39,8 @@ def _keyword(key: str) -> str:
 
 def signature(method: str) -> Signature:
     """Return the signature of a method's strategy, for ``help``."""
-    values = {"evaluate": EVALUATE}
-    both: dict[str, object] = {name: values.get(name, defaults()[key]) for name, key in keywords(method).items()}
-    both |= {"model": None, "in_shape": (), "max_examples": 0, "clients_per_node": 1}
+    both: dict[str, object] = {name: defaults()[key] for name, key in keywords(method).items()}
+    both |= {"evaluate": EVALUATE, "model": None, "in_shape": (), "max_examples": 0, "clients_per_node": 1}
     return Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in both.items()])
 
 

@@ -47,7 +47,7 @@ def legend_beside(drawing: "Figure") -> None:
 
 
 @contextmanager
-def _as_text() -> Iterator[None]:
+def as_text() -> Iterator[None]:
     """Draw labels as they are: letters and no outlines in SVG, no mathematics between dollar signs."""
     from matplotlib import rc_context
 
@@ -128,7 +128,7 @@ def axes_of(groups: Sequence[Group]) -> list[str]:
 def draw_curves(groups: Sequence[Group], target: Path) -> Path:
     drawing = figure_of_curves(groups)
     try:
-        with _as_text():
+        with as_text():
             drawing.savefig(target, dpi=120)
     except ValueError as error:  # a suffix that matplotlib does not know; its message lists those that it does
         raise UserError(f"{target}: {error}") from None
@@ -145,7 +145,7 @@ def figure_of_curves(groups: Sequence[Group]) -> "Figure":
         panels = [[(title, lines, "round") for title, lines in (rows | curves(groups, losses_of)).items()]]
     else:
         panels = [[(title, lines, axis) for axis in axes_of(groups)] for title, lines in rows.items()]
-    with _as_text():
+    with as_text():
         drawing = figure(4 * len(panels[0]), 3.6 * len(panels))
         keys: dict[str, str] = {}
         for row, plots in zip(panels, drawing.subplots(len(panels), len(panels[0]), squeeze=False), strict=True):
@@ -190,7 +190,7 @@ def _against_bytes(groups: Sequence[Group]) -> "Figure | None":
 
 def draw_against_bytes(groups: Sequence[Group], target: Path | None = None) -> str:
     """Return the score against bytes as SVG, "" where there is no picture; ``target``: a file for it as well."""
-    with _as_text():
+    with as_text():
         drawing = _against_bytes(groups)
         if drawing and target:
             drawing.savefig(target, dpi=160)
@@ -201,7 +201,7 @@ def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "
     """Return one picture of curves for an HTML page; ``ylabel``: instead of the score."""
     from matplotlib.figure import Figure
 
-    with _as_text():
+    with as_text():
         # Of a fixed layout, which takes a third of the time that a constrained one does.
         drawing = Figure(figsize=(width := 4.2, height := 2.9))
         letters = max(map(len, short_names(lines)))

@@ -242,13 +242,13 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         f"Difference: to {content['reference']} of the same setting and seed, points [95 % t-interval] (seeds).",
         "MB by the papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
         "",
-        _filled_columns(*tables[name]),
+        filled_columns(*tables[name]),
         "",
     ]
     if table.cost_to_accuracy:
         costs = tables[f"{name}-cost-to-accuracy"] = _cost_table(runs)
         lines += [f"## Cost to {score.name}", "", f"Per seed, among the methods of this table. {about(score)}", ""]
-        lines += [_filled_columns(*costs), ""]
+        lines += [filled_columns(*costs), ""]
     budgets = [
         [row["setting"], row["method"], str(run["seed"]), budget, *(f"{at[key]:.4g}" for key in AT_BUDGET)]
         for row in content["rows"]
@@ -264,7 +264,7 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         both = zip(groups, served, strict=True)
         shown = [[group.section, label, *(cell.text for cell in row)] for group, (label, row) in both]
         tables[f"{name}-served"] = (("setting", "method", *names), shown)
-        lines += ["## Who is served", "", _filled_columns(*tables[f"{name}-served"]), ""]
+        lines += ["## Who is served", "", filled_columns(*tables[f"{name}-served"]), ""]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines))
     for file_name, (header, cells) in tables.items():
@@ -272,7 +272,7 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
             csv.writer(file).writerows([header, *cells])  # as it is: csv_text would quote "+1.2 [0.3, 2.1]"
 
 
-def _filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:
+def filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:
     """Return a Markdown table of the columns in which any row has something."""
     used = [column for column in range(len(header)) if any(row[column] for row in cells)]
     return markdown([header[column] for column in used], [[row[column] for column in used] for row in cells])
