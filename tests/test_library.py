@@ -26,8 +26,9 @@ from fedsub_app.data.partition import whole_set
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.wire import to_tensors
 from fedsub_app.library.keywords import keywords, title
-from fedsub_app.models import mlp
+from fedsub_app.models import mlp, tensors_of
 from fedsub_app.runs.config import resolve
+from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import MethodSettings
 from fedsub_app.training.problem import Problem
@@ -265,6 +266,14 @@ def test_tied_weights_travel_once_and_come_back_under_all_their_names() -> None:
         fedsub.FedAvg(clients_per_node=4, model=Tied).start(grid(model=Tied), other, 1)
 
 
+@pytest.mark.parametrize("method", ["flora", "fedex-lora"])
+def test_adapters_of_tied_weights_are_refused(method: str) -> None:
+    """A method that adds to the weights would add what one adapter lacks to the other's too."""
+    said = r"^lora-targets = '': model = 'Tied': 'second.base_layer.weight' is tied, the method moves the weights"
+    with pytest.raises(fedsub.UserError, match=said):
+        fedsub.run({"method": method, "trainable": "lora", "num-clients": 1}, model=Tied, data=((X, Y), (X, Y)))
+
+
 def test_a_last_batch_of_one_is_no_step_where_arrays_tell_of_a_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
     """The server counts a client's steps as the client does: 100 samples in batches of 33 are three."""
     keys: dict[str, Any] = {"clients_per_node": 4, "batch_size": 33}
@@ -275,15 +284,18 @@ def test_a_last_batch_of_one_is_no_step_where_arrays_tell_of_a_batch_norm(caplog
 
 
 class Counting(nn.Module):
-    """Counts its steps in a buffer: of integers, not saved, or assigned anew."""
+    """Counts its steps in a buffer: of integers, not saved, assigned anew, or made in the first step."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         steps = torch.zeros((), dtype=torch.int64 if kind == "integers" else torch.float32)
-        self.register_buffer("steps", steps, persistent=kind != "not saved")
+        if kind != "added":
+            self.register_buffer("steps", None if kind == "none yet" else steps, persistent=kind != "not saved")
         self.kind, self.head = kind, nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "steps", None) is None:
+            self.register_buffer("steps", torch.zeros(()))
         if self.training and self.kind == "assigned":
             self.steps = self.steps + 1
         elif self.training:
@@ -291,7 +303,7 @@ class Counting(nn.Module):
         return self.head(x.flatten(1)) / (1 + self.steps)
 
 
-@pytest.mark.parametrize("kind", ["integers", "not saved", "assigned"])
+@pytest.mark.parametrize("kind", ["integers", "not saved", "assigned", "none yet", "added"])
 def test_a_client_begins_with_buffers_of_its_own(kind: str) -> None:
     """Two clients of the same samples in one process train as one does."""
     keys: dict[str, Any] = {"batch_size": 6, "local_epochs": 2}
@@ -301,8 +313,47 @@ def test_a_client_begins_with_buffers_of_its_own(kind: str) -> None:
         to_tensors(fedsub.FedAvg(clients_per_node=count, **keys).start(grid(**same), first, 1).arrays)
         for count in (1, 2)
     )
-    assert torch.equal(one["head.bias"], two["head.bias"])
+    torch.testing.assert_close(two["head.bias"], one["head.bias"])
     assert [float(t) for n, t in two.items() if n == "steps"] == {"integers": [0], "assigned": [2]}.get(kind, [])
+
+
+@pytest.mark.parametrize("kind", ["integers", "not saved"])
+def test_each_test_of_the_global_model_begins_with_buffers_as_built(kind: str) -> None:
+    """Else the loss of the same model is another one in the next round, and in a resumed run."""
+    problem = Problem.own(lambda: Counting(kind), ((X, Y), (X, Y)), resolve({"method": "fedavg"}))
+    test, model = GlobalTest(problem, torch.device("cpu")), ArrayRecord(dict(tensors_of(problem.network())))
+    first = test(model)
+    test.quick_loss(to_tensors(model))
+    assert test(model) == first
+
+
+@pytest.mark.parametrize("method", ["moon", "apfl", "per-fedavg", "fiarse"])
+def test_a_buffer_that_is_assigned_anew_is_sent(method: str) -> None:
+    """Also where a step runs the network with the tensors of other models: as many steps as batches are counted."""
+    keys = pythonic(METHOD_KEYS[method]) | {"model": lambda: Counting("assigned"), "batch_size": 3, "local_epochs": 2}
+    app = grid(model=lambda: Counting("assigned"), data=lambda context: ((X, Y), (X, Y)))
+    found = getattr(fedsub, title(method))(**keys).start(app, arrays(Counting("assigned")), 1)
+    assert float(to_tensors(found.arrays)["steps"]) == 4
+
+
+@pytest.mark.parametrize("kind", ["integers", "not saved", "assigned"])
+def test_clients_with_buffers_of_their_own_are_not_stacked(kind: str) -> None:
+    keys = {"method": "fedavg", "num-clients": 2, "partition": "iid", "stack-clients": True}
+    with pytest.raises(fedsub.UserError, match=r"^stack-clients = true: not with model = .*: its buffer 'steps', "):
+        fedsub.run(keys, model=lambda: Counting(kind), data=((X, Y), (X, Y)))
+
+
+@pytest.mark.parametrize(("value", "now"), [(torch.zeros(1), r"\(1,\)"), (None, "None")])
+def test_a_buffer_that_changes_its_shape_is_refused(value: Any, now: str) -> None:
+    class Longer(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps = value
+            return self.head(x.flatten(1))
+
+    with pytest.raises(
+        fedsub.UserError, match=rf"^model = '<lambda>': its buffer 'steps' has shape \(\), after a step {now}$"
+    ):
+        Problem.own(lambda: Longer("assigned"), ((X, Y), (X, Y)), resolve({})).check_start()
 
 
 def frozen() -> nn.Module:

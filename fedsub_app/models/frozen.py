@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.models.groups import adapters, executed, forget_order
-from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.networks import tensors_of, ties
 from fedsub_app.models.sources import BASE, Base, base_names, fresh_names
 from fedsub_app.models.units import head_names, part_names
 
@@ -58,7 +58,11 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
         for each in names & every.keys():
             every[each].requires_grad_()  # which peft has switched off
         if trained.moves_base:
-            names |= {adapter.weight for adapter in adapters(every)}
+            weights = {adapter.weight for adapter in adapters(every)}
+            if tied := sorted(weights & ties(model).keys()):
+                what = f"{tied[0]!r} is tied, the method moves the weights of adapters one by one"
+                raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r}: {what}")
+            names |= weights
     _freeze(model, names, torch.bfloat16 if trained.base_dtype == "bf16" else None)
     if trained.again:
         _compute_again(model, name)

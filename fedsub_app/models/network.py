@@ -78,7 +78,8 @@ class Network:
         self.parameters: dict[str, Tensor] = dict(trainable(module))
         self._slots = self._slots_of(self.tensors)
         unsent = {n: t for n, t in module.named_buffers() if n not in self.tensors and n not in base_names(module)}
-        self._unsent = self._slots_of(unsent), unsent, {name: tensor.clone() for name, tensor in unsent.items()}
+        self._unsent = [(tensor, tensor.clone()) for tensor in unsent.values()]
+        self._held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:
@@ -130,17 +131,20 @@ class Network:
 
     def module_with(self, tensors: Mapping[str, Tensor], x: Batch) -> Tensor:
         """Return the logits with ``tensors`` in the place of its own, as torch's slower ``functional_call`` does."""
+        replaced = []
         try:
             for held, key, name in self._slots:
-                held[key] = tensors.get(name, held[key])
+                if tensors.get(name, self.tensors[name]) is not self.tensors[name]:
+                    replaced.append((held, key, held[key]))
+                    held[key] = tensors[name]
             logits: Tensor = self.module(x)
         finally:
-            for held, key, name in self._slots:
-                held[key] = self.tensors[name] if name in tensors else held[key]
+            for held, key, before in replaced:
+                held[key] = before
         return logits
 
     @torch.no_grad()
-    def _take_assigned(self) -> None:
+    def take_assigned(self) -> None:
         """Copy a buffer that the network's code has assigned anew, ``self.mean = …``, into its tensor."""
         for held, key, name in self._slots:
             if held[key] is not self.tensors[name]:
@@ -148,10 +152,13 @@ class Network:
 
     @torch.no_grad()
     def reset(self) -> nn.Module:
-        """Return the module; its buffers that are not sent, such as integers, are again as they were built."""
-        slots, buffers, built = self._unsent
-        for held, key, name in slots:
-            held[key] = buffers[name].copy_(built[name])
+        """Return the module; its buffers that are not sent, such as integers and later ones, are again as built."""
+        self.take_assigned()
+        for held, built in self._held:
+            held.clear()
+            held.update(built)
+        for buffer, values in self._unsent:
+            buffer.copy_(values)
         return self.module
 
     @cached_property
@@ -167,9 +174,8 @@ class Network:
 
     def load(self, new: Mapping[str, Tensor]) -> None:
         """Copy ``new`` in: exactly this network's names and shapes, else ValueError."""
-        self._take_assigned()
-        load_tensors(self.tensors, new)
         self.reset()
+        load_tensors(self.tensors, new)
         for count in self._counts:
             count.zero_()
 
@@ -184,7 +190,7 @@ class Network:
         return next(iter(self.tensors.values())).device
 
     def copy(self) -> Tensors:
-        self._take_assigned()
+        self.take_assigned()
         if self.device.type == "cpu":
             return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return brought(self.tensors)

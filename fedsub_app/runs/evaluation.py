@@ -12,7 +12,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import TEST, Task
 from fedsub_app.federation.wire import to_tensors
-from fedsub_app.models import load_tensors, narrowed, unit_groups, widths_of
+from fedsub_app.models import Network, load_tensors, narrowed, unit_groups, widths_of
 from fedsub_app.training.local import added, evaluate, evaluation_batches, sums_of
 from fedsub_app.training.problem import Problem
 
@@ -27,7 +27,8 @@ class GlobalTest:
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
         self.task = problem.task
-        self.model = problem.network().to(device)
+        self.network = Network(problem.network().to(device))
+        self.model = self.network.module
         self.x, self.y = problem.data.test_x.to(device), problem.data.test_y.to(device)
         self.batches: Sequence[slice | Tensor] = evaluation_batches(self.model, len(self.y), device)
         self.federation: Federation | None = None
@@ -40,7 +41,7 @@ class GlobalTest:
         """Return the task's metrics as ``global-<name>``, such as ``global-loss``."""
         tensors = to_tensors(arrays)
         sums = self._sums_of_nodes(tensors)
-        load_tensors(self.model, tensors)
+        self.network.load(tensors)
         self.model.eval()
         for number, batch in enumerate(self.batches):
             if number not in sums:
@@ -51,7 +52,7 @@ class GlobalTest:
     def narrow(self, tensors: Tensors) -> dict[str, float]:
         """Return the metrics of a network with fewer units; its BatchNorm takes the statistics of each batch."""
         groups = unit_groups(self.model)
-        model = narrowed(self.model, groups, widths_of(groups, tensors)).eval()
+        model = narrowed(self.network.reset(), groups, widths_of(groups, tensors)).eval()
         load_tensors(model, tensors)
         for layer in model.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -73,7 +74,7 @@ class GlobalTest:
 
         BatchNorm uses the samples' statistics: where clients keep the running ones, the global model's fit no data.
         """
-        load_tensors(self.model, tensors)
+        self.network.load(tensors)
         some = torch.linspace(0, len(self.y) - 1, min(len(self.y), QUICK_SAMPLES)).long().to(self.y.device)
         x, y = self.x[some], self.y[some]  # evenly: a test set may be sorted by class
         self.model.train(len(x) > 1)  # one sample has no statistics

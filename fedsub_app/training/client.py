@@ -185,6 +185,7 @@ class ClientTools:
     def slopes(self, model: Mapping[str, Tensor], batch: Tensor) -> tuple[Tensor, Tensors]:
         """Return the loss on a mini-batch (indices) and its gradient at other weights; others are the network's."""
         weights = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
+        self.network.take_assigned()
         others = {name: tensor.detach().clone() for name, tensor in self.network.tensors.items() if name not in weights}
         loss = self.loss(self.network(self.x[batch], others | weights), self.y[batch])
         self.flops += len(batch) * self.place.training_flops(self.network, frozenset(weights))

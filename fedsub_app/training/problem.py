@@ -89,7 +89,7 @@ class Problem:
         if not any(parameter.is_floating_point() for parameter in models.trainable(model).values()):
             raise UserError(f"model = {self.name!r}: has no parameters to train; allowed are floating-point ones")
         models.check_float32({**models.tensors_of(model), **models.trainable(model)}, f"model = {self.name!r}")
-        x = self.data.train_x[some]
+        x, shapes = self.data.train_x[some], {n: tuple(t.shape) for n, t in models.tensors_of(model).items()}
         try:
             with torch.random.fork_rng(), torch.no_grad():  # dropout draws
                 loss = float(self.task.loss(model.train(len(y) > 1)(x), y))
@@ -97,6 +97,10 @@ class Problem:
             if machine_failure(error):
                 raise
             raise UserError(f"the first {len(y)} training samples have no loss: {one_line(error)[:300]}") from error
+        after = {name: tuple(tensor.shape) for name, tensor in models.tensors_of(model).items()}
+        if moved := [name for name, shape in shapes.items() if after.get(name) != shape]:
+            was, now = shapes[moved[0]], after.get(moved[0])
+            raise UserError(f"model = {self.name!r}: its buffer {moved[0]!r} has shape {was}, after a step {now}")
         if not math.isfinite(loss):
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")
 

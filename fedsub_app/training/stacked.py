@@ -54,6 +54,8 @@ def unstackable(settings: Settings, network: Network, problem: Problem) -> str:
         losses, mean = task.loss(output, y, "none"), task.loss(output, y)
     if not math.isclose(float(losses.mean()), float(mean), rel_tol=1e-4, abs_tol=1e-6):
         return f"task = {settings.task}: its mean loss is not the mean of the samples' losses"
+    if name := _counting(network, problem.data.train_x[some]):
+        return f"model = {settings.model}: its buffer {name!r}, which is one client's"
     stacked = {name: torch.stack([tensor.detach()] * 2) for name, tensor in network.tensors.items()}
     x = joined([blank(2, problem.data.in_shape, network.device)] * 2, torch.stack)
     network.training_mode()
@@ -61,6 +63,21 @@ def unstackable(settings: Settings, network: Network, problem: Problem) -> str:
         vmap(network.module_with)(stacked, x)
     except Exception as error:  # code of others; dropout, whose draws are one client's
         return f"model = {settings.model}: {one_line(error)[:100]}"
+    return ""
+
+
+def _counting(network: Network, x: Batch) -> str:
+    """Return the name of a buffer that a step assigns anew, or moves though it is not sent, or ""."""
+    copied = copy.deepcopy(network.module).train()
+    batches = {f"{name}.num_batches_tracked" for name in network.normalisations}
+    with torch.no_grad(), torch.random.fork_rng():
+        copied(x)  # which fills caches
+        before = {name: (buffer, buffer._version) for name, buffer in copied.named_buffers() if name not in batches}
+        copied(x)
+    for name, buffer in copied.named_buffers():
+        same, version = before.get(name, (None, 0))
+        if name not in batches and (buffer is not same or (name not in network.tensors and buffer._version > version)):
+            return name
     return ""
 
 
