@@ -1,7 +1,6 @@
 """The plan of a run before it starts: settings, partition, network, a round's bytes and FLOPs, memory."""
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -9,7 +8,7 @@ from fedsub_app.common.inputs import size_of
 from fedsub_app.common.text import human_bytes, markdown
 from fedsub_app.data import Dataset, Partition
 from fedsub_app.federation.nodes import Federation
-from fedsub_app.federation.protocol import Spec, formula_bytes
+from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import base_bytes, trainable
 from fedsub_app.runs.config import defaults
 from fedsub_app.runs.console import stages_of
@@ -65,16 +64,12 @@ def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
         clients = strategy.federation.sample(number)
         down = sum(formula_bytes(strategy.task(client).tensors) for client in clients)
         expected = [strategy.expected(client) for client in clients]
-        up = sum(_max_bytes(specs) for specs in expected)
+        most = [{n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in of.items()} for of in expected]
+        up = sum(map(formula_bytes, most))
         exact = not any(spec.up_to or spec.optional for specs in expected for spec in specs.values())
         bound = "" if exact else "at most "
         sizes = f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula"
         yield number, name, f"{sizes}, {len(clients)} clients"
-
-
-def _max_bytes(specs: Mapping[str, Spec]) -> int:
-    sizes = ((math.prod(spec.shape), spec.dtype == torch.bool) for spec in specs.values())
-    return sum(-(-count // 8) if bits else 4 * count for count, bits in sizes)
 
 
 def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int) -> str:
