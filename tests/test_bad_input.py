@@ -416,7 +416,7 @@ WRONG_ARGUMENTS: list[tuple[str, str]] = [
         for key in ("seed", "run-dir", "resume", "experiment", "method")
     ),
     ("analyse x --starts y", "--starts y: only with --approximation ROUNDS"),
-    ("report {run} --out /nodir/x.png", "/nodir/x.png: No such file or directory"),
+    ("report {run} --out /no-such-folder/x.png", "/no-such-folder/x.png: No such file or directory"),
     ("report {run} --out x.xyz", "x.xyz: Format 'xyz' is not supported (supported formats: "),
     ("report {run}/rounds.jsonl", "{run}/rounds.jsonl: not the directory of a run (no readable settings.json)"),
     (f"run -s run-dir=/{'a' * 300}", f"run-dir = '/{'a' * 300}': cannot be made (File name too long)"),
