@@ -76,9 +76,9 @@ class Network:
         self.module = module
         self.tensors = tensors_of(module)
         self.parameters: dict[str, Tensor] = dict(trainable(module))
-        self._slots = self._slots_of(self.tensors)
-        unsent = {n: t for n, t in module.named_buffers() if n not in self.tensors and n not in base_names(module)}
-        self._unsent = [(tensor, tensor.clone()) for tensor in unsent.values()]
+        self._slots = self._places()  # now: the network's code may put other tensors there
+        sent = self.tensors.keys() | base_names(module)
+        self._unsent = [(buffer, buffer.clone()) for name, buffer in module.named_buffers() if name not in sent]
         self._held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
 
     @cached_property
@@ -123,9 +123,9 @@ class Network:
             raise RuntimeError("the network's head was not run")
         return Output(logits, entered.flatten(1))
 
-    def _slots_of(self, tensors: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], str, str]]:
+    def _places(self) -> list[tuple[dict[str, Any], str, str]]:
         """Return a layer's dict, the key in it, the tensor's name; a tied tensor is held twice."""
-        names = {id(tensor): name for name, tensor in tensors.items()}
+        names = {id(tensor): name for name, tensor in self.tensors.items()}
         dicts: list[dict[str, Any]] = [d for m in self.module.modules() for d in (m._parameters, m._buffers)]
         return [(held, key, names[id(held[key])]) for held in dicts for key in held if id(held[key]) in names]
 
