@@ -232,6 +232,17 @@ def test_gates_are_masked_weights_also_in_the_gradients(narrow: bool, off: int |
     assert torch.equal(model(x), functional_call(model, dict(model.named_parameters()), (x,)))
 
 
+def test_a_frozen_layer_is_cut_too() -> None:
+    layers = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    layers[0].requires_grad_(False)
+    network, x, found = Network(layers), torch.randn(7, 4), []
+    for narrow in (False, True):
+        mask = (torch.arange(11) % 3 > 0).float().requires_grad_()
+        logits = gated(network, mask, x, narrow=narrow).logits
+        found.append((logits, *torch.autograd.grad(logits.square().sum(), [mask])))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize(("network", "shape"), [("fedpews-cnn", (1, 8, 8)), ("lenet5-bn", (1, 16, 16))])
 def test_the_gradient_of_activations_is_each_units_output_times_its_gradient(
     network: str, shape: tuple[int, ...]

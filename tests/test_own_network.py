@@ -539,6 +539,20 @@ def test_gates_of_a_network_of_ones_own_are_its_masked_weights(outputs: bool) ->
 
 
 @pytest.mark.parametrize("outputs", [False, True])
+def test_gates_mask_frozen_weights_too(outputs: bool) -> None:
+    """As the Sequential of the same layers does, by factors behind them."""
+    layers = [nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)]
+    layers[0].requires_grad_(False)
+    layers[2].requires_grad_(False)
+    x, found = torch.randn(7, 4), []
+    for network in (Network(nn.Sequential(*layers)), Network(adopted(nn.Sequential(nn.Sequential(*layers)), (4,)))):
+        mask = (torch.arange(11) % 3 > 0).float().requires_grad_()
+        logits = gated(network, mask, x, outputs=outputs).logits
+        found.append((logits, *torch.autograd.grad(logits.square().sum(), [mask])))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("outputs", [False, True])
 @pytest.mark.parametrize("length", [5, 6])  # as many tokens as units
 def test_gates_of_a_sequential_on_tokens_are_its_masked_weights(length: int, outputs: bool) -> None:
     first, _, last = layers = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))

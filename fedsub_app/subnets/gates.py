@@ -53,7 +53,7 @@ def gated(
     on = split(mask.detach().bool(), groups) if narrow else {}
     if narrow and all(units.any() for units in on.values()):  # torch has no layer without any unit
         gates = {name: gate[on[name]] for name, gate in gates.items()} if mask.requires_grad else {}
-        tensors = take(network.parameters if tensors is None else tensors, groups, on)
+        tensors = take(network.tensors if tensors is None else tensors, groups, on)  # frozen ones too
     for name, gate in gates.items():
         network.gates[name].factor = gate
     try:
@@ -68,10 +68,11 @@ def _multiplied(network: Network, gates: Tensors, tensors: Tensors | None, outpu
 
     Running statistics are those of the whole layer, as where the gate is behind a BatchNorm.
     """
-    masked = dict(network.parameters if tensors is None else tensors)
+    own = {name: tensor for name, tensor in network.tensors.items() if isinstance(tensor, nn.Parameter)}  # also frozen
+    masked = dict(own if tensors is None else tensors)
     for group in network.units:
         for name, axis, start, repeat, length in group.places:
-            if name in network.parameters and (axis == 1 or not outputs):
+            if name in own and (axis == 1 or not outputs):
                 gate = gates[group.name].repeat_interleave(repeat)
                 gate = F.pad(gate, (start, length - start - len(gate)), value=1.0)
                 masked[name] = masked[name] * gate.view([-1 if k == axis else 1 for k in range(masked[name].dim())])
