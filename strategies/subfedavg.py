@@ -62,6 +62,8 @@ class SubFedAvg(SubnetStrategy):
         settings = self.settings
         try:
             self.plan = prunable(self.model, self.options.pruning)
+            if self.options.target and not (self.plan.groups or self.plan.weights):
+                raise ValueError("no convolution or linear layer has a weight of its own to prune")
         except (ValueError, TypeError) as error:
             pruning = f"subfedavg.pruning = {self.options.pruning!r}"
             raise UserError(f"{pruning}: model {settings.model!r}: {error}") from None

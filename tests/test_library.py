@@ -266,6 +266,14 @@ def test_tied_weights_travel_once_and_come_back_under_all_their_names() -> None:
         fedsub.FedAvg(clients_per_node=4, model=Tied).start(grid(model=Tied), other, 1)
 
 
+def test_tied_weights_need_the_network() -> None:
+    """The arrays have them under each of their names, and do not tell that they are one."""
+    strategy = fedsub.FedAvg(clients_per_node=4)
+    strategy.start(grid(model=Tied), arrays(Tied()), 1)
+    said = "model = 'Tied': 'again.bias' is tied to 'first.bias'; give model= to the strategy"
+    assert said in str(strategy.connected.phase.dropped)
+
+
 @pytest.mark.parametrize("method", ["flora", "fedex-lora"])
 def test_adapters_of_tied_weights_are_refused(method: str) -> None:
     """A method that adds to the weights would add what one adapter lacks to the other's too."""
@@ -403,6 +411,37 @@ def test_own_models_start_from_the_initial_arrays() -> None:
     shares = [float((load(_context(k))[1][1] == 3).float().mean()) for k in range(4)]
     expected = 100 * sum(shares) / 4
     assert found.evaluate_metrics_clientapp[1]["personal-accuracy"] == pytest.approx(expected)
+
+
+class Flat(nn.Linear):
+    """A network that is one layer: its weight has no layer's name before its own."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1))
+
+
+def test_the_weight_of_a_network_of_one_layer() -> None:
+    keys: dict[str, Any] = {"model": Flat, "clients_per_node": 4}
+    selects = fedsub.FedSelect(**keys)
+    selects.start(grid(model=Flat), arrays(Flat()), 1)
+    assert [int(masks["weight"].sum()) for masks in selects.connected.masks] == [160] * 4
+    prunes = fedsub.SubFedAvg(**keys, local_epochs=2, validation_fraction=0.2, score=-1.0, distance=0.0, lr=0.5)
+    prunes.start(grid(model=Flat), arrays(Flat()), 1)
+    assert prunes.connected.fractions.max() > 0
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(64, 10)))
+
+
+def test_a_network_without_a_weight_to_prune() -> None:
+    keys: dict[str, Any] = {"model": normed, "clients_per_node": 4, "local_epochs": 2, "validation_fraction": 0.2}
+    with pytest.raises(fedsub.UserError, match=r"^subfedavg.pruning = 'unstructured': model .*: no convolution or "):
+        fedsub.SubFedAvg(**keys).start(grid(model=normed), arrays(normed()), 1)
+    fedsub.SubFedAvg(**keys, target=0.0).start(grid(model=normed), arrays(normed()), 1)
 
 
 def pretrained(seed: int = 0) -> nn.Module:

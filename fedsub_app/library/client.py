@@ -20,7 +20,7 @@ from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, 
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
-from fedsub_app.models import Network, head_names, layer_groups, other_base
+from fedsub_app.models import Network, head_names, layer_groups, other_base, ties
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.node import Places, Source, settings_from
@@ -143,8 +143,12 @@ def own(
             )
         device = pick_device(settings.device, settings.gpu_exact)
         if settings not in networks:
+            network = Network(problem.network().to(device))
+            if (tied := ties(network.module)) and (known := tied.keys() & node.initial().keys()):
+                what = f"{min(known)!r} is tied to {tied[min(known)]!r}"
+                raise UserError(f"model = {problem.name!r}: {what}; give model= to the strategy")
             networks.clear()
-            networks[settings] = Network(problem.network().to(device))
+            networks[settings] = network
         if node.as_defined and not isinstance(problem.data.in_shape, Form):  # in_shape= tells no tokens
             _check_order(problem, settings, model)
         partition = whole_set(problem.data, settings.partitioning, client)

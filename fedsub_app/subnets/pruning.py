@@ -93,7 +93,8 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     kinds = {"unstructured": (nn.modules.conv._ConvNd, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
     shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
     layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    weights = tuple(f"{name}.weight" for name in layers if f"{name}.weight" in shapes)
+    names = (f"{name}.weight".removeprefix(".") for name in layers)  # the network may be one layer
+    weights = tuple(name for name in names if name in shapes)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     every = () if pruning == "unstructured" else unit_groups(model)
     scales = {group.name: row for group in every for row in group.rows if row in norms}

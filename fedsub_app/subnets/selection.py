@@ -53,4 +53,4 @@ def grow(
 
 def selectable(names: Collection[str], layer: str | None = None) -> list[str]:
     """Return the names that GradSelect may make personal: weights, BatchNorm's included, of one layer if given."""
-    return [name for name in names if name.endswith(".weight") and (not layer or name.startswith(f"{layer}."))]
+    return [n for n in names if f".{n}".endswith(".weight") and (not layer or n.startswith(f"{layer}."))]
