@@ -360,4 +360,14 @@ def test_whatever_happens_to_one_file_a_report_is_right_or_says_why_not(
         name = damage(folder, which, how)
         with contextlib.suppress(UserError):
             said = summary_table([Group("run", (read_run(folder),))])
-            assert said == expected or name == "rounds.jsonl"
+            assert said == expected, name
+
+
+def test_a_finished_run_without_its_last_line_is_not_reported(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    path = folder / "rounds.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="rounds.jsonl: lacks round 3, which summary.json counts; `fedsub run --resume"):
+        read_run(folder)
+    assert resume(folder)["missing-rounds"] == [3]
+    assert [line["round"] for line in read_run(folder).lines] == [0, 1, 2]

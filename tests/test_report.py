@@ -94,6 +94,12 @@ def test_seeds_are_one_group(runs: dict[str, Path]) -> None:
     assert [(group.label, len(group.records)) for group in groups] == [("fedavg", 2), ("fedselect", 1), ("fedpews", 1)]
 
 
+def test_a_run_made_twice_is_no_second_seed(runs: dict[str, Path], tmp_path: Path) -> None:
+    again = shutil.copytree(runs["a0"], tmp_path / "again")
+    groups = grouped([again, runs["a0"], runs["a1"]])
+    assert [(group.label, len(group.records)) for group in groups] == [("fedavg", 2), ("fedavg (2)", 1)]
+
+
 def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
     def with_lr(lr: float) -> Record:
         record = read_run(runs["a0"])
@@ -105,6 +111,8 @@ def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
         made = {Path("/x"): with_lr(0.1), Path("/y"): with_lr(0.2)}
         patch.setattr(records, "read_run", lambda folder: made[folder])
         assert [group.label for group in grouped(list(made))] == ["fedavg lr=0.1", "fedavg lr=0.2"]
+        del made[Path("/y")].provenance["settings"]["lr"]  # of an earlier version
+        assert [group.label for group in grouped(list(made))] == ["fedavg lr=0.1", "fedavg lr=–"]
 
 
 def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +12,8 @@ from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.reports.curves import COSTS, Group, RunData, curves
 from fedsub_app.reports.pictures import draw_curves, draw_partition, figure_of_curves
-from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.runs.recorded import resume_command
+from fedsub_app.runs.rounds import ROUNDS, read_rounds
 from fedsub_app.settings import LOCATION_KEYS
 
 if TYPE_CHECKING:
@@ -76,37 +78,49 @@ def read_run(folder: Path) -> Record:
         for line in lines:
             total += sum(line.get(key) or 0 for key in keys) / unit
             line[cost] = total
-    return Record(folder, provenance, lines)
+    record = Record(folder, provenance, lines)
+    there = {line["round"] for line in lines} | {*record.summary.get("missing-rounds", ())}
+    if lacking := {*range(1, record.summary.get("rounds", 0) + 1)} - there:
+        counted = f"lacks round {min(lacking)}, which summary.json counts"
+        raise UserError(f"{folder / ROUNDS}: {counted}; `{resume_command(folder)}` goes on without it")
+    return record
 
 
 def differing_keys(records: Sequence[RunData]) -> list[str]:
-    """Return the keys that the runs set differently, without locations and the seed."""
-    values_of: dict[str, set[str]] = {}
-    for record in records:
-        for key, value in record.settings.items():
-            values_of.setdefault(key, set()).add(repr(value))
-    return [key for key, values in values_of.items() if key not in NOT_COMPARED and len(values) > 1]
+    """Return the keys that the runs set differently, without locations and the seed.
+
+    A key that the version of a run did not have is different; one of a method is of that method's runs alone.
+    """
+    every, values_of = [record.settings for record in records], {}
+    for key in dict.fromkeys(key for settings in every for key in settings if key not in NOT_COMPARED):
+        values_of[key] = {repr(settings.get(key)) for settings in every if key in settings or "." not in key}
+    return [key for key, values in values_of.items() if len(values) > 1]
 
 
 def grouped(folders: Sequence[Path]) -> list[Group]:
     """Return the runs of some directories, those that differ in the seed alone together.
 
-    A group's label is its method, with the settings in which it differs from others of that method.
+    A group's label is its method, with the settings in which it differs from others of that method. A second run of
+    the same settings and seed, which is no further seed, is in a second group, ``(2)``.
     """
-    by_settings: dict[str, list[Record]] = {}
+    by_settings: dict[tuple[str, int], list[Record]] = {}
+    seen: Counter[tuple[str, object]] = Counter()
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
         record = read_run(folder)
         compared = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
-        by_settings.setdefault(json.dumps(compared, sort_keys=True), []).append(record)
+        text = json.dumps(compared, sort_keys=True)
+        seen[text, record.settings["seed"]] += 1
+        by_settings.setdefault((text, seen[text, record.settings["seed"]]), []).append(record)
 
     def kind(record: Record) -> tuple[str, str]:
         return str(record.settings.get("dataset", "")), str(record.settings["method"])
 
     groups = []
-    for records in by_settings.values():
+    for (_, time), records in by_settings.items():
         section, method = kind(records[0])
         alike = [others[0] for others in by_settings.values() if kind(others[0]) == (section, method)]
         words = [f"{key}={records[0].settings.get(key, '–')}" for key in differing_keys(alike)]
+        words += [f"({time})"] if time > 1 else []
         by_seed = tuple(sorted(records, key=lambda record: record.settings["seed"]))
         groups.append(Group(" ".join([method, *words]), by_seed, section))
     return groups
