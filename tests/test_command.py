@@ -123,3 +123,10 @@ def test_a_copy_is_the_experiment(name: str, tmp_path: Path) -> None:
     assert copied == original
     tomllib.loads((tmp_path / "my.toml").read_text())
     assert cli.main(["cp", name, str(tmp_path / "my.toml")]) == 2
+
+
+def test_without_an_output_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``>&-`` leaves a process without sys.stdout."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["list"]) == 0
+    assert not capsys.readouterr().err

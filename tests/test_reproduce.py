@@ -204,6 +204,17 @@ def test_runs_are_checked_against_a_tables_file(
     assert "none.json" in capsys.readouterr().err
 
 
+def test_the_file_of_another_table_is_refused_before_a_run(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({"rows": [{"setting": "digits", "method": "FedProx", "runs": []}]}))
+    assert cli.main(["reproduce", table, "--check", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"error: --check {file}: has none of these rows of {table}\n"
+    assert not said.out
+
+
 def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["reproduce", table, "--out", str(tmp_path), "--seeds", "1", "--only"]
     assert cli.main([*arguments, "Local"]) == 2

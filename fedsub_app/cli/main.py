@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if COMPLETE in os.environ:
         command.main(prog_name="fedsub")  # answers the shell and exits
     words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - a shell's `>&-` leaves none
     logging.getLogger("fedsub").setLevel(logging.INFO)
     code = 0
     try:
