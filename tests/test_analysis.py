@@ -139,6 +139,17 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_client_that_was_never_trained_is_in_no_mean_overlap(run_local: Run) -> None:
+    keys = FEDSELECT | {"keep-checkpoints": 0, "num-rounds": 1, "clients-per-round": 2}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    assert cli.main(["analyse", str(folder)]) == 0
+    state = load_file(folder / "checkpoints/round-000001.safetensors")
+    one, other = (state[f"state/masks/{client}/fc3.weight"] for client in read_rounds(folder)[-1]["clients"])
+    both, either = (sum(int(byte).bit_count() for byte in bits) for bits in (one & other, one | other))
+    rows = list(csv.reader((folder / "overlap.csv").open()))[1:]
+    assert next(row[2] for row in rows if row[1] == "fc3.weight") == f"{both / either:.4f}"
+
+
 @pytest.mark.parametrize("kept", [{"keep-checkpoints": 2}, {"keep-checkpoints": 0, "checkpoint-every": 2}], ids=str)
 def test_one_client_has_no_overlap(run_local: Run, caplog: pytest.LogCaptureFixture, kept: Json) -> None:
     """Nothing is said of checkpoints where none was deleted."""

@@ -41,7 +41,8 @@ def analyse(folder: Path) -> list[Path]:
     ``SAMPLES`` training samples of the client, of all units, of those of its sub-network and of the others. A channel's
     activation is the sum over its positions. Sub-networks are those of the last checkpoint.
     ``overlap.csv``, ``.png`` and ``overlap-rounds.png``, where several clients have personal positions: intersection
-    over union of their masks, mean of all pairs per checkpoint and layer, and each pair at the last checkpoint.
+    over union of their masks, mean of all pairs of clients that had been trained by then per checkpoint and layer, and
+    each pair at the last checkpoint.
     ``mask-size.csv`` and ``.png``: score of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     """
@@ -143,7 +144,7 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     means: dict[int, list[float]] = {}  # round of a checkpoint -> mean overlap of each layer
     outside: dict[int, list[float]] = {}
     last: dict[str, Tensor] = {}
-    pairs = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
+    others = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
     for path in paths:
         checkpoint = read_checkpoint(path)
         strategy.load_state(checkpoint.state)
@@ -152,12 +153,14 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
             return []
         names = [name.removesuffix(".weight") for name in masks[0]]
         last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
-        means[checkpoint.round] = [float(overlaps[pairs].mean()) for overlaps in last.values()]
+        ours = torch.tensor([client in _trained(lines, checkpoint.round) for client in range(len(masks))])
+        if (pairs := others & ours & ours[:, None]).any():
+            means[checkpoint.round] = [float(overlaps[pairs].mean()) for overlaps in last.values()]
         inside = [sum(int(mask.sum()) for mask in of_client.values()) for of_client in masks]
         total = sum(mask.numel() for mask in masks[0].values())
         outside[checkpoint.round] = [100.0 * (1 - count / total) for count in inside]
     sizes = _mask_size(folder, strategy.score, outside, lines)
-    if not pairs.any():  # one client
+    if not means:  # one client
         return sizes
     files = [folder / name for name in ("overlap.csv", "overlap.png", "overlap-rounds.png")]
     rows = [[r, layer, f"{mean:.4f}"] for r, of in means.items() for layer, mean in zip(last, of, strict=True)]
@@ -188,14 +191,22 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     return files + sizes
 
 
+def _trained(lines: Sequence[Json], last_round: int) -> set[int]:
+    """Return the clients of which the server had merged a reply by a round."""
+    found: set[int] = set()
+    for line in lines:
+        if line["round"] <= last_round and line.get("status") != "abandoned":
+            others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
+            found |= {*line.get("clients", ())} - others
+    return found
+
+
 def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:
     """``outside``: round of a checkpoint -> percent outside each client's mask."""
     key = f"personal-{score.name}"
     rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, score
-    trained: set[int] = set()
     for line in lines:
-        others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
-        trained |= {*line.get("clients", ())} - others
+        trained = _trained(lines, line["round"])
         for client, metrics in line.get("evaluated", {}).items():
             if line["round"] in outside and int(client) in trained and key in metrics:
                 rows.append((line["round"], int(client), outside[line["round"]][int(client)], metrics[key]))
@@ -205,7 +216,7 @@ def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]
     axes = drawing.subplots()
     table = np.array(rows)
     axes.scatter(table[:, 2], table[:, 3], s=4, color="0.7", label="a client in a round")
-    for number, client in enumerate(sorted(trained)[:4]):
+    for number, client in enumerate(sorted(_trained(lines, lines[-1]["round"]))[:4]):
         axes.plot(*table[table[:, 1] == client, 2:].T, ".-", color=COLOURS[number], label=f"client {client}")
     means = [table[table[:, 0] == number, 2:].mean(0) for number in np.unique(table[:, 0])]
     axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")
