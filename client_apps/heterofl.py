@@ -1,7 +1,7 @@
 """Clients of different widths: HeteroFL, FedRolex, Federated Dropout, FjORD; papers: ``strategies/<method>.py``."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
-from fedsub_app.models import Network, Output, UnitGroup, output_names, tensors_of
+from fedsub_app.models import Network, Output, output_names, tensors_of
 from fedsub_app.models.groups import kept_positions
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.slices import ALL, select
@@ -56,7 +56,7 @@ class HeteroFLClient(NarrowClient):
             return self.loss(output._replace(logits=output.logits.masked_fill(~classes, 0)), y)
 
         with ExitStack() as hooks:  # the next client trains the same object without them
-            for layer in producers(self.network, self.place.network.units) if width < 1 else ():
+            for layer in producers(self.network, self.place.network) if width < 1 else ():
                 hooks.enter_context(layer.register_forward_hook(lambda _, __, x: x / width))
             self.fit(loss=loss)
         answer = self.trained() | {CLASSES: classes}
@@ -66,15 +66,20 @@ class HeteroFLClient(NarrowClient):
         return answer | prefixed(AT, brought(rows))
 
 
-def producers(network: Network, groups: Sequence[UnitGroup]) -> set[nn.Module]:
+def producers(network: Network, whole: Network) -> set[nn.Module]:
     """Return the layers that make the units: one of each group or, where their outputs are added up, several.
 
-    ``groups`` are the whole network's: of a layer with one unit left, none is found.
+    The ``whole`` network tells them: of a layer with one unit left no group is found, and a convolution of each channel
+    alone, which makes none, looks like another one.
     """
-    rows = {place.name for group in groups for place in group.places if place.axis == 0}
-    layers = [layer for name, layer in network.module.named_modules() if f"{name}.weight" in rows]
-    first = (network.module.get_submodule(group.name) for group in groups)
-    return {*first, *(layer for layer in layers if layer.weight.dim() > 1 and getattr(layer, "groups", 1) == 1)}
+    made = {(place.name, place.axis) for group in whole.units for place in group.places}
+    layers = [
+        (name, layer)
+        for name, layer in whole.module.named_modules()
+        if (f"{name}.weight", int(isinstance(layer, nn.Embedding))) in made  # an embedding makes units by its columns
+    ]
+    several = [name for name, layer in layers if layer.weight.dim() > 1 and getattr(layer, "groups", 1) == 1]
+    return {network.module.get_submodule(name) for name in [*(group.name for group in whole.units), *several]}
 
 
 class FjORDClient(NarrowClient):

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from client_apps.heterofl import HeteroFLClient, producers
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.inputs import Form, Part
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import Network, adopted, load_tensors
+from fedsub_app.models import Network, adopted, load_tensors, narrowed
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
@@ -350,7 +351,16 @@ def test_layers_of_one_unit_are_scaled(run_local: Run, tmp_path: Path) -> None:
     assert read_rounds(folder)[1]["dropped"] == []
     place = workplace(settings(model=f"{tmp_path / 'net.py'}:Net"))
     small = place.narrow_network((("1", 1), ("3", 1)))
-    assert producers(small, place.network.units) == {small.module[1], small.module[3]}
+    assert producers(small, place.network) == {small.module[1], small.module[3]}
+
+
+def test_a_convolution_of_each_channel_alone_makes_no_units() -> None:
+    """Also with one channel left, where it looks like any other."""
+    layers = nn.Conv1d(1, 6, 1), nn.Conv1d(6, 6, 3, groups=6), nn.Conv1d(6, 4, 1), nn.Flatten(), nn.Linear(24, 2)
+    whole = Network(adopted(nn.Sequential(*layers), (1, 8)))
+    for width in (1, 3):
+        small = Network(narrowed(whole.module, whole.units, {"0": width}))
+        assert producers(small, whole) == {small.module[0], small.module[2]}
 
 
 def test_all_layers_of_a_residual_stream_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,11 +370,27 @@ def test_all_layers_of_a_residual_stream_are_scaled(monkeypatch: pytest.MonkeyPa
     network.training_mode()
     x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     plain = network(x).logits
-    layers = producers(network, network.units)
+    layers = producers(network, network)
     assert len(layers) == 20  # all convolutions: the stem, two of each block, three shortcuts
     for layer in layers:
         layer.register_forward_hook(lambda _, __, y: 4 * y)
     assert (network(x).logits - plain).norm() < 1e-3 * plain.norm()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix, self.out = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        return self.out((x + self.mix(x).relu()).mean(1))
+
+
+def test_an_embedding_in_a_residual_stream_is_scaled() -> None:
+    """As in the authors' Transformer."""
+    network = Network(adopted(Tokens(), Form((Part((5,), torch.int64, 9),), single=True)))
+    assert producers(network, network) == {network.module.words, network.module.mix}
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
