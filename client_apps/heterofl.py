@@ -45,7 +45,7 @@ class HeteroFLClient(NarrowClient):
     options: HeteroFLSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the trained network and the client's classes, all of them without a masked loss."""
+        """Return the trained network, with a masked loss the client's classes as well."""
         self.load(sent)
         width = config["width"] if self.options.scaler else 1
         classes = torch.full((self.place.problem.data.num_classes,), not self.options.masked_loss, device=self.y.device)
@@ -59,8 +59,11 @@ class HeteroFLClient(NarrowClient):
             for layer in producers(self.network, self.place.network) if width < 1 else ():
                 hooks.enter_context(layer.register_forward_hook(lambda _, __, x: x / width))
             self.fit(loss=loss)
-        answer = self.trained() | {CLASSES: classes}
-        if not (self.settings.secure_aggregation and self.options.masked_loss):
+        answer = self.trained()
+        if not self.options.masked_loss:
+            return answer
+        answer[CLASSES] = classes
+        if not self.settings.secure_aggregation:
             return answer
         rows = {name: classes.view(-1, *[1] * (answer[name].dim() - 1)) for name in output_names(self.network.module)}
         return answer | prefixed(AT, brought(rows))

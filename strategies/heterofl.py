@@ -47,12 +47,14 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import UnitGroup, output_names
+from fedsub_app.models.sources import answer, in_shape_of
+from fedsub_app.models.units import head_layer
 from fedsub_app.subnets.slices import ALL
 from strategies.base import Contribution, Spec, Update
 from strategies.settings import HeteroFLSettings
 from strategies.sliced import Narrow
 
-CLASSES = "classes"  # tensor of a reply, bool [classes]: the classes of the client's samples; all without masked loss
+CLASSES = "classes"  # tensor of a reply with masked loss, bool [classes]: the classes of the client's samples
 
 
 class HeteroFL(Narrow):
@@ -64,16 +66,31 @@ class HeteroFL(Narrow):
     def setup(self) -> None:
         super().setup()
         self.needs_classes("masked_loss")
+        self.output = self._output() if self.options.masked_loss else ()
+
+    def _output(self) -> tuple[str, ...]:
+        """Return the names of the head's tensors; :class:`UserError` where their rows are not the classes."""
+        who, shape = f"model = {self.settings.model!r}", in_shape_of(self.model)
         try:
-            self.output = output_names(self.model)
+            names = output_names(self.model)
         except TypeError as error:
-            raise UserError(f"model = {self.settings.model!r}: {error}") from None
+            raise UserError(f"{who}: {error}") from None
+        rows = len(self.current[names[0]])
+        if shape is not None and (classes := answer(self.model, who, shape).shape[-1]) != rows:
+            what = f"the {rows} rows of its head {head_layer(self.model)!r} are not the {classes} classes"
+            raise UserError(f"{who}: {what}; allowed is another head, or {self.settings.method}.masked-loss = false")
+        return names
 
     def expected(self, client: int) -> Mapping[str, Spec]:
+        if not self.output:
+            return super().expected(client)
         return {**super().expected(client), CLASSES: Spec(tuple(self.current[self.output[0]].shape[:1]), torch.bool)}
 
     def contribution(self, update: Update) -> Contribution:
-        added, classes = super().contribution(update), update.tensors[CLASSES].nonzero().flatten()
+        added = super().contribution(update)
+        if not self.output:
+            return added
+        classes = update.tensors[CLASSES].nonzero().flatten()
         tensors, slices = dict(added.tensors), dict(added.slices or {})
         for name in self.output:
             tensors[name], slices[name] = tensors[name][classes], (classes, slices.get(name, ALL)[1])

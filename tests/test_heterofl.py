@@ -22,6 +22,8 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, adopted, load_tensors, narrowed
+from fedsub_app.models import Network, adopted, load_tensors
+from fedsub_app.models.units import with_head
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import read_rounds
@@ -394,6 +396,27 @@ def test_an_embedding_in_a_residual_stream_is_scaled() -> None:
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """The last Linear is a gate, the classifier a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate, self.out = nn.Conv2d(1, 6, 3), nn.Linear(6, 6), nn.Conv2d(6, 10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.out(x * self.gate(x.mean((2, 3))).sigmoid()[:, :, None, None]).mean((2, 3))
+
+
+def test_a_head_whose_rows_are_not_the_classes_is_refused() -> None:
+    """Without a masked loss no head is asked for."""
+    network = adopted(Gated(), (1, 8, 8))
+    with pytest.raises(UserError, match="the 6 rows of its head 'gate' are not the 10 classes; .*masked-loss"):
+        made(model=network, widths="1")
+    assert CLASSES not in made(model=network, heterofl__masked_loss=False).expected(1)
+    assert made(model=with_head(network, "out")).output == ("out.weight", "out.bias")
 
 
 @pytest.mark.parametrize("widths", ["0, 1", "1.5", "", "a", "-0.5", "nan"])
