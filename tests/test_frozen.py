@@ -254,6 +254,23 @@ def test_an_adapter_computes_what_the_paper_says() -> None:
     torch.testing.assert_close(layer(x), x @ weight.T + layer.base_layer.bias)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_evaluation_of_torchs_encoder_computes_its_adapters(padded: bool) -> None:
+    """Its fast path takes the weights under them."""
+    pytest.importorskip("peft")
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    net = nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 2), "classes": nn.Linear(8, 2)})
+    model = freeze(net, Trained("lora", rank=2), "encoder")
+    with torch.no_grad():
+        for name, tensor in tensors_of(model).items():
+            tensor.normal_() if ".lora_B" in name else None
+    x = torch.randn(3, 5, 8)
+    mask = torch.arange(5).expand(3, 5) >= torch.tensor([[3], [4], [5]]) if padded else None
+    with torch.no_grad():
+        trained, tested = (model.train(on)["encoder"](x, src_key_padding_mask=mask) for on in (True, False))
+    torch.testing.assert_close(tested, trained)
+
+
 def test_adapters_are_layers_and_their_ranks_are_units() -> None:
     model = lora()
     layers = ["embed", "blocks.0.fc", "blocks.1.fc", "blocks.2.fc"]

@@ -156,6 +156,11 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
     how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **how), model)
+    for module in model.modules():  # in evaluation torch's fast path reads the weights under adapters itself
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _fits(module: nn.Module) -> bool:
