@@ -282,6 +282,14 @@ def test_adapters_of_tied_weights_are_refused(method: str) -> None:
         fedsub.run({"method": method, "trainable": "lora", "num-clients": 1}, model=Tied, data=((X, Y), (X, Y)))
 
 
+def test_adapters_of_a_layer_in_two_places_are_refused() -> None:
+    """The adapter is at its first place, the weight at both."""
+    said = r"^lora-targets = 'first': model = 'Tied': 'first.base_layer.weight' is tied, the method moves"
+    keys = {"method": "flora", "trainable": "lora", "lora-targets": "first", "num-clients": 1}
+    with pytest.raises(fedsub.UserError, match=said):
+        fedsub.run(keys, model=Tied, data=((X, Y), (X, Y)))
+
+
 def test_a_last_batch_of_one_is_no_step_where_arrays_tell_of_a_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
     """The server counts a client's steps as the client does: 100 samples in batches of 33 are three."""
     keys: dict[str, Any] = {"clients_per_node": 4, "batch_size": 33}

@@ -128,6 +128,53 @@ def test_a_narrow_clients_adapter_has_its_rank(
     torch.testing.assert_close(loaded, ours(run, 1))
 
 
+TIED = """
+ADAPTED = """
+import peft
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.one, self.two, self.classes = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, num_classes)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.classes(self.two(self.one(x.flatten(1))))
+"""
+
+
+def test_adapters_of_tied_weights_are_not_merged(
+    run_local: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(TIED)
+    keys: dict[str, Any] = {"model": f"{tmp_path}/net.py:Net", "trainable": "lora", "num_rounds": 1}
+    _, run = run_local(**keys, method="fedit", num_clients=2, train_per_class=8)
+    assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 2
+    said = "--merged: 'two.base_layer.weight' is tied, other layers would have its adapter too; use --adapter"
+    assert said in capfd.readouterr().err
+        self.one, self.classes = nn.Linear(64, 6), nn.Linear(6, num_classes)
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["one"], r=2), self)
+
+    def forward(self, x):
+        return self.classes(self.one(x.flatten(1)))
+"""
+
+
+def test_a_network_that_brings_its_adapters_is_written_with_them(
+    run_local: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(ADAPTED)
+    keys: dict[str, Any] = {"model": f"{tmp_path}/net.py:Net", "num_rounds": 1, "num_clients": 2}
+    _, run = run_local(**keys, method="fedit", train_per_class=8)
+    assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 0
+    written, trained = load_file(tmp_path / "merged/model.safetensors"), load_file(run / "model.safetensors")
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    assert main(["export", str(run), "--adapter", str(tmp_path / "a")]) == 2
+    assert "--adapter: trainable = '', so there is no adapter alone; --merged" in capfd.readouterr().err
+
+
 def test_weights_that_the_method_has_changed_are_merged(
     keys: dict[str, Any], run_local: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from fedsub_app.data.files import read_pixels
 from fedsub_app.data.names import IMAGES
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.tables import unseen_rows
-from fedsub_app.models import adapters, base_digest, other_base, scale_of, tensors_of
+from fedsub_app.models import adapters, base_digest, other_base, scale_of, tensors_of, tied_weights
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
 from fedsub_app.settings import Settings
@@ -165,7 +165,8 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
     """Write a folder that ``peft.PeftModel.from_pretrained(network, folder)`` loads, the head included."""
     network, _, _, settings = model_of(run, client)
     tensors = tensors_of(network)
-    if not (every := adapters(tensors)) or settings.options.moves_base:
+    every = adapters(tensors) if settings.trainable == "lora" else ()
+    if not every or settings.options.moves_base:
         why = f"{settings.method} changes other weights" if every else f"trainable = {settings.trainable!r}"
         raise UserError(f"--adapter: {why}, so there is no adapter alone; --merged writes the whole model")
     rank = len(tensors[every[0].a])  # a client may have fewer
@@ -188,12 +189,17 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
 def write_merged(run: Path, folder: Path, client: int | None = None) -> None:
     """Write all weights, the adapters added to those under them: a folder of transformers, or model.safetensors."""
     network, _, problem, _ = model_of(run, client)
+    if tied := tied_weights(network):
+        raise UserError(f"--merged: {tied[0]!r} is tied, other layers would have its adapter too; use --adapter")
+    network, _, problem, settings = model_of(run, client)
     state, scale = dict(network.state_dict()), scale_of(network)
-    for a, b, weight in adapters(state):
-        product = state[b].flatten(1) @ state[a].flatten(1)
-        state[weight] = state[weight].float() + scale * product.view(state[weight].shape)
+    if settings.trainable == "lora":  # else adapters are the network's own
+        for a, b, weight in adapters(state):
+            product = state[b].flatten(1) @ state[a].flatten(1)
+            state[weight] = state[weight].float() + scale * product.view(state[weight].shape)
+        state = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
     whole = problem.unfrozen()
-    whole.load_state_dict({name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name})
+    whole.load_state_dict(state)
     folder.mkdir(parents=True, exist_ok=True)
     if save := getattr(whole, "save_pretrained", None):
         save(str(folder))

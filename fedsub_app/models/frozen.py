@@ -59,7 +59,7 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
             every[each].requires_grad_()  # which peft has switched off
         if trained.moves_base:
             weights = {adapter.weight for adapter in adapters(every)}
-            if tied := sorted(weights & ties(model).keys()):
+            if tied := tied_weights(model):
                 what = f"{tied[0]!r} is tied, the method moves the weights of adapters one by one"
                 raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r}: {what}")
             names |= weights
@@ -129,6 +129,12 @@ def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
     return chosen | head
 
 
+def tied_weights(model: nn.Module) -> list[str]:
+    """Return the names of the weights under adapters that another layer, or the same one elsewhere, has as well."""
+    weights, tied = {adapter.weight for adapter in adapters(model.state_dict())}, ties(model)
+    return [name for name in (*tied, *tied.values()) if name in weights]
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the names of a network's blocks in order of execution: members of a list of modules that have layers."""
     blocks: list[str] = []
@@ -179,9 +185,10 @@ def _freeze(model: nn.Module, names: Collection[str], dtype: torch.dtype | None)
         names_of = {leaf: f"{path}.{leaf}" if path else leaf for leaf in (*module._parameters, *module._buffers)}
         tensors = {leaf: every[name] for leaf, name in names_of.items() if name in every}
         marked = [leaf for leaf, t in tensors.items() if t.is_floating_point() and id(t) not in trained]
+        kind = None if isinstance(module, nn.modules.batchnorm._NormBase) else dtype  # of its statistics
         for leaf in marked:
             if isinstance(tensor := tensors[leaf], nn.Parameter):
-                base = bases.setdefault(id(tensor), Base(tensor.data.to(dtype or tensor.dtype), requires_grad=False))
+                base = bases.setdefault(id(tensor), Base(tensor.data.to(kind or tensor.dtype), requires_grad=False))
                 setattr(module, leaf, base)
         if marked:
             setattr(module, BASE, tuple(marked))
