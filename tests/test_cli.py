@@ -124,6 +124,14 @@ def test_the_guides_commands(page: str, least: int, desk: Path, capsys: pytest.C
     assert "error" not in capsys.readouterr().err
 
 
+def test_the_command_of_a_table(desk: Path) -> None:
+    """docs/own-data.md: its network takes the table's columns."""
+    rows = [f"{20 + i},{50 + i % 7},{'ill' if i % 7 < 3 else 'well'},{'ABC'[i % 3]}" for i in range(60)]
+    (desk / "patients.csv").write_text("\n".join(["age,weight,outcome,hospital", *rows]))
+    (line,) = [line for line in commands("docs/own-data.md", "fedsub ") if "patients.csv" in line]
+    assert cli.main([*shlex.split(line)[1:], "--dry-run"]) == 0
+
+
 def test_the_readmes_python() -> None:
     """Its recipe, with a network and a function of the reader's."""
     (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", (PROJECT / "README.md").read_text())
@@ -300,7 +308,7 @@ def test_a_plan_of_many_clients_and_of_every_method(capsys: pytest.CaptureFixtur
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert re.fullmatch(r"fedsub [\d.]+, flwr 1\.41\.\d+, ray .*, torch .*, Python 3\..*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"fedsub [\d.]+, flwr 1\.4[12]\.\d+, ray .*, torch .*, Python 3\..*\n", capsys.readouterr().out)
 
 
 COMPLETED = {

@@ -367,7 +367,7 @@ def test_a_finished_run_without_its_last_line_is_not_reported(whole: Path, tmp_p
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     path = folder / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="rounds.jsonl: lacks round 3, which summary.json counts; `fedsub run --resume"):
+    with pytest.raises(UserError, match=r"rounds.jsonl: lacks round 3, which summary.json counts; `fedsub run"):
         read_run(folder)
     assert resume(folder)["missing-rounds"] == [3]
     assert [line["round"] for line in read_run(folder).lines] == [0, 1, 2]

@@ -269,6 +269,8 @@ def test_an_evaluation_of_torchs_encoder_computes_its_adapters(padded: bool) -> 
     with torch.no_grad():
         trained, tested = (model.train(on)["encoder"](x, src_key_padding_mask=mask) for on in (True, False))
     torch.testing.assert_close(tested, trained)
+
+
 def test_a_base_of_bf16_computes_its_batch_norm() -> None:
     model = freeze(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), Trained("head", "bf16"), "net")
     assert model(torch.randn(3, 4)).dtype == torch.float32

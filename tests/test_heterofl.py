@@ -22,7 +22,6 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import Network, adopted, load_tensors, narrowed
-from fedsub_app.models import Network, adopted, load_tensors
 from fedsub_app.models.units import with_head
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
@@ -413,7 +412,7 @@ class Gated(nn.Module):
 def test_a_head_whose_rows_are_not_the_classes_is_refused() -> None:
     """Without a masked loss no head is asked for."""
     network = adopted(Gated(), (1, 8, 8))
-    with pytest.raises(UserError, match="the 6 rows of its head 'gate' are not the 10 classes; .*masked-loss"):
+    with pytest.raises(UserError, match=r"the 6 rows of its head 'gate' are not the 10 classes; .*masked-loss"):
         made(model=network, widths="1")
     assert CLASSES not in made(model=network, heterofl__masked_loss=False).expected(1)
     assert made(model=with_head(network, "out")).output == ("out.weight", "out.bias")

@@ -307,6 +307,14 @@ def test_a_network_that_brings_its_adapters(method: str, made: Made, tmp_path: P
     read(strategy, client(0).run_training(dict(task.tensors), task.config))
 
 
+def test_adapters_of_several_scales_are_refused(made: Made, tmp_path: Path) -> None:
+    config = "peft.LoraConfig(target_modules=['one', 'two'], r=4, lora_alpha=8, rank_pattern={'two': 2})"
+    brings = f"        import peft\n        peft.inject_adapter_in_model({config}, self)\n"
+    (tmp_path / "own.py").write_text(NET.replace("    def forward", f"{brings}\n    def forward"))
+    with pytest.raises(UserError, match=r"adapters have \[2.0, 4.0\] as alpha / r; allowed is one for all"):
+        made("flora", model=f"{tmp_path}/own.py:Net", trainable="")
+
+
 def test_without_the_networks_layers_the_scale_is_not_known(made: Made) -> None:
     """Arrays alone do not tell alpha; a scale of 1 merged another model without a word."""
     strategy, _ = made("flora")

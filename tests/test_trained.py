@@ -129,8 +129,6 @@ def test_a_narrow_clients_adapter_has_its_rank(
 
 
 TIED = """
-ADAPTED = """
-import peft
 from torch import nn
 
 class Net(nn.Module):
@@ -153,6 +151,15 @@ def test_adapters_of_tied_weights_are_not_merged(
     assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 2
     said = "--merged: 'two.base_layer.weight' is tied, other layers would have its adapter too; use --adapter"
     assert said in capfd.readouterr().err
+
+
+ADAPTED = """
+import peft
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
         self.one, self.classes = nn.Linear(64, 6), nn.Linear(6, num_classes)
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["one"], r=2), self)
 

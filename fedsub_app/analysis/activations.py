@@ -5,6 +5,7 @@ Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overla
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     means: dict[int, list[float]] = {}  # round of a checkpoint -> mean overlap of each layer
     outside: dict[int, list[float]] = {}
     last: dict[str, Tensor] = {}
-    others = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool)
+    others, first = ~torch.eye(strategy.settings.num_clients, dtype=torch.bool), _first_trained(lines)
     for path in paths:
         checkpoint = read_checkpoint(path)
         strategy.load_state(checkpoint.state)
@@ -153,7 +154,7 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
             return []
         names = [name.removesuffix(".weight") for name in masks[0]]
         last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
-        ours = torch.tensor([client in _trained(lines, checkpoint.round) for client in range(len(masks))])
+        ours = torch.tensor([first.get(client, math.inf) <= checkpoint.round for client in range(len(masks))])
         if (pairs := others & ours & ours[:, None]).any():
             means[checkpoint.round] = [float(overlaps[pairs].mean()) for overlaps in last.values()]
         inside = [sum(int(mask.sum()) for mask in of_client.values()) for of_client in masks]
@@ -191,24 +192,24 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     return files + sizes
 
 
-def _trained(lines: Sequence[Json], last_round: int) -> set[int]:
-    """Return the clients of which the server had merged a reply by a round."""
-    found: set[int] = set()
+def _first_trained(lines: Sequence[Json]) -> dict[int, int]:
+    """Return the round in which the server first merged a client's reply, of the clients that had one."""
+    first: dict[int, int] = {}
     for line in lines:
-        if line["round"] <= last_round and line.get("status") != "abandoned":
-            others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
-            found |= {*line.get("clients", ())} - others
-    return found
+        others = {drop["client"] for drop in line.get("dropped", ())} | {*line.get("not-waited-for", ())}
+        for client in () if line.get("status") == "abandoned" else {*line.get("clients", ())} - others:
+            first.setdefault(client, line["round"])
+    return first
 
 
 def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]], lines: Sequence[Json]) -> list[Path]:
     """``outside``: round of a checkpoint -> percent outside each client's mask."""
     key = f"personal-{score.name}"
     rows: list[tuple[int, int, float, float]] = []  # round, client, percent outside, score
+    first = _first_trained(lines)
     for line in lines:
-        trained = _trained(lines, line["round"])
         for client, metrics in line.get("evaluated", {}).items():
-            if line["round"] in outside and int(client) in trained and key in metrics:
+            if line["round"] in outside and first.get(int(client), math.inf) <= line["round"] and key in metrics:
                 rows.append((line["round"], int(client), outside[line["round"]][int(client)], metrics[key]))
     if not rows:
         return []
@@ -216,7 +217,7 @@ def _mask_size(folder: Path, score: Score, outside: Mapping[int, Sequence[float]
     axes = drawing.subplots()
     table = np.array(rows)
     axes.scatter(table[:, 2], table[:, 3], s=4, color="0.7", label="a client in a round")
-    for number, client in enumerate(sorted(_trained(lines, lines[-1]["round"]))[:4]):
+    for number, client in enumerate(sorted(first)[:4]):
         axes.plot(*table[table[:, 1] == client, 2:].T, ".-", color=COLOURS[number], label=f"client {client}")
     means = [table[table[:, 0] == number, 2:].mean(0) for number in np.unique(table[:, 0])]
     axes.plot(*np.array(means).T, "o-", color="black", label="mean of a round")

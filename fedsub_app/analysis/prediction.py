@@ -188,12 +188,11 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
 
 def write_merged(run: Path, folder: Path, client: int | None = None) -> None:
     """Write all weights, the adapters added to those under them: a folder of transformers, or model.safetensors."""
-    network, _, problem, _ = model_of(run, client)
-    if tied := tied_weights(network):
-        raise UserError(f"--merged: {tied[0]!r} is tied, other layers would have its adapter too; use --adapter")
     network, _, problem, settings = model_of(run, client)
     state, scale = dict(network.state_dict()), scale_of(network)
     if settings.trainable == "lora":  # else adapters are the network's own
+        if tied := tied_weights(network):
+            raise UserError(f"--merged: {tied[0]!r} is tied, other layers would have its adapter too; use --adapter")
         for a, b, weight in adapters(state):
             product = state[b].flatten(1) @ state[a].flatten(1)
             state[weight] = state[weight].float() + scale * product.view(state[weight].shape)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Shape, blank
 from fedsub_app.models.networks import tensors_of
 from fedsub_app.models.sources import in_shape_of
@@ -139,9 +140,15 @@ def adapters(names: Collection[str]) -> tuple[Adapter, ...]:
 
 
 def scale_of(model: nn.Module) -> float:
-    """Return alpha / r, the factor of B A in a network's adapters; 1 without any. Adapters of a lower rank keep it."""
-    scales = (vars(module)["scaling"] for _, module in model.named_modules() if "scaling" in vars(module))
-    return next((float(scale["default"]) for scale in scales if isinstance(scale, dict)), 1.0)
+    """Return alpha / r, the factor of B A in a network's adapters; 1 without any. Adapters of a lower rank keep it.
+
+    :class:`UserError` where a network brings adapters of several.
+    """
+    scales = (vars(module).get("scaling") for _, module in model.named_modules())
+    found = {float(scale["default"]) for scale in scales if isinstance(scale, dict)} or {1.0}
+    if len(found) > 1:
+        raise UserError(f"the network's adapters have {sorted(found)} as alpha / r; allowed is one for all")
+    return found.pop()
 
 
 def rank_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
