@@ -392,6 +392,22 @@ def test_stopped_the_jobs_of_a_cluster_end_with_it(tmp_path: Path) -> None:
             assert not (folder / "summary.json").exists()
 
 
+def test_ctrl_c_ends_a_table_at_once(tmp_path: Path) -> None:
+    """Also where the parent alone gets it."""
+    (tmp_path / "small.toml").write_text(TABLE)
+    words = ["reproduce", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "-s", "num-rounds=5000"]
+    environment = os.environ | {"FEDSUB_RUNS": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "fedsub_app.cli", *words, "--workers", "1"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    while not [*(tmp_path / "out").glob("*/seed0/rounds.jsonl")] and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "stopped: the same command goes on\n"
+    assert process.returncode == 130
+    with FileLock(next((tmp_path / "out").glob("*/seed0")) / ".lock", timeout=30):  # which a run holds while it lasts
+        assert not [*(tmp_path / "out").glob("*/seed0/summary.json")]
+
+
 def test_runs_go_on_without_the_reader_of_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """``fedsub reproduce | head -1`` ended the runs."""
     reader, writer = os.pipe()

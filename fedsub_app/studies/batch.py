@@ -12,13 +12,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -95,7 +95,8 @@ def run_all(
 ) -> list[tuple[Job, str]]:
     """Run the jobs, say what is done and how long is left; returns those that failed and why.
 
-    A process that is killed takes the others with it: what they ran has failed, and no further job is asked for.
+    A process that is killed takes the others with it: what they ran has failed, and no further job is asked for. Ctrl-C
+    ends them at once.
 
     ``jobs``: asked for the next one whenever there is room for it, so that it may depend on those that have ended.
     ``total``: number of jobs, or how many there are at most. ``workers``: runs at a time; ``None``: as many as there
@@ -107,7 +108,8 @@ def run_all(
     workers = min(workers or (MANY_JOBS if slurm else len(gpus) or cores()), total)
     failures: list[tuple[Job, str]] = []
     waiting, progress = iter(jobs), BatchProgress(total)
-    with SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus) as pool:
+    made = SlurmPool(workers, slurm, runs_folder() / "slurm") if slurm else _processes(workers, gpus)
+    with made as pool, _ended_by_ctrl_c():
         running: dict[Future[str], Job] = {}
         while True:
             for job in islice(waiting, workers - len(running)):
@@ -131,6 +133,17 @@ def run_all(
             progress.look()
 
 
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """End this process's own ones on Ctrl-C, without which a pool waits until their runs have ended."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for child in active_children():
+            child.terminate()
+        raise KeyboardInterrupt("the same command goes on") from None
+
+
 def _processes(workers: int, gpus: Sequence[str]) -> ProcessPoolExecutor:
     context = get_context("spawn")
     turns: SimpleQueue[str] = context.SimpleQueue()
@@ -140,7 +153,8 @@ def _processes(workers: int, gpus: Sequence[str]) -> ProcessPoolExecutor:
 
 
 def _begin(turns: "SimpleQueue[str] | None") -> None:
-    """Prepare a process that runs jobs: it sees the GPU whose turn it is, and ends when its parent is killed."""
+    """Prepare a process that runs jobs: it sees the GPU whose turn it is, and ends with its parent alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all
     if turns is not None:
         os.environ[VISIBLE] = turns.get()
     parent = parent_process()
