@@ -873,6 +873,21 @@ def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     assert "its mean loss is not the mean of" in unstackable(settings, Network(problem.network()), weighted)
 
 
+def test_weights_of_classes_are_seen_where_samples_are_sorted_by_class(file: Path) -> None:
+    settings = resolve({"model": f"{file}:Net", "stack-clients": True})
+    problem = Problem.of(settings)
+    order = problem.data.train_y.argsort()
+    y = problem.data.train_y[order]
+    data = dataclasses.replace(problem.data, train_x=problem.data.train_x.part(order), train_y=y)
+
+    class Weighted(Classification):
+        def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+            return F.cross_entropy(output, y, torch.tensor([1.0] * 5 + [2.0] * 5), reduction=reduction)
+
+    ordered = dataclasses.replace(problem, data=data, task=Weighted())
+    assert "its mean loss is not the mean of" in unstackable(settings, Network(problem.network()), ordered)
+
+
 @pytest.mark.parametrize(
     ("width", "parameters", "of_a_quarter"),
     [pytest.param(64, 11_172_170, 701_018, marks=pytest.mark.slow), (16, 701_018, 44_510)],

@@ -48,7 +48,8 @@ def unstackable(settings: Settings, network: Network, problem: Problem) -> str:
         return f"task = {settings.task}: its loss is the mean over tokens, of which samples have unequally many"
     if any(layer.momentum is None for layer in network.normalisations.values()):
         return f"model = {settings.model}: a BatchNorm with momentum = None, which counts one client's batches"
-    some, task = slice(0, FIRST_SAMPLES), problem.task
+    task, count = problem.task, len(problem.data.train_y)
+    some = torch.linspace(0, count - 1, min(count, FIRST_SAMPLES)).long()  # evenly: they may be sorted by class
     with torch.no_grad():
         output, y = network.module.eval()(problem.data.train_x[some]), problem.data.train_y[some]
         losses, mean = task.loss(output, y, "none"), task.loss(output, y)
