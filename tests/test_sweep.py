@@ -139,6 +139,14 @@ def test_a_grid_has_every_pair_once_and_methods_only_their_own_keys() -> None:
     assert len(more) == 6
 
 
+def test_a_grid_that_goes_on_with_its_keys_in_another_order_has_every_pair_once(tmp_path: Path) -> None:
+    pairs, tried = ["lr=0.1,0.2", "momentum=0.0,0.9"], set()
+    for count, given in ((2, pairs), (4, pairs[::-1])):
+        grid = sweep_of(search_of(read_space(given)[1], "grid", 4), tmp_path)
+        tried = {(trial.keys["lr"], trial.keys["momentum"]) for trial in map(grid.trial, range(count))}
+    assert tried == {(0.1, 0.0), (0.1, 0.9), (0.2, 0.0), (0.2, 0.9)}
+
+
 def test_random_trials_are_in_range_and_the_same_however_many(tmp_path: Path) -> None:
     space: Space = {
         "lr": FloatDistribution(1e-4, 1.0, log=True),
@@ -202,9 +210,27 @@ def test_a_torn_line_of_the_journal_is_cut_and_a_damaged_one_named(tmp_path: Pat
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-20])  # as a power cut leaves it: the trial is drawn again
     assert sweep_of(search, tmp_path).trial(0).keys == {"lr": 0.1}
-    journal.write_bytes(b"{\n" + whole)
-    with pytest.raises(UserError, match=r"sweep\.journal: damaged \(JSONDecodeError: .+\); delete it to begin"):
-        _ = sweep_of(search, tmp_path).study
+    damages = {b"{\n": "JSONDecodeError", b"7\n": "TypeError", b'{"op_code": 99}\n': "AssertionError"}
+    for damage, name in damages.items():
+        journal.write_bytes(damage + whole)
+        with pytest.raises(UserError, match=rf"sweep\.journal: damaged \({name}: .+\); delete it to begin"):
+            _ = sweep_of(search, tmp_path).study
+
+
+def test_the_seed_is_that_of_the_experiment(tmp_path: Path) -> None:
+    """Trials run with it, and so does best.toml, which extends the experiment."""
+    mine = tmp_path / "my.toml"
+    mine.write_text('extends = "fedpews/digits"\nseed = 5\n')
+    space: Space = {"lr": CategoricalDistribution((0.1, 0.2))}
+    trial = sweep_of(Search(str(mine), {}, space, "grid"), tmp_path).trial(0)
+    assert [job.settings.seed for job in trial.jobs] == [5]
+    assert Search(str(mine), {"seed": 2}, space, "grid").seed == 2
+
+
+def test_a_score_of_test_data_is_too_good_whether_high_or_low() -> None:
+    assert sweep.metric_in_words("global", "rmse") == (
+        "global TEST rmse at the end (so the best one's is too good: it was chosen by it)"
+    )
 
 
 def test_a_folder_of_another_sweep_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,7 @@ def write_results(sweep: Sweep, command: str) -> None:
 def metric_in_words(metric: str, score: str) -> str:
     """Return a metric as a sentence has it, with a warning where it is of test data."""
     if metric in TEST:
-        return f"{metric} TEST {score} at the end (so the best one's is too high: it was chosen by it)"
+        return f"{metric} TEST {score} at the end (so the best one's is too good: it was chosen by it)"
     return f"{metric.replace('-validation', ' validation')} {score} at the end"
 
 

@@ -24,7 +24,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.runs.config import applicable_keys, check, defaults, is_list
+from fedsub_app.runs.config import applicable_keys, base_keys, check, defaults, is_list
 from fedsub_app.studies.batch import Job
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -113,10 +113,10 @@ class Search:
     method: str
     trials: int | None = None
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """Seed of the first run of a trial, on which the search depends as well."""
-        return int(self.fixed.get("seed", defaults()["seed"]))
+        return int(self.fixed.get("seed", base_keys(self.experiment, str(defaults()["method"]))["seed"]))
 
     @property
     def count(self) -> int:
@@ -201,7 +201,7 @@ class Sweep:
         try:
             storage = JournalStorage(JournalFileBackend(path, lock))
             study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
-        except (ValueError, KeyError) as error:
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{path}: damaged ({one_line(error)}); delete it to begin the sweep anew") from None
         for key, value in self.search.describe(self.metric).items():
             if (other := study.user_attrs.get(key, value)) != value:
@@ -228,7 +228,9 @@ class Sweep:
     def _draw(self, number: int) -> None:
         """Add a trial. It depends on the seed and the trials that have ended, not on when the sweep was continued."""
         if self.search.points is not None:
-            keys: dict[str, Any] = self.search.points[number]
+            # Not points[number]: the keys may have stood in another order on the command line.
+            begun = [trial.params for trial in self.study.get_trials(deepcopy=False)]
+            keys: dict[str, Any] = next(point for point in self.search.points if point not in begun)
             trial = create_trial(state=TrialState.RUNNING, params=keys, distributions={**self.search.space})
             self.study.add_trial(trial)
             return
