@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fedsub
 import fedsub_app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
@@ -271,6 +272,15 @@ class Quantile(fedsub.Task):
 
 class Not: pass
 """
+
+
+def test_the_task_of_the_page_pairs_each_label_with_its_output() -> None:
+    page = (Path(__file__).parents[1] / "docs/own-data.md").read_text()
+    names: dict[str, Any] = {"fedsub": fedsub, "torch": torch}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    output = torch.tensor([[1.0], [3.0], [5.0]])
+    for y in (torch.tensor([2.0, 2.0, 5.0]), torch.tensor([[2.0], [2.0], [5.0]])):
+        assert names["Quantile"]().loss(output, y, "none").tolist() == pytest.approx([0.9, 0.1, 0.0])
 
 
 @pytest.mark.run
