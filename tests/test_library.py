@@ -630,6 +630,9 @@ def test_a_plateau_needs_the_scores_of_fedsubs_start(tmp_path: Path) -> None:
         fedsub.UserError, match=r"^lr-schedule = 'plateau': needs fedsub.start; Flower's own loop tells"
     ):
         fedsub.FedAvg(**keys).start(grid(), arrays(), 1)
+    for key in (keys, {"stop_at_score": 60.0, "evaluate": "global"}):
+        with pytest.raises(fedsub.UserError, match=r": needs the score global-accuracy, which evaluate_fn measures$"):
+            fedsub.start(fedsub.FedAvg(**{"clients_per_node": 4} | key), grid(), initial_arrays=arrays())
     same, folder = {"global-accuracy": 50.0}, tmp_path / "run"
     first = {"initial_arrays": arrays(), "num_rounds": 3, "run_dir": folder}
     fedsub.start(fedsub.FedAvg(lr=0.1, **keys), grid(), **first, evaluate_fn=lambda *_: same)

@@ -59,6 +59,11 @@ def start(
     where: dict[str, Value] = {"run-dir": str(run_dir or ""), "resume": resume}
     settings = settings_of(strategy.call_roll(grid) | where)
     check_tracker(settings.track)
+    if evaluate_fn is None and settings.evaluations[0] == "global":
+        used = ("lr-schedule", settings.lr_schedule == "plateau"), ("stop-at-score", settings.stop_at_score)
+        for key, is_used in (*used, ("target-score", settings.target_score)):
+            if is_used:
+                raise UserError(f"{key}: needs the score global-{settings.score.name}, which evaluate_fn measures")
     strategy.build(settings, initial_arrays)  # what is wrong with them is said before anything is written
     run = open_run(settings)
     run.continuation = f"fedsub.start(…, run_dir={str(run.folder)!r}, resume=True)"
