@@ -360,7 +360,7 @@ def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: 
 
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
 def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
-    strategy = made(two, method=method, **{f"{method}.masked-loss": False})
+    strategy = made(two, method=method)
     narrow = slow(strategy)
     classes = {"classes": torch.ones(10, dtype=torch.bool)}
     sent = dict(strategy.task(narrow).tensors)

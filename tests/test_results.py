@@ -108,7 +108,8 @@ def test_finished_runs_are_put_into_the_tables_file(
         folder = tmp_path / f"runs/fedpart-table1/cifar-10-iid-fedavg/seed{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "settings.json").write_text(json.dumps({"settings": keys | {"seed": seed}, "commit": "abc"}))
-        (folder / "rounds.jsonl").write_text(to_line({"round": 18, "global-accuracy": final}) + "\n")
+        lines = [to_line({"round": number, "global-accuracy": final}) + "\n" for number in range(1, 19)]
+        (folder / "rounds.jsonl").write_text("".join(lines))
         totals = {f"total-{cost}": 0 for cost in ("formula-bytes-down", "formula-bytes-up", "flops", "seconds")}
         summary = {"status": status, "rounds": 18, "final-global-accuracy": final}
         (folder / "summary.json").write_text(json.dumps(summary | totals))
